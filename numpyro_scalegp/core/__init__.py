@@ -1,0 +1,1 @@
+"""What every layer stands on: argument checks, jittered factorisations, work in chunks."""

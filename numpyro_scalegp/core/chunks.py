@@ -1,0 +1,46 @@
+"""Work on the rows of a matrix in chunks, so that memory follows the chunk and not the matrix."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Result = TypeVar("Result")
+
+# Entries of the largest intermediate matrix of a chunk: 64 MiB in float32.
+_MAX_ENTRIES = 2**24
+
+
+def rows_per_chunk(width: int) -> int:
+    """How many rows of a `width`-column intermediate fit the memory budget, at least one."""
+    return max(1, _MAX_ENTRIES // max(1, width))
+
+
+def map_rows(
+    function: Callable[[Float[Array, "chunk d"]], Result],
+    X: Float[Array, "n d"],
+    chunk_size: int,
+) -> Result:
+    """Apply `function` to `chunk_size` rows of X at a time.
+
+    Args:
+        function: maps (chunk, d) inputs to a pytree of arrays with a leading axis of size chunk,
+            row by row: no row's result may depend on another row.
+        X: inputs, shape (n, d).
+        chunk_size: rows in a chunk, positive.
+
+    Returns:
+        The results for all rows, leading axis n. One compilation, whatever n is.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+    n, d = X.shape
+    if n <= chunk_size:
+        return function(X)
+    num_chunks = -(-n // chunk_size)
+    # Rows that fill the last chunk repeat the last row: harmless, and cut off again.
+    padded = jnp.concatenate([X, jnp.broadcast_to(X[-1:], (num_chunks * chunk_size - n, d))])
+    results = jax.lax.map(function, padded.reshape(num_chunks, chunk_size, d))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], results)

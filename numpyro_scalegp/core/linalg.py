@@ -1,0 +1,223 @@
+"""Factorisations of symmetric positive definite matrices, with derivatives made of products.
+
+Triangular solves run far below the speed of a matrix product, and differentiating a factorisation
+spends most of its time in them. Here the derivatives reuse the factor and are written as products
+with its explicit inverse, which a recursive splitting computes at the speed of products as well.
+All rules are forward-mode rules, so forward, reverse and second derivatives work.
+"""
+
+import functools
+import math
+import warnings
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Float
+
+# Factorisations are tried with these multiples of `eps` times the mean diagonal, in turn.
+JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
+# Recursive splittings stop at blocks of this size, or at a sixteenth of the matrix.
+_LEAF = 256
+_MAX_LEAVES = 16
+
+
+# Products in full precision: TF32, a GPU's default for float32, has too few digits here.
+matmul = functools.partial(jnp.matmul, precision="highest")
+
+
+class Factor(NamedTuple):
+    """A Cholesky factor and what it took to get it."""
+
+    tril: Float[Array, "n n"]  # lower triangular; NaN where every attempt failed
+    jitter: Float[Array, ""]  # what was added to the diagonal, in units of the matrix
+
+
+def default_jitter(dtype: jnp.dtype) -> float:
+    """What a covariance without noise gets on its diagonal, relative to the prior variance."""
+    return 100.0 * float(jnp.finfo(dtype).eps)
+
+
+def add_jitter(K: Float[Array, "n n"], jitter: float | None = None) -> Float[Array, "n n"]:
+    """Add `jitter` times the mean diagonal to the diagonal, differentiably."""
+    if jitter is None:
+        jitter = default_jitter(K.dtype)
+    return K + jitter * jnp.mean(jnp.diagonal(K)) * jnp.eye(K.shape[0], dtype=K.dtype)
+
+
+def factorise(K: Float[Array, "n n"], *, escalate: bool = True) -> Factor:
+    """Factorise K = L L' without a derivative, adding jitter only where that fails.
+
+    What happened is in the result and, where jitter was added or nothing helped, in a warning.
+
+    Args:
+        K: symmetric positive definite matrix, shape (n, n).
+        escalate: whether to try the further steps of `JITTER_LADDER` where K itself fails.
+
+    Returns:
+        The factor and the jitter that it took, in O(n^3) time for each attempt.
+    """
+    K = jax.lax.stop_gradient(K)
+    scale = jnp.finfo(K.dtype).eps * jnp.mean(jnp.diagonal(K))
+    ladder = jnp.array(JITTER_LADDER if escalate else JITTER_LADDER[:1], K.dtype) * scale
+
+    def attempt(step: Array) -> Array:
+        return jnp.linalg.cholesky(K + ladder[step] * jnp.eye(K.shape[0], dtype=K.dtype))
+
+    def failed(state: tuple[Array, Array]) -> Array:
+        step, tril = state
+        return ~jnp.isfinite(tril[-1, -1]) & (step + 1 < ladder.size)
+
+    def retry(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        step, _ = state
+        return step + 1, attempt(step + 1)
+
+    first = jnp.zeros((), jnp.int32)
+    step, tril = jax.lax.while_loop(failed, retry, (first, attempt(first)))
+    works = jnp.isfinite(tril[-1, -1])
+    jax.lax.cond(
+        works & (step == 0), lambda: None, lambda: jax.debug.callback(_warn_of_jitter, works, step)
+    )
+    return Factor(tril, ladder[step])
+
+
+def _warn_of_jitter(works: np.ndarray, step: np.ndarray) -> None:
+    """Warn on the host, once for each of the two messages under Python's default filter."""
+    if not works:
+        warnings.warn(
+            "a covariance matrix is not positive definite or not finite: the result is NaN. Check "
+            "the inputs for NaN, raise the noise variance or the `jitter` argument, remove "
+            "duplicate rows, or work in float64.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    elif step > 0:
+        warnings.warn(
+            "a covariance matrix was not positive definite in this precision, so jitter was added "
+            "to its diagonal (see `diagnostics`). Raise the noise variance or the `jitter` "
+            "argument, or work in float64.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Invert a lower triangular matrix by recursive splitting: n^3 / 3 operations, in products."""
+
+    def invert(L: Array, leaf: int) -> Array:
+        n = L.shape[0]
+        if n <= leaf:
+            return solve_triangular(L, jnp.eye(n, dtype=L.dtype), lower=True)
+        h = n // 2
+        top, bottom = invert(L[:h, :h], leaf), invert(L[h:, h:], leaf)
+        corner = -matmul(bottom, matmul(L[h:, :h], top))
+        return jnp.block([[top, jnp.zeros((h, n - h), L.dtype)], [corner, bottom]])
+
+    return invert(L, _leaf_size(L.shape[0]))
+
+
+def inverse_from_factor(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Compute (L L')^-1, symmetric, from a lower triangular L in 2 n^3 / 3 operations."""
+
+    def gram(W: Array, leaf: int) -> Array:  # W'W for a lower triangular W
+        n = W.shape[0]
+        if n <= leaf:
+            return matmul(W.T, W)
+        h = n // 2
+        top, corner, bottom = W[:h, :h], W[h:, :h], W[h:, h:]
+        off = matmul(bottom.T, corner)
+        first = gram(top, leaf) + matmul(corner.T, corner)
+        return jnp.block([[first, off.T], [off, gram(bottom, leaf)]])
+
+    return gram(triangular_inverse(L), _leaf_size(L.shape[0]))
+
+
+def _leaf_size(n: int) -> int:
+    return max(_LEAF, math.ceil(n / _MAX_LEAVES))
+
+
+def _whitened_half(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """The lower triangle, with half the diagonal, of W dK W': it is L^-1 dL for W = L^-1."""
+    A = matmul(matmul(W, dK), W.T)
+    return jnp.tril(A) - 0.5 * jnp.diag(jnp.diagonal(A))
+
+
+# Each differentiable function below takes the matrix and, as an auxiliary input that carries no
+# derivative, its factor: so a factor is computed once and serves the value and all derivatives.
+
+
+def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Factorise K = L L'; dL = L half(L^-1 dK L^-T). Returns L, shape (n, n)."""
+    return _cholesky(K, factorise(K).tril)
+
+
+def inverse_cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W."""
+    return _inverse_cholesky(K, factorise(K).tril)
+
+
+def gaussian_log_density(
+    K: Float[Array, "n n"], y: Float[Array, "*batch n"], factor: Factor
+) -> Float[Array, "*batch"]:
+    """The log density of each row of y under N(0, K), given `factor = factorise(K)`.
+
+    d log p = (a'dK a - tr(K^-1 dK)) / 2 - a'dy with a = K^-1 y, from the factor's explicit inverse.
+    """
+    rows = y.astype(jnp.result_type(y, K)).reshape(-1, y.shape[-1])
+    log_density = jax.vmap(lambda row: _log_density(K, row, factor.tril))
+    return log_density(rows).reshape(y.shape[:-1])
+
+
+@jax.custom_jvp
+def _cholesky(K: Array, L: Array) -> Array:
+    return L
+
+
+@_cholesky.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (K, L), (dK, _) = primals, tangents
+    W = _inverse_cholesky(K, L)
+    value = _cholesky(K, L)
+    return value, matmul(value, _whitened_half(W, dK))
+
+
+@jax.custom_jvp
+def _inverse_cholesky(K: Array, L: Array) -> Array:
+    return triangular_inverse(L)
+
+
+@_inverse_cholesky.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (K, L), (dK, _) = primals, tangents
+    W = _inverse_cholesky(K, L)
+    return W, -matmul(_whitened_half(W, dK), W)
+
+
+@jax.custom_jvp
+def _inverse(K: Array, L: Array) -> Array:
+    return inverse_from_factor(L)
+
+
+@_inverse.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (K, L), (dK, _) = primals, tangents
+    P = _inverse(K, L)
+    return P, -matmul(matmul(P, dK), P)
+
+
+@jax.custom_jvp
+def _log_density(K: Array, y: Array, L: Array) -> Array:
+    white = solve_triangular(L, y, lower=True)
+    log_det = 2.0 * jnp.sum(jnp.log(jnp.diagonal(L)))
+    return -0.5 * (white.dot(white) + log_det + y.size * math.log(2.0 * math.pi))
+
+
+@_log_density.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    (K, y, L), (dK, dy, _) = primals, tangents
+    P = _inverse(K, L)
+    a = matmul(P, y)
+    tangent = 0.5 * (a.dot(matmul(dK, a)) - jnp.sum(P * dK)) - a.dot(dy)
+    return _log_density(K, y, L), tangent

@@ -1,0 +1,167 @@
+"""Results as ArviZ data: `InferenceData` in ArviZ 0.2x, an xarray `DataTree` from 1.0 on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, ArrayLike, Key
+from numpyro import handlers
+from numpyro.infer import MCMC
+
+from numpyro_scalegp.infer import Draws, Predictive
+
+_STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
+
+
+def to_arviz(
+    result: Any,
+    model: Callable | None = None,
+    guide: Callable | None = None,
+    *,
+    key: Key[Array, ""],
+    model_args: Sequence[Any] | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    num_samples: int = 1000,
+    sites: Sequence[str] | None = None,
+    constant_data: Mapping[str, ArrayLike] | None = None,
+) -> Any:
+    """Export the result of SVI or MCMC to ArviZ.
+
+    Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
+    `log_likelihood` (pointwise; for a `GaussianProcess` site the leave-one-out densities
+    log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for), `observed_data`,
+    `constant_data` and `sample_stats` (SVI: `loss` over steps; MCMC: divergences and their like;
+    `jitter` of exact Gaussian processes).
+
+    Args:
+        result: an `MCMC` after its run, what `SVI.run` returns, or a dict of SVI parameters.
+        model: the model; for MCMC the sampler's own by default.
+        guide: for SVI, the guide.
+        key: a typed JAX key.
+        model_args: the model's positional arguments, observations included; for MCMC those of its
+            run by default. The model must see all the rows to export: no mini-batches.
+        model_kwargs: the model's keyword arguments, likewise.
+        num_samples: for SVI, draws from the guide.
+        sites: latent and deterministic sites to keep in `posterior`; None for all. A function at
+            many rows makes a large group.
+        constant_data: further arrays to store, such as the inputs.
+
+    Returns:
+        An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). Time: one run of
+        the model a draw; an exact Gaussian process costs a factorisation each.
+
+    Raises:
+        ImportError: if ArviZ is not installed.
+        ValueError: if the model or the guide is missing, a name in `sites` is unknown, or the model
+            subsamples its rows.
+
+    References:
+        Buerkner, Gabry and Vehtari (2021), Efficient leave-one-out cross-validation for Bayesian
+        non-factorized normal and Student-t models.
+    """
+    if isinstance(result, MCMC):
+        model = result.sampler.model if model is None else model
+        args = tuple(result._args if model_args is None else model_args)
+        kwargs = dict(result._kwargs if model_kwargs is None else model_kwargs)
+        chains = result.get_samples(group_by_chain=True)
+        shape = next(iter(chains.values())).shape[:2]
+        flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in chains.items()}
+        predictive = Predictive(model, posterior_samples=flat)
+    else:
+        if model is None or guide is None:
+            raise ValueError("`model` and `guide` must be given with a result of SVI.")
+        args, kwargs, shape = tuple(model_args or ()), dict(model_kwargs or {}), (1, num_samples)
+        params = result if isinstance(result, Mapping) else result.params
+        predictive = Predictive(model, guide=guide, params=dict(params), num_samples=num_samples)
+    _check_all_rows(model, args, kwargs)
+    draws = predictive.draws(key, *args, **kwargs)
+    groups = _groups(draws, shape, sites)
+    groups["sample_stats"] |= _statistics(result)
+    groups["constant_data"] = {
+        name: (_dims(name, np.shape(value)), np.asarray(value))
+        for name, value in (constant_data or {}).items()
+    }
+    return _assemble(groups)
+
+
+def _groups(
+    draws: Draws, shape: tuple[int, int], sites: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+    """The variables of each group as (dimension names, values)."""
+    unknown = set(sites or ()) - set(draws.sites)
+    if unknown:
+        raise ValueError(f"`sites` has {sorted(unknown)}, the model has {sorted(draws.sites)}.")
+
+    def by_chain(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        return {
+            name: (("chain", "draw", *_dims(name, v.shape[1:])), v.reshape(*shape, *v.shape[1:]))
+            for name, v in values.items()
+        }
+
+    kept = {name: draws.sites[name] for name in (draws.sites if sites is None else sites)}
+    return {
+        "posterior": by_chain(kept),
+        "posterior_predictive": by_chain(draws.predictive),
+        "log_likelihood": by_chain(draws.log_likelihood),
+        "observed_data": {
+            name: (_dims(name, v.shape[1:]), v[0]) for name, v in draws.observed.items()
+        },
+        "sample_stats": by_chain({f"{name}_jitter": v for name, v in draws.jitter.items()}),
+    }
+
+
+def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}_dim_{i}" for i in range(len(shape)))
+
+
+def _statistics(result: Any) -> dict[str, Any]:
+    if isinstance(result, MCMC):
+        fields = result.get_extra_fields(group_by_chain=True)
+        statistics = {
+            _STATISTICS.get(name, name): (("chain", "draw"), np.asarray(value))
+            for name, value in fields.items()
+            if np.ndim(value) == 2
+        }
+        if "potential_energy" in statistics:
+            dims, energy = statistics.pop("potential_energy")
+            statistics["lp"] = (dims, -energy)
+        return statistics
+    if hasattr(result, "losses"):
+        return {"loss": (("chain", "step"), np.asarray(result.losses)[None])}
+    return {}
+
+
+def _check_all_rows(model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if the model draws mini-batches: each draw would see rows of its own."""
+
+    def run() -> None:
+        trace.update(handlers.trace(handlers.seed(model, rng_seed=0)).get_trace(*args, **kwargs))
+
+    trace: dict[str, Any] = {}
+    jax.eval_shape(run)
+    for name, site in trace.items():
+        if site["type"] == "plate" and site["args"][1] not in (None, site["args"][0]):
+            raise ValueError(
+                f"the plate `{name}` takes {site['args'][1]} of {site['args'][0]} rows: pass "
+                "`model_args` (or `model_kwargs`) with which the model sees all rows to export."
+            )
+
+
+def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
+    try:
+        import arviz
+        import xarray
+    except ImportError as error:
+        raise ImportError(
+            "`to_arviz` needs ArviZ: pip install arviz, or pip install numpyro_scalegp[examples]."
+        ) from error
+    datasets = {}
+    for group, variables in groups.items():
+        if variables:
+            dataset = xarray.Dataset(variables, attrs={"inference_library": "numpyro_scalegp"})
+            coordinates = {dim: np.arange(size) for dim, size in dataset.sizes.items()}
+            datasets[group] = dataset.assign_coords(coordinates)
+    if hasattr(arviz, "InferenceData"):
+        return arviz.InferenceData(**datasets)  # type: ignore[arg-type]
+    return xarray.DataTree.from_dict(datasets)

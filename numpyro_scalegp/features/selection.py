@@ -1,0 +1,139 @@
+"""Where to put inducing points: cluster centres, or the rows that explain most variance."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.distances import squared_distances
+
+
+def kmeans_points(
+    key: Key[Array, ""],
+    X: Float[ArrayLike, "n d"],
+    num_points: int,
+    *,
+    num_steps: int = 10,
+    max_rows: int = 20_000,
+) -> Float[Array, "num_points d"]:
+    """Choose inducing points as the centres of k-means clusters.
+
+    Distances are Euclidean: scale the columns first, by their standard deviations or lengthscales.
+
+    Args:
+        key: a typed JAX key.
+        X: inputs, shape (n, d).
+        num_points: number of centres, at most n.
+        num_steps: Lloyd iterations after a k-means++ start.
+        max_rows: rows, drawn at random, that take part.
+
+    Returns:
+        Centres, shape (num_points, d). Time O(max_rows num_points d num_steps).
+
+    Raises:
+        ValueError: if `num_points` is not between 1 and the number of rows.
+
+    References:
+        Arthur and Vassilvitskii (2007), k-means++: The Advantages of Careful Seeding.
+
+    Example:
+        >>> import jax
+        >>> import numpyro_scalegp as sgp
+        >>> X = jax.random.normal(jax.random.key(0), (1000, 2))
+        >>> sgp.features.kmeans_points(jax.random.key(1), X, 50).shape
+        (50, 2)
+    """
+    X = _checked(X, num_points)
+    rows_key, seed_key = jax.random.split(key)
+    if X.shape[0] > max(max_rows, num_points):
+        rows = jax.random.choice(rows_key, X.shape[0], (max(max_rows, num_points),), replace=False)
+        X = X[rows]
+    return _kmeans(seed_key, X, num_points, num_steps)
+
+
+def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
+    first_key, *keys = jax.random.split(key, num_points)
+    start = X[jax.random.randint(first_key, (), 0, X.shape[0])]
+
+    def to_point(point: Array) -> Array:
+        return jnp.sum(jnp.square(X - point), axis=1)
+
+    def seed(nearest: Array, key: Array) -> tuple[Array, Array]:
+        point = X[jax.random.categorical(key, jnp.log(nearest))]
+        return jnp.minimum(nearest, to_point(point)), point
+
+    _, others = jax.lax.scan(
+        seed, to_point(start), jnp.stack(keys) if keys else first_key[None][:0]
+    )
+    centres = jnp.concatenate([start[None], others])
+
+    def step(centres: Array, _: None) -> tuple[Array, None]:
+        owner = jnp.argmin(squared_distances(X, centres), axis=1)
+        count = jnp.zeros(num_points, X.dtype).at[owner].add(1.0)
+        total = jnp.zeros_like(centres).at[owner].add(X)
+        moved = total / jnp.maximum(count, 1.0)[:, None]
+        return jnp.where(count[:, None] > 0, moved, centres), None
+
+    return jax.lax.scan(step, centres, length=num_steps)[0]
+
+
+def greedy_points(
+    kernel: AbstractKernel, X: Float[ArrayLike, "n d"], num_points: int
+) -> Float[Array, "num_points d"]:
+    """Choose the rows of X that, one by one, have the largest variance given those before.
+
+    They are the pivots of a partial Cholesky factorisation of K(X, X), near optimal for a sparse GP
+    with this very kernel: use it where hyperparameters are roughly known.
+
+    Args:
+        kernel: covariance function with concrete hyperparameters.
+        X: inputs, shape (n, d).
+        num_points: number of points, at most n.
+
+    Returns:
+        Rows of X, shape (num_points, d). Time O(n num_points^2), memory O(n num_points).
+
+    Raises:
+        ValueError: if `num_points` is not between 1 and the number of rows.
+
+    References:
+        Burt, Rasmussen and van der Wilk (2020), Convergence of Sparse Variational Inference in
+        Gaussian Processes Regression, section 4.
+
+    Example:
+        >>> import jax
+        >>> import numpyro_scalegp as sgp
+        >>> X = jax.random.normal(jax.random.key(0), (1000, 2))
+        >>> sgp.features.greedy_points(sgp.kernels.RBF(0.5), X, 50).shape
+        (50, 2)
+    """
+    X = _checked(X, num_points)
+    variance = kernel.diag(X)
+
+    def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        remaining, columns, chosen = state
+        pivot = jnp.argmax(remaining)
+        explained = columns.T @ columns[:, pivot]
+        column = kernel(X, X[pivot][None])[:, 0] - explained
+        scale = jax.lax.rsqrt(jnp.maximum(remaining[pivot], jnp.finfo(X.dtype).tiny))
+        column = column * scale
+        remaining = (remaining - jnp.square(column)).at[pivot].set(-jnp.inf)
+        return remaining, columns.at[i].set(column), chosen.at[i].set(pivot)
+
+    start = (
+        variance,
+        jnp.zeros((num_points, X.shape[0]), variance.dtype),
+        jnp.zeros(num_points, int),
+    )
+    _, _, chosen = jax.lax.fori_loop(0, num_points, step, start)
+    return X[chosen]
+
+
+def _checked(X: ArrayLike, num_points: int) -> Float[Array, "n d"]:
+    X = checks.inputs("X", X)
+    if not 1 <= num_points <= X.shape[0]:
+        raise ValueError(
+            f"`num_points` must be in 1..{X.shape[0]}, the number of rows of `X`, got {num_points}."
+        )
+    return X

@@ -1,0 +1,160 @@
+"""A guide that owns one GP site of a model and wraps a guide for everything else."""
+
+import abc
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpyro
+from jaxtyping import Array, Key
+from numpyro import handlers
+from numpyro.distributions import Distribution
+from numpyro.infer.autoguide import AutoGuide, AutoNormal
+from numpyro.infer.initialization import init_to_median
+
+from numpyro_scalegp.guides.sites import GPSite, Model, find_gp_site, hide_gp_site
+from numpyro_scalegp.predict import AbstractPosterior
+
+Guide = Callable[..., Any]
+Rest = type | functools.partial | Guide
+
+
+class AbstractGPGuide(abc.ABC):
+    """Guides that own one GP site; see `AutoSparseGP` for what they have in common.
+
+    A call runs the rest's guide, then the model at those values to read kernel and rows off its GP
+    site, and samples the variational family there. So the family sees the model's kernel under the
+    guide's hyperparameters, and the model's mini-batch.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        prefix: str = "auto",
+    ) -> None:
+        self.model = model
+        self.site = site
+        self.prefix = prefix
+        self.rest = _build_rest(rest, hide_gp_site(model, site))
+
+    @abc.abstractmethod
+    def _family(self, site: GPSite) -> Distribution:
+        """Declare the parameters and return the variational family at the site's rows."""
+
+    def _param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Array:
+        return numpyro.param(f"{site.name}_{self.prefix}_{name}", *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Run the guide.
+
+        Args:
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The value of each latent site, by name.
+        """
+        with handlers.trace() as rest_trace:
+            self.rest(*args, **kwargs)
+        drawn = {
+            name: site["value"]
+            for name, site in rest_trace.items()
+            if site["type"] in ("sample", "plate")
+        }
+        site = find_gp_site(self.model, self.site, drawn, args, kwargs)
+        latent = {name: drawn[name] for name in drawn if rest_trace[name]["type"] == "sample"}
+        return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
+
+    def median(self, params: dict[str, Array]) -> dict[str, Array]:
+        """The median of each site that the rest's guide owns.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`.
+
+        Raises:
+            ValueError: if the rest's guide has no medians.
+        """
+        if not hasattr(self.rest, "median"):
+            raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
+        return self.rest.median(params)
+
+    def sample_posterior(
+        self,
+        rng_key: Key[Array, ""],
+        params: dict[str, Array],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Draw from the guide, the function at the model's rows included.
+
+        Args:
+            rng_key: a typed JAX key.
+            params: the guide's parameters, as from `SVI.get_params`.
+            *args: the model's positional arguments.
+            sample_shape: shape of the draws.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            Draws of each latent site, shape (*sample_shape, *site_shape).
+        """
+
+        def draw(key: Array) -> dict[str, Array]:
+            return handlers.substitute(handlers.seed(self, key), data=params)(*args, **kwargs)
+
+        if sample_shape == ():
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        draws = jax.lax.map(draw, keys.reshape(-1))
+        return jax.tree.map(lambda leaf: leaf.reshape(*sample_shape, *leaf.shape[1:]), draws)
+
+    def posterior(
+        self,
+        params: dict[str, Array],
+        *args: Any,
+        key: Key[Array, ""] | None = None,
+        **kwargs: Any,
+    ) -> AbstractPosterior:
+        """The posterior over the function, as an object with moments and samples at any inputs.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`.
+            *args: the model's positional arguments; of the inputs only the shape matters.
+            key: None for hyperparameters at the rest's medians, or a typed JAX key for one draw.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The posterior under those hyperparameters.
+
+        Raises:
+            ValueError: if `key` is None and the rest's guide has no medians.
+        """
+        seed = jax.random.key(0) if key is None else key
+        if key is None:
+            values = self.median(params)
+        else:
+            seed, rest_key = jax.random.split(key)
+            rest = handlers.substitute(handlers.seed(self.rest, rest_key), data=params)
+            trace = handlers.trace(rest).get_trace(*args, **kwargs)
+            values = {k: site["value"] for k, site in trace.items() if site["type"] == "sample"}
+        with handlers.block(), handlers.seed(rng_seed=seed), handlers.substitute(data=params):
+            site = find_gp_site(self.model, self.site, values, args, kwargs)
+            return self._family(site).posterior()
+
+
+def _build_rest(rest: Rest, model: Model) -> Guide:
+    """Build the rest's guide on the model without the GP site, unless it is a guide already."""
+    if isinstance(rest, type) and issubclass(rest, AutoGuide):
+        # NumPyro's own start, uniform in (-2, 2), puts lengthscales anywhere from 0.1 to 7.
+        return rest(model, init_loc_fn=init_to_median)
+    if isinstance(rest, type | functools.partial):
+        return rest(model)
+    if not callable(rest):
+        raise ValueError(
+            f"`rest` must be a guide class, a functools.partial of one or a guide, got {rest!r}."
+        )
+    return rest

@@ -1,0 +1,118 @@
+"""Handlers that find a GP site in a model without sampling it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpyro
+from jaxtyping import Array, Float
+from numpyro import handlers
+from numpyro.distributions import Distribution, ExpandedDistribution
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.distributions import LatentGP
+from numpyro_scalegp.kernels import AbstractKernel
+
+Model = Callable[..., Any]
+
+
+class GPSite(NamedTuple):
+    """A GP site of a model, as the model made it under given hyperparameters."""
+
+    name: str
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+
+
+class HideGPSite(Messenger):
+    """Replaces a GP site by zeros, records it, and hides it from all handlers outside.
+
+    So neither the model nor NumPyro's own guides ever factorise the prior's covariance.
+
+    Args:
+        model: the model.
+        site: the name of its GP site, or None if it has just one.
+    """
+
+    def __init__(self, model: Model, site: str | None) -> None:
+        super().__init__(model)
+        self.site = site
+        self.found: list[GPSite] = []
+
+    def process_message(self, msg: dict) -> None:
+        """Stop at the GP site."""
+        if msg["type"] != "sample" or msg["is_observed"] or self.site not in (None, msg["name"]):
+            return
+        prior = _without_expansion(msg["fn"])
+        if not isinstance(prior, LatentGP):
+            return
+        if msg["cond_indep_stack"]:
+            plates = ", ".join(f"`{frame.name}`" for frame in msg["cond_indep_stack"])
+            raise ValueError(
+                f"the GP site `{msg['name']}` stands inside the plate {plates}: take it out, "
+                "since a function is one draw for all rows; only the likelihood belongs inside."
+            )
+        self.found.append(GPSite(msg["name"], prior.kernel, prior.X))
+        msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
+        msg["stop"] = True
+
+    def the_site(self) -> GPSite:
+        """The GP site that the last run of the model met.
+
+        Raises:
+            ValueError: if there was none, or more than one and no name was given.
+        """
+        names = [found.name for found in self.found]
+        if not names:
+            wanted = "no GP site" if self.site is None else f"no GP site `{self.site}`"
+            raise ValueError(
+                f"the model has {wanted}: write numpyro.sample(name, sgp.LatentGP(kernel, X))."
+            )
+        if len(names) > 1:
+            raise ValueError(
+                f"the model has the GP sites {names}: name the one that this guide owns with "
+                "`site=`, and give a GP guide for the others as `rest=`."
+            )
+        return self.found[0]
+
+
+def _without_expansion(distribution: Distribution) -> Distribution:
+    while isinstance(distribution, ExpandedDistribution):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def hide_gp_site(model: Model, site: str | None) -> Model:
+    """The model without its GP site: what a guide for all other sites is built on."""
+
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        # A handler for each run, so that no traced value outlives it.
+        return HideGPSite(model, site)(*args, **kwargs)
+
+    return hidden
+
+
+def find_gp_site(
+    model: Model,
+    site: str | None,
+    values: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> GPSite:
+    """Run a model at given values of its other sites and return its GP site.
+
+    Parameters, mutable state and plates stay visible to the handlers outside, so that networks in
+    the model see the optimiser's parameters and a plate's rows are drawn once; the rest is hidden.
+
+    Args:
+        model: the model.
+        site: the name of its GP site, or None if it has just one.
+        values: values of the other latent sites and indices of plates that are drawn already.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+    """
+    hidden = HideGPSite(model, site)
+    given = handlers.seed(handlers.substitute(hidden, data=values), numpyro.prng_key())
+    visible = ("param", "mutable", "plate")
+    handlers.block(given, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
+    return hidden.the_site()

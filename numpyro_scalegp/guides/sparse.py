@@ -1,0 +1,99 @@
+"""The guide for sparse Gaussian processes with inducing points."""
+
+import warnings
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+from numpyro.distributions import constraints
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions import SparseGP
+from numpyro_scalegp.features import kmeans_points
+from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
+from numpyro_scalegp.guides.sites import GPSite, Model
+
+
+class AutoSparseGP(AbstractGPGuide):
+    """A guide with a whitened sparse GP (SVGP) at one GP site and another guide for the rest.
+
+    Its parameters are `{site}_{prefix}_inducing_points`, `..._loc` and `..._scale_tril`. Train it
+    with `QuadratureELBO` or NumPyro's `TraceMeanField_ELBO`. For two GP sites, nest:
+    `AutoSparseGP(model, "f", rest=functools.partial(AutoSparseGP, site="g"))`.
+
+    Args:
+        model: a NumPyro model with a `LatentGP` site outside its plates.
+        site: the name of that site; None if the model has only one.
+        rest: what guides the other sites: an autoguide class, which starts at prior medians; a
+            `functools.partial` of one; another GP guide class; or any guide that takes the model's
+            arguments and samples them all.
+        num_inducing: number of inducing points, if `inducing_points` is not given.
+        inducing_points: where they start, shape (M, d); None for k-means on the rows of the first
+            mini-batch. Give `sgp.features.kmeans_points(key, X, M)` to use all rows.
+        prefix: part of the parameters' names.
+        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+
+    Raises:
+        ValueError: if `inducing_points` has the wrong rank or width, `num_inducing` is not
+            positive, or, when called, the model has no such GP site, several, or one in a plate.
+
+    References:
+        Hensman, Matthews and Ghahramani (2015). A step costs O(b M^2 + M^3) for b rows and M
+        inducing points, whatever the size of the data.
+
+    Example:
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y=None):
+        ...     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        ...     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> guide = sgp.guides.AutoSparseGP(model, num_inducing=20)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        num_inducing: int = 512,
+        inducing_points: Float[ArrayLike, "M d"] | None = None,
+        prefix: str = "auto",
+        jitter: float | None = None,
+    ) -> None:
+        super().__init__(model, site, rest=rest, prefix=prefix)
+        if num_inducing < 1:
+            raise ValueError(f"`num_inducing` must be positive, got {num_inducing}.")
+        self.num_inducing = num_inducing
+        self.inducing_points = (
+            None if inducing_points is None else checks.inputs("inducing_points", inducing_points)
+        )
+        self.jitter = jitter
+
+    def _start(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M d"]:
+        if self.inducing_points is not None:
+            return checks.inputs("inducing_points", self.inducing_points, width=X.shape[1])
+        if X.shape[0] < self.num_inducing:
+            warnings.warn(
+                f"`num_inducing` is {self.num_inducing}, but the first mini-batch has only "
+                f"{X.shape[0]} rows: these are the inducing points. Give `inducing_points`, such "
+                "as sgp.features.kmeans_points(key, X, num_points), to choose from all rows.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return kmeans_points(key, X, min(self.num_inducing, X.shape[0]))
+
+    def _family(self, site: GPSite) -> SparseGP:
+        Z = self._param(site, "inducing_points", lambda key: self._start(key, site.X))
+        M = Z.shape[0]
+        loc = self._param(site, "loc", lambda _: jnp.zeros(M, Z.dtype))
+        scale_tril = self._param(
+            site,
+            "scale_tril",
+            lambda _: jnp.eye(M, dtype=Z.dtype),
+            constraint=constraints.lower_cholesky,
+        )
+        return SparseGP(site.kernel, site.X, Z, loc, scale_tril, jitter=self.jitter)

@@ -1,0 +1,6 @@
+"""Objectives for variational inference, and draws from its result."""
+
+from numpyro_scalegp.infer.predictive import Draws, Predictive
+from numpyro_scalegp.infer.quadrature import QuadratureELBO
+
+__all__ = ["Draws", "Predictive", "QuadratureELBO"]

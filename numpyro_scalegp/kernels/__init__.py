@@ -1,0 +1,30 @@
+"""Covariance functions and their spectral densities."""
+
+from numpyro_scalegp.kernels.base import AbstractKernel, ActiveDims, Product, Scaled, Sum
+from numpyro_scalegp.kernels.nonstationary import FeatureMapped, Linear
+from numpyro_scalegp.kernels.stationary import (
+    RBF,
+    Constant,
+    Matern12,
+    Matern32,
+    Matern52,
+    Periodic,
+    RationalQuadratic,
+)
+
+__all__ = [
+    "RBF",
+    "AbstractKernel",
+    "ActiveDims",
+    "Constant",
+    "FeatureMapped",
+    "Linear",
+    "Matern12",
+    "Matern32",
+    "Matern52",
+    "Periodic",
+    "Product",
+    "RationalQuadratic",
+    "Scaled",
+    "Sum",
+]

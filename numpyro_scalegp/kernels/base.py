@@ -1,0 +1,194 @@
+"""The interface of a covariance function, and how two of them compose."""
+
+import abc
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks
+
+
+class AbstractKernel(eqx.Module):
+    """A covariance function k(x, z) with array hyperparameters.
+
+    `k(X, Z)` is the matrix of all pairs and `k.diag(X)` its diagonal. Kernels compose with `+`, `*`
+    and positive scalars, and `k.on((0, 3))` lets a kernel see some of the input columns only.
+    Hyperparameters are arrays without priors or constraints: those belong to the model.
+    """
+
+    def __call__(
+        self, X: Float[ArrayLike, "n d"], Z: Float[ArrayLike, "m d"]
+    ) -> Float[Array, "n m"]:
+        """Evaluate the kernel for all pairs of rows.
+
+        Args:
+            X: inputs, shape (n, d).
+            Z: inputs, shape (m, d).
+
+        Returns:
+            The (n, m) matrix of k(x_i, z_j) in the common dtype of inputs and hyperparameters.
+
+        Raises:
+            ValueError: if `X` or `Z` is not of rank 2, holds NaN or infinity, or the widths differ.
+        """
+        X = checks.inputs("X", X)
+        Z = checks.inputs("Z", Z, width=X.shape[1])
+        return self._gram(X, Z)
+
+    def diag(self, X: Float[ArrayLike, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,), in O(n d)."""
+        return self._diag(checks.inputs("X", X))
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw angular frequencies from the normalised spectral density.
+
+        They satisfy E[cos(w'(x - z))] = k(x, z) / k(x, x).
+
+        Args:
+            key: a typed JAX key.
+            num: number of frequencies.
+            d: number of input columns.
+
+        Returns:
+            Frequencies in radians per unit of the inputs, shape (num, d).
+
+        Raises:
+            ValueError: if the kernel is not stationary, so that it has no spectral density.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no spectral density: only stationary kernels, their sums "
+            "and their products have one. Use inducing points or an exact estimator instead."
+        )
+
+    def on(self, dims: Sequence[int]) -> "ActiveDims":
+        """The same kernel on the input columns `dims` only."""
+        return ActiveDims(self, tuple(dims))
+
+    def __add__(self, other: "AbstractKernel") -> "Sum":
+        return Sum(self, other) if isinstance(other, AbstractKernel) else NotImplemented
+
+    def __mul__(self, other: "AbstractKernel | ArrayLike") -> "AbstractKernel":
+        if isinstance(other, AbstractKernel):
+            return Product(self, other)
+        return Scaled(self, checks.as_float(other))
+
+    def __rmul__(self, other: ArrayLike) -> "Scaled":
+        return Scaled(self, checks.as_float(other))
+
+    # NumPy arrays must leave `array * kernel` to `__rmul__` instead of looping over their entries.
+    __array_ufunc__ = None
+
+    @abc.abstractmethod
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]: ...
+
+    @abc.abstractmethod
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]: ...
+
+
+class Sum(AbstractKernel):
+    """The sum of two kernels, k(x, z) = k_1(x, z) + k_2(x, z)."""
+
+    left: AbstractKernel
+    right: AbstractKernel
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        return self.left._gram(X, Z) + self.right._gram(X, Z)
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.left._diag(X) + self.right._diag(X)
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw from the mixture of both spectral densities, weighed by the variances."""
+        choice_key, left_key, right_key = jax.random.split(key, 3)
+        left = self.left.sample_frequencies(left_key, num, d)
+        right = self.right.sample_frequencies(right_key, num, d)
+        origin = jnp.zeros((1, d), left.dtype)
+        left_variance, right_variance = self.left._diag(origin), self.right._diag(origin)
+        uniform = jax.random.uniform(choice_key, (num, 1), left.dtype)
+        is_left = uniform * (left_variance + right_variance) < left_variance
+        return jnp.where(is_left, left, right)
+
+
+class Product(AbstractKernel):
+    """The product of two kernels, k(x, z) = k_1(x, z) k_2(x, z)."""
+
+    left: AbstractKernel
+    right: AbstractKernel
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        return self.left._gram(X, Z) * self.right._gram(X, Z)
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.left._diag(X) * self.right._diag(X)
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw from the convolution of both spectral densities: frequencies add up."""
+        left_key, right_key = jax.random.split(key)
+        left = self.left.sample_frequencies(left_key, num, d)
+        return left + self.right.sample_frequencies(right_key, num, d)
+
+
+class Scaled(AbstractKernel):
+    """A kernel times a positive number, k(x, z) = scale * k_1(x, z).
+
+    Raises:
+        ValueError: if `scale` is not a positive scalar.
+    """
+
+    kernel: AbstractKernel
+    scale: Float[Array, ""] = eqx.field(converter=checks.as_float)
+
+    def __check_init__(self) -> None:
+        checks.shape("scale", self.scale, (), why="a kernel is multiplied by one number")
+        checks.positive("scale", self.scale)
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        return self.scale * self.kernel._gram(X, Z)
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.scale * self.kernel._diag(X)
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw the kernel's own frequencies: a scale does not change the normalised density."""
+        return self.kernel.sample_frequencies(key, num, d)
+
+
+class ActiveDims(AbstractKernel):
+    """A kernel that sees the input columns `dims` only, k(x, z) = k_1(x[dims], z[dims]).
+
+    Raises:
+        ValueError: if `dims` is empty or negative, or, on evaluation, beyond the inputs' width.
+    """
+
+    kernel: AbstractKernel
+    dims: tuple[int, ...] = eqx.field(static=True)
+
+    def __check_init__(self) -> None:
+        if not self.dims or min(self.dims) < 0:
+            raise ValueError(
+                f"`dims` must name at least one column, counted from 0, got {self.dims}."
+            )
+
+    def _columns(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+        if max(self.dims) >= X.shape[1]:
+            raise ValueError(
+                f"`dims` must lie in 0..{X.shape[1] - 1} for inputs of shape {X.shape}, "
+                f"got {self.dims}."
+            )
+        return X[:, jnp.array(self.dims)]
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        return self.kernel._gram(self._columns(X), self._columns(Z))
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.kernel._diag(self._columns(X))
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw frequencies for the active columns; those of the others are zero."""
+        if max(self.dims) >= d:
+            raise ValueError(f"`dims` must lie in 0..{d - 1} for d = {d}, got {self.dims}.")
+        active = self.kernel.sample_frequencies(key, num, len(self.dims))
+        return jnp.zeros((num, d), active.dtype).at[:, jnp.array(self.dims)].set(active)

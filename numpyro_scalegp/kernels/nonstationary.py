@@ -1,0 +1,97 @@
+"""Kernels that depend on where the inputs lie: linear, and kernels of mapped inputs."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from numpyro_scalegp.core import checks, functions
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.kernels.base import AbstractKernel
+
+
+class Linear(AbstractKernel):
+    """The covariance of a linear function with random slopes and intercept.
+
+    k(x, z) = variance * x'z + bias.
+
+    Args:
+        variance: prior variance of the slopes, in squared units of the function over the inputs',
+            positive; shape ().
+        bias: prior variance of the intercept, in squared units of the function, not negative;
+            shape ().
+
+    Raises:
+        ValueError: if a hyperparameter has the wrong sign or is not a scalar.
+
+    References:
+        Rasmussen and Williams (2006), section 4.2.2.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> trend = sgp.kernels.Linear(variance=0.1, bias=1.0)
+    """
+
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    bias: Float[Array, ""] = eqx.field(converter=checks.as_float, default=0.0)
+
+    def __check_init__(self) -> None:
+        checks.shape("variance", self.variance, ())
+        checks.positive("variance", self.variance)
+        checks.shape("bias", self.bias, ())
+        if checks.is_concrete(self.bias) and not self.bias >= 0:
+            raise ValueError(f"`bias` must not be negative, got {self.bias}.")
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        return self.variance * matmul(X, Z.T) + self.bias
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.variance * jnp.sum(jnp.square(X), axis=1) + self.bias
+
+
+class FeatureMapped(AbstractKernel):
+    """A kernel of mapped inputs, k(x, z) = k_1(g(x), g(z)): a deep kernel where g is a network.
+
+    Args:
+        kernel: the kernel k_1 on the outputs of the map.
+        feature_map: the map g. An Equinox module is applied row by row, as Equinox networks are
+            written; anything else (a plain function, a Flax NNX module, what
+            `numpyro.contrib.module` returns) is applied to the whole (n, d) array and returns
+            (n, p).
+
+    Raises:
+        ValueError: if `feature_map` is not callable or does not return one row for each input row.
+
+    References:
+        Wilson, Hu, Salakhutdinov and Xing (2016), Deep Kernel Learning, eq. 5.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), jnp.tanh)
+    """
+
+    kernel: AbstractKernel
+    feature_map: Callable[[Array], Array]
+
+    def __init__(self, kernel: AbstractKernel, feature_map: Callable[[Array], Array]) -> None:
+        self.kernel = kernel
+        self.feature_map = functions.as_pytree(feature_map, "feature_map")
+
+    def _mapped(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
+        per_row = functions.maps_single_rows(self.feature_map)
+        mapped = jax.vmap(self.feature_map)(X) if per_row else self.feature_map(X)
+        if jnp.ndim(mapped) != 2 or mapped.shape[0] != X.shape[0]:
+            raise ValueError(
+                f"`feature_map` must return shape ({X.shape[0]}, p) for inputs of shape "
+                f"{X.shape}, got {jnp.shape(mapped)}."
+            )
+        return mapped
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        return self.kernel._gram(self._mapped(X), self._mapped(Z))
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.kernel._diag(self._mapped(X))

@@ -1,0 +1,388 @@
+"""Stationary kernels, each with its spectral density."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels.base import AbstractKernel
+from numpyro_scalegp.kernels.distances import squared_distances
+
+
+class _Stationary(AbstractKernel):
+    """k(x, z) = variance * profile(||(x - z) / lengthscale||^2)."""
+
+    lengthscale: eqx.AbstractVar[Float[Array, "..."]]
+    variance: eqx.AbstractVar[Float[Array, ""]]
+
+    def __check_init__(self) -> None:
+        if self.lengthscale.ndim > 1:
+            raise ValueError(
+                f"`lengthscale` must have shape () or (d,), got {self.lengthscale.shape}."
+            )
+        checks.positive("lengthscale", self.lengthscale)
+        checks.shape("variance", self.variance, (), why="the amplitude squared")
+        checks.positive("variance", self.variance)
+
+    def _check_width(self, d: int) -> None:
+        checks.shape(
+            "lengthscale", self.lengthscale, (), (d,), why="one value for each input column"
+        )
+
+    def _warp(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
+        """Map inputs to a space in which the kernel depends on the Euclidean distance alone."""
+        self._check_width(X.shape[1])
+        return X / jnp.broadcast_to(self.lengthscale, (1, X.shape[1]))
+
+    @property
+    def _by_differences(self) -> bool:
+        return False
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        # The kernel is stationary, so the origin may move to the data before the first rounding.
+        centre = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
+        distances = squared_distances(
+            self._warp(X - centre), self._warp(Z - centre), by_differences=self._by_differences
+        )
+        return self.variance * self._profile(distances)
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        self._check_width(X.shape[1])
+        dtype = jnp.result_type(X, self.lengthscale, self.variance)
+        return jnp.broadcast_to(self.variance.astype(dtype), X.shape[:1])
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw angular frequencies, shape (num, d); see `AbstractKernel.sample_frequencies`."""
+        self._check_width(d)
+        normal_key, mixing_key = jax.random.split(key)
+        dtype = self.lengthscale.dtype
+        normal = jax.random.normal(normal_key, (num, d), dtype)
+        # One scale for a whole vector: the density is isotropic in d dimensions, not a product.
+        scale = jnp.sqrt(self._mixing(mixing_key, num, dtype))[:, None]
+        return scale * normal / jnp.broadcast_to(self.lengthscale, (1, d))
+
+    @abc.abstractmethod
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance."""
+
+    @abc.abstractmethod
+    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+        """Draw t in the Gaussian scale mixture profile(r^2) = E[exp(-t r^2 / 2)]."""
+
+
+class RBF(_Stationary):
+    """The squared-exponential kernel, for functions with derivatives of every order.
+
+    k(x, z) = variance * exp(-r^2 / 2), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), Gaussian Processes for Machine Learning, eq. 4.9.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.RBF(lengthscale=2.0, variance=9.0)
+        >>> kernel(jnp.zeros((1, 1)), jnp.array([[0.0], [2.0]])).round(3).tolist()
+        [[9.0, 5.459000110626221]]
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        return jnp.exp(-0.5 * squared)
+
+    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+        return jnp.ones(num, dtype)
+
+
+class _Matern(_Stationary):
+    """The Matern family: its spectral density is a multivariate t with 2 nu degrees of freedom."""
+
+    @property
+    @abc.abstractmethod
+    def _smoothness(self) -> float:
+        """The order nu."""
+
+    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+        return self._smoothness / jax.random.gamma(key, self._smoothness, (num,), dtype)
+
+
+class Matern12(_Matern):
+    """The Matern kernel of order 1/2 (exponential), for continuous, rough functions.
+
+    k(x, z) = variance * exp(-r), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It has no
+    derivative at r = 0, where the gradient is taken to be zero.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.14 with nu = 1/2.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.Matern12(lengthscale=0.5) + 0.1 * sgp.kernels.RBF(2.0)
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+
+    @property
+    def _smoothness(self) -> float:
+        return 0.5
+
+    @property
+    def _by_differences(self) -> bool:
+        return True
+
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        return _exponential(squared)
+
+
+class Matern32(_Matern):
+    """The Matern kernel of order 3/2, for functions with one derivative.
+
+    k(x, z) = variance * (1 + sqrt(3) r) exp(-sqrt(3) r), with
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.17.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.Matern32(lengthscale=[0.5, 2.0], variance=1.5)
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+
+    @property
+    def _smoothness(self) -> float:
+        return 1.5
+
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        return _once_smooth(3.0 * squared)
+
+
+class Matern52(_Matern):
+    """The Matern kernel of order 5/2, for functions with two derivatives.
+
+    k(x, z) = variance * (1 + sqrt(5) r + 5 r^2 / 3) exp(-sqrt(5) r), with
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.17.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = 2.0 * sgp.kernels.Matern52(lengthscale=0.3).on((1,))
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+
+    @property
+    def _smoothness(self) -> float:
+        return 2.5
+
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        return _twice_smooth(5.0 * squared)
+
+
+class RationalQuadratic(_Stationary):
+    """The rational quadratic kernel, a mixture of RBF kernels over lengthscales.
+
+    k(x, z) = variance * (1 + r^2 / (2 alpha))^(-alpha), with
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It tends to `RBF` as alpha grows.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        alpha: weight of small against large scales, positive; shape ().
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.19.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.RationalQuadratic(lengthscale=1.0, alpha=0.5)
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
+    alpha: Float[Array, ""] = eqx.field(converter=checks.as_float)  # type: ignore[misc]
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+
+    def __check_init__(self) -> None:
+        checks.shape("alpha", self.alpha, ())
+        checks.positive("alpha", self.alpha)
+
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        return jnp.exp(-self.alpha * jnp.log1p(0.5 * squared / self.alpha))
+
+    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+        return jax.random.gamma(key, self.alpha, (num,), dtype) / self.alpha
+
+
+class Periodic(_Stationary):
+    """The periodic kernel: a function that repeats itself in each input column.
+
+    k(x, z) = variance * exp(-2 sum_i sin^2(pi (x_i - z_i) / period_i) / lengthscale_i^2).
+
+    Args:
+        lengthscale: relative to the period, without unit, positive; shape () or (d,).
+        period: in units of the inputs, positive; shape () or (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        MacKay (1998), Introduction to Gaussian Processes, eq. 47. Its spectrum is discrete: the
+        Fourier weights exp(-c) I_j(c), c = lengthscale^-2, are those of the difference of two
+        Poisson numbers of mean c / 2.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> yearly = sgp.kernels.Periodic(lengthscale=1.0, period=1.0) * sgp.kernels.RBF(30.0)
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
+    period: Float[Array, "..."] = eqx.field(converter=checks.as_float)  # type: ignore[misc]
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+
+    def __check_init__(self) -> None:
+        if self.period.ndim > 1:
+            raise ValueError(f"`period` must have shape () or (d,), got {self.period.shape}.")
+        checks.positive("period", self.period)
+
+    def _check_width(self, d: int) -> None:
+        super()._check_width(d)
+        checks.shape("period", self.period, (), (d,), why="one value for each input column")
+
+    def _warp(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
+        # On a circle of radius 1 / lengthscale the squared chord is 4 sin^2(.) / lengthscale^2.
+        d = X.shape[1]
+        self._check_width(d)
+        angle = 2.0 * jnp.pi * X / jnp.broadcast_to(self.period, (1, d))
+        circle = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
+        radius = 1.0 / jnp.broadcast_to(self.lengthscale, (1, d))
+        return circle * jnp.concatenate([radius, radius], axis=1)
+
+    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        return jnp.exp(-0.5 * squared)
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw from the discrete spectrum: multiples of 2 pi / period in each column."""
+        self._check_width(d)
+        rate = jnp.broadcast_to(0.5 / jnp.square(self.lengthscale), (num, d))
+        up_key, down_key = jax.random.split(key)
+        harmonic = jax.random.poisson(up_key, rate) - jax.random.poisson(down_key, rate)
+        return 2.0 * jnp.pi * harmonic / jnp.broadcast_to(self.period, (1, d))
+
+    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+        raise NotImplementedError("the periodic kernel's spectrum is no mixture of Gaussians")
+
+
+class Constant(AbstractKernel):
+    """The covariance of an unknown constant, k(x, z) = variance.
+
+    Args:
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if `variance` is not a positive scalar.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.RBF(1.0) + sgp.kernels.Constant(10.0)
+    """
+
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_float)
+
+    def __check_init__(self) -> None:
+        checks.shape("variance", self.variance, ())
+        checks.positive("variance", self.variance)
+
+    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        dtype = jnp.result_type(X, Z, self.variance)
+        return jnp.broadcast_to(self.variance.astype(dtype), (X.shape[0], Z.shape[0]))
+
+    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self._gram(X, X[:1])[:, 0]
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Return zeros: all the power of a constant lies at frequency zero."""
+        return jnp.zeros((num, d), self.variance.dtype)
+
+
+# Matern profiles in s = (sqrt(2 nu) r)^2. As functions of s they differentiate into each other, so
+# that no square root is differentiated and the derivatives at s = 0 are the right, finite ones.
+
+
+@jax.custom_jvp
+def _exponential(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    return jnp.exp(-jnp.sqrt(s))
+
+
+@jax.custom_jvp
+def _once_smooth(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    r = jnp.sqrt(s)
+    return (1.0 + r) * jnp.exp(-r)
+
+
+@jax.custom_jvp
+def _twice_smooth(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    r = jnp.sqrt(s)
+    return (1.0 + r + s / 3.0) * jnp.exp(-r)
+
+
+@_exponential.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (s,), (ds,) = primals, tangents
+    value = _exponential(s)
+    r = jnp.sqrt(jnp.where(s > 0, s, 1.0))
+    return value, jnp.where(s > 0, -0.5 * value / r, 0.0) * ds
+
+
+@_once_smooth.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (s,), (ds,) = primals, tangents
+    return _once_smooth(s), -0.5 * _exponential(s) * ds
+
+
+@_twice_smooth.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (s,), (ds,) = primals, tangents
+    return _twice_smooth(s), -_once_smooth(s) / 6.0 * ds

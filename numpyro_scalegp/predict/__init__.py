@@ -1,0 +1,7 @@
+"""Posteriors over functions: moments and samples, in chunks of inputs."""
+
+from numpyro_scalegp.predict.base import AbstractPosterior
+from numpyro_scalegp.predict.exact import ExactPosterior
+from numpyro_scalegp.predict.sparse import SparsePosterior
+
+__all__ = ["AbstractPosterior", "ExactPosterior", "SparsePosterior"]

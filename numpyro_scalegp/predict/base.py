@@ -1,0 +1,69 @@
+"""What every posterior over a function offers."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from numpyro_scalegp.core import linalg
+
+
+class AbstractPosterior(eqx.Module):
+    """A Gaussian posterior over a function: moments and joint samples at new inputs."""
+
+    @abc.abstractmethod
+    def mean(self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None) -> Float[Array, " m"]:
+        """The posterior mean of f.
+
+        Args:
+            Xs: inputs, shape (m, d).
+            chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
+
+        Returns:
+            Means, shape (m,).
+        """
+
+    @abc.abstractmethod
+    def variance(
+        self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior variance of f, without observation noise.
+
+        Args:
+            Xs: inputs, shape (m, d).
+            chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
+
+        Returns:
+            Variances, shape (m,); what rounding made negative is zero.
+        """
+
+    @abc.abstractmethod
+    def sample(
+        self, key: Key[Array, ""], Xs: Float[Array, "m d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples m"]:
+        """Draw functions from the posterior, jointly at all rows of Xs.
+
+        Args:
+            key: a typed JAX key.
+            Xs: inputs, shape (m, d).
+            num_samples: number of draws.
+
+        Returns:
+            Draws of f without observation noise, shape (num_samples, m). Cost O(m^3).
+        """
+
+    @staticmethod
+    def _joint_sample(
+        key: Key[Array, ""],
+        mean: Float[Array, " m"],
+        covariance: Float[Array, "m m"],
+        prior_variance: Float[Array, " m"],
+        num_samples: int,
+    ) -> Float[Array, "num_samples m"]:
+        # What rounding leaves in the posterior covariance is relative to the prior variance.
+        jitter = linalg.default_jitter(covariance.dtype) * jnp.mean(prior_variance)
+        L = linalg.cholesky(covariance + jitter * jnp.eye(mean.size, dtype=covariance.dtype))
+        noise = jax.random.normal(key, (num_samples, mean.size), covariance.dtype)
+        return mean[None, :] + linalg.matmul(noise, L.T)
