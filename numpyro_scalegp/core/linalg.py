@@ -17,6 +17,8 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core import blocked
+
 # Factorisations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
 # Recursive splittings stop at blocks of this size, or at a sixteenth of the matrix.
@@ -63,19 +65,17 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True) -> Factor:
     scale = jnp.finfo(K.dtype).eps * jnp.mean(jnp.diagonal(K))
     ladder = jnp.array(JITTER_LADDER if escalate else JITTER_LADDER[:1], K.dtype) * scale
 
-    def attempt(step: Array) -> Array:
-        return jnp.linalg.cholesky(K + ladder[step] * jnp.eye(K.shape[0], dtype=K.dtype))
-
     def failed(state: tuple[Array, Array]) -> Array:
         step, tril = state
         return ~jnp.isfinite(tril[-1, -1]) & (step + 1 < ladder.size)
 
-    def retry(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        step, _ = state
-        return step + 1, attempt(step + 1)
+    def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        step = state[0] + 1
+        jittered = K + ladder[step] * jnp.eye(K.shape[0], dtype=K.dtype)
+        return step, _factorise_on_platform(jittered)
 
-    first = jnp.zeros((), jnp.int32)
-    step, tril = jax.lax.while_loop(failed, retry, (first, attempt(first)))
+    untried = (jnp.full((), -1, jnp.int32), jnp.full_like(K, jnp.nan))
+    step, tril = jax.lax.while_loop(failed, attempt, untried)
     works = jnp.isfinite(tril[-1, -1])
     jax.lax.cond(
         works & (step == 0), lambda: None, lambda: jax.debug.callback(_warn_of_jitter, works, step)
@@ -103,19 +103,27 @@ def _warn_of_jitter(works: np.ndarray, step: np.ndarray) -> None:
         )
 
 
+def _factorise_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    if K.shape[0] > blocked.MAX_SIZE:
+        return jnp.linalg.cholesky(K)
+    return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=jnp.linalg.cholesky)
+
+
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Invert a lower triangular matrix by recursive splitting: n^3 / 3 operations, in products."""
+    """Invert a lower triangular matrix: n^3 / 3 operations, nearly all in products."""
+    if L.shape[0] > blocked.MAX_SIZE:
+        return _split_inverse(L, _leaf_size(L.shape[0]))
+    split = functools.partial(_split_inverse, leaf=_leaf_size(L.shape[0]))
+    return jax.lax.platform_dependent(L, cpu=blocked.triangular_inverse, default=split)
 
-    def invert(L: Array, leaf: int) -> Array:
-        n = L.shape[0]
-        if n <= leaf:
-            return solve_triangular(L, jnp.eye(n, dtype=L.dtype), lower=True)
-        h = n // 2
-        top, bottom = invert(L[:h, :h], leaf), invert(L[h:, h:], leaf)
-        corner = -matmul(bottom, matmul(L[h:, :h], top))
-        return jnp.block([[top, jnp.zeros((h, n - h), L.dtype)], [corner, bottom]])
 
-    return invert(L, _leaf_size(L.shape[0]))
+def _split_inverse(L: Float[Array, "n n"], leaf: int) -> Float[Array, "n n"]:
+    n = L.shape[0]
+    if n <= leaf:
+        return solve_triangular(L, jnp.eye(n, dtype=L.dtype), lower=True)
+    h = n // 2
+    top, bottom = _split_inverse(L[:h, :h], leaf), _split_inverse(L[h:, h:], leaf)
+    return blocked.merge_inverses(top, bottom, L[h:, :h])
 
 
 def inverse_from_factor(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -138,10 +146,16 @@ def _leaf_size(n: int) -> int:
     return max(_LEAF, math.ceil(n / _MAX_LEAVES))
 
 
-def _whitened_half(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """The lower triangle, with half the diagonal, of W dK W': it is L^-1 dL for W = L^-1."""
-    A = matmul(matmul(W, dK), W.T)
-    return jnp.tril(A) - 0.5 * jnp.diag(jnp.diagonal(A))
+def half(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Keep the lower triangle and half the diagonal: B with B + B' = A, for a symmetric A."""
+    n = A.shape[0]
+    mask = jnp.tril(jnp.ones((n, n), A.dtype)) - 0.5 * jnp.eye(n, dtype=A.dtype)
+    return A * mask
+
+
+def _log_derivative(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """L^-1 dL = half(W dK W'), for K = L L' and W = L^-1."""
+    return half(matmul(matmul(W, dK), W.T))
 
 
 # Each differentiable function below takes the matrix and, as an auxiliary input that carries no
@@ -155,7 +169,7 @@ def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 def inverse_cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W."""
-    return _inverse_cholesky(K, factorise(K).tril)
+    return inverse_cholesky_given(K, factorise(K).tril)
 
 
 def gaussian_log_density(
@@ -178,21 +192,22 @@ def _cholesky(K: Array, L: Array) -> Array:
 @_cholesky.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (K, L), (dK, _) = primals, tangents
-    W = _inverse_cholesky(K, L)
+    W = inverse_cholesky_given(K, L)
     value = _cholesky(K, L)
-    return value, matmul(value, _whitened_half(W, dK))
+    return value, matmul(value, _log_derivative(W, dK))
 
 
 @jax.custom_jvp
-def _inverse_cholesky(K: Array, L: Array) -> Array:
+def inverse_cholesky_given(K: Float[Array, "n n"], L: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """The same as `inverse_cholesky(K)`, given the factor L of K."""
     return triangular_inverse(L)
 
 
-@_inverse_cholesky.defjvp
+@inverse_cholesky_given.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (K, L), (dK, _) = primals, tangents
-    W = _inverse_cholesky(K, L)
-    return W, -matmul(_whitened_half(W, dK), W)
+    W = inverse_cholesky_given(K, L)
+    return W, -matmul(_log_derivative(W, dK), W)
 
 
 @jax.custom_jvp

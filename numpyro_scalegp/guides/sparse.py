@@ -3,6 +3,7 @@
 import warnings
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
@@ -68,8 +69,11 @@ class AutoSparseGP(AbstractGPGuide):
         if num_inducing < 1:
             raise ValueError(f"`num_inducing` must be positive, got {num_inducing}.")
         self.num_inducing = num_inducing
+        # On the host, so that an optimiser that donates its state cannot delete the guide's copy.
         self.inducing_points = (
-            None if inducing_points is None else checks.inputs("inducing_points", inducing_points)
+            None
+            if inducing_points is None
+            else np.array(checks.inputs("inducing_points", inducing_points))
         )
         self.jitter = jitter
 

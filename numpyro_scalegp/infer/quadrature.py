@@ -11,6 +11,7 @@ from numpyro import handlers
 from numpyro.distributions import Independent
 from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
+from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import SparseGP
 
@@ -110,12 +111,9 @@ class QuadratureELBO(ELBO):
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
         model_key, guide_key = jax.random.split(key)
         seeded_guide = handlers.substitute(handlers.seed(guide, guide_key), data=params)
-        guide_trace = handlers.trace(seeded_guide).get_trace(*args, **kwargs)
-        marginals = {
-            name: site["fn"].marginals()
-            for name, site in guide_trace.items()
-            if site["type"] == "sample" and isinstance(site["fn"], SparseGP)
-        }
+        with _Marginals() as sites:
+            guide_trace = handlers.trace(seeded_guide).get_trace(*args, **kwargs)
+        marginals = sites.marginals
         if not marginals:
             raise ValueError(
                 "`QuadratureELBO` found no GP site in the guide: use one of sgp.guides, or "
@@ -144,6 +142,23 @@ class QuadratureELBO(ELBO):
         elbos, new_mutable = jax.vmap(at_nodes)(jnp.asarray(grid))
         mutable.update(jax.tree.map(lambda leaf: leaf[0], new_mutable))
         return jnp.sum(weights.astype(elbos.dtype) * elbos), mutable
+
+
+class _Marginals(Messenger):
+    """Computes the moments of the guide's GP sites, instead of drawing from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marginals: dict[str, tuple[Array, Array]] = {}
+
+    def __enter__(self) -> "_Marginals":
+        super().__enter__()
+        return self
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and isinstance(msg["fn"], SparseGP):
+            self.marginals[msg["name"]] = msg["fn"].marginals()
+            msg["value"] = self.marginals[msg["name"]][0]
 
 
 def _mutable_values(trace: Trace) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The posterior of a Gaussian process that is summarised by inducing points."""
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.whitening import whitened_moments
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.base import AbstractPosterior
 
@@ -37,19 +37,17 @@ class SparsePosterior(AbstractPosterior):
     scale_tril: Float[Array, "M M"]
     jitter: float | None = eqx.field(static=True, default=None)
 
-    def _whitener(self) -> Float[Array, "M M"]:
+    def _inducing(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
         K = self.kernel(self.inducing_points, self.inducing_points)
-        return linalg.inverse_cholesky(linalg.add_jitter(K, self.jitter))
+        K = linalg.add_jitter(K, self.jitter)
+        return K, linalg.factorise(K)
 
-    def _marginals(
-        self, whitener: Float[Array, "M M"], X: Float[Array, "n d"]
+    def _moments(
+        self, K: Float[Array, "M M"], factor: linalg.Factor, X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        A = matmul(whitener, self.kernel(self.inducing_points, X))
-        explained = jnp.sum(jnp.square(A), axis=0)
-        uncertain = jnp.sum(jnp.square(matmul(self.scale_tril.T, A)), axis=0)
-        # Both terms that are added are non-negative; rounding can only make the first negative.
-        unexplained = jnp.maximum(self.kernel.diag(X) - explained, 0.0)
-        return matmul(self.loc, A), unexplained + uncertain
+        across = self.kernel(self.inducing_points, X)
+        diagonal = self.kernel.diag(X)
+        return whitened_moments(K, across, diagonal, self.loc, self.scale_tril, factor)
 
     def marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         """The mean and the variance of f at each row of X, all rows at once.
@@ -60,7 +58,7 @@ class SparsePosterior(AbstractPosterior):
         Returns:
             Means and variances, each of shape (n,), in O(n M^2 + M^3).
         """
-        return self._marginals(self._whitener(), X)
+        return self._moments(*self._inducing(), X)
 
     @eqx.filter_jit
     def _chunked_marginals(
@@ -68,8 +66,8 @@ class SparsePosterior(AbstractPosterior):
     ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
         Xs = checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
         rows = chunk_size or chunks.rows_per_chunk(self.inducing_points.shape[0])
-        whitener = self._whitener()
-        return chunks.map_rows(lambda X: self._marginals(whitener, X), Xs, rows)
+        K, factor = self._inducing()
+        return chunks.map_rows(lambda X: self._moments(K, factor, X), Xs, rows)
 
     def mean(self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None) -> Float[Array, " m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
@@ -87,7 +85,9 @@ class SparsePosterior(AbstractPosterior):
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
         Xs = checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
-        A = matmul(self._whitener(), self.kernel(self.inducing_points, Xs))
+        K, factor = self._inducing()
+        whitener = linalg.inverse_cholesky_given(K, factor.tril)
+        A = matmul(whitener, self.kernel(self.inducing_points, Xs))
         SA = matmul(self.scale_tril.T, A)
         covariance = self.kernel(Xs, Xs) - matmul(A.T, A) + matmul(SA.T, SA)
         mean, prior = matmul(self.loc, A), self.kernel.diag(Xs)
