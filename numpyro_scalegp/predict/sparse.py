@@ -49,6 +49,8 @@ class SparsePosterior(AbstractPosterior):
         diagonal = self.kernel.diag(X)
         return whitened_moments(K, across, diagonal, self.loc, self.scale_tril, factor)
 
+    # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
+    @eqx.filter_jit
     def marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         """The mean and the variance of f at each row of X, all rows at once.
 
