@@ -37,6 +37,18 @@ def score(mean: np.ndarray, variance: np.ndarray, y: np.ndarray) -> Score:
     return Score(float(np.sqrt(np.mean((y - mean) ** 2))), float(nll.mean()))
 
 
+def made_up(num_rows):
+    """Rows of a smooth function of eight inputs with noise of standard deviation 0.1."""
+    generator = np.random.default_rng(0)
+    X = generator.normal(size=(num_rows + 10_000, 8))
+    y = np.sin(X[:, 0] * X[:, 1]) + np.cos(2 * X[:, 2]) + 0.1 * generator.normal(size=len(X))
+    mean, scale = y[:num_rows].mean(), y[:num_rows].std()
+    y = (y - mean) / scale
+    columns, zeros, ones = tuple("abcdefgh"), np.zeros(8), np.ones(8)
+    parts = (X[:num_rows], y[:num_rows], X[num_rows:], y[num_rows:])
+    return sgp.datasets.Dataset("made up", *parts, columns, zeros, ones, mean, scale)
+
+
 def model(X, y, batch_size):
     """A GP regression with a Gaussian likelihood, mini-batched in the model."""
     n, d = X.shape
@@ -102,8 +114,9 @@ class GPyTorch:
 
         self.torch, self.test, self.batch_size = torch, data, batch_size
         torch.manual_seed(0)
-        self.X = torch.tensor(data.X_train, dtype=torch.float32)
-        self.y = torch.tensor(data.y_train, dtype=torch.float32)
+        self.device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        self.X = torch.tensor(data.X_train, dtype=torch.float32, device=self.device)
+        self.y = torch.tensor(data.y_train, dtype=torch.float32, device=self.device)
         d = self.X.shape[1]
 
         class Model(gpytorch.models.ApproximateGP):
@@ -124,8 +137,8 @@ class GPyTorch:
                     self.mean_module(x), self.covar_module(x)
                 )
 
-        self.model = Model(torch.tensor(np.asarray(points)))
-        self.likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        self.model = Model(torch.tensor(np.asarray(points))).to(self.device)
+        self.likelihood = gpytorch.likelihoods.GaussianLikelihood().to(self.device)
         self.mll = gpytorch.mlls.VariationalELBO(self.likelihood, self.model, self.X.shape[0])
         parameters = [*self.model.parameters(), *self.likelihood.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=0.01)
@@ -139,22 +152,23 @@ class GPyTorch:
         self.model.train()
         self.likelihood.train()
         for _ in range(num):
-            index = self.torch.randint(self.X.shape[0], (self.batch_size,))
+            index = self.torch.randint(self.X.shape[0], (self.batch_size,), device=self.device)
             self.optimizer.zero_grad()
             loss = -self.mll(self.model(self.X[index]), self.y[index])
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
+        loss.item()  # wait for the device
 
     def score(self):
         """Score the posterior at the test rows."""
         self.model.eval()
         self.likelihood.eval()
-        Xs = self.torch.tensor(self.test.X_test, dtype=self.torch.float32)
+        Xs = self.torch.tensor(self.test.X_test, dtype=self.torch.float32, device=self.device)
         with self.torch.no_grad():
             parts = [self.likelihood(self.model(part)) for part in Xs.split(1024)]
-        mean = np.concatenate([part.mean.numpy() for part in parts])
-        variance = np.concatenate([part.variance.numpy() for part in parts])
+        mean = np.concatenate([part.mean.cpu().numpy() for part in parts])
+        variance = np.concatenate([part.variance.cpu().numpy() for part in parts])
         return score(mean, variance, self.test.y_test)
 
 
@@ -163,12 +177,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", default="kin40k")
     parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--made-up-rows", type=int, help="this many made-up rows, d = 8, instead")
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--num-inducing", type=int, default=512)
     parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
     arguments = parser.parse_args()
-    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
+    if arguments.made_up_rows:
+        data = made_up(arguments.made_up_rows)
+    else:
+        data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
     n, d = data.X_train.shape
     total = arguments.epochs * -(-n // arguments.batch_size)
     X = jnp.asarray(data.X_train, jnp.float32)
@@ -188,7 +206,7 @@ def main():
             run.run(num)
             times.append((time.perf_counter() - start) / num)
         done += num
-    print(f"{arguments.data}: n = {n}, d = {d}, {total} steps, device {jax.devices()[0]}")
+    print(f"{data.name}: n = {n}, d = {d}, {total} steps, device {jax.devices()[0]}")
     for run, times in zip(runs, spent, strict=True):
         result = run.score()
         print(
