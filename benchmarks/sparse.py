@@ -3,7 +3,7 @@
     python benchmarks/sparse.py --data kin40k --epochs 50 --peer gpytorch
 
 Both use 512 inducing points from the same k-means, an RBF kernel with ARD, float32, mini-batches of
-1024 and Adam with step 0.01. Timings of steps alternate between the two in blocks, so that a noisy
+1024 and Adam with the same learning rate, decayed by a cosine. Timings of steps alternate between the two in blocks, so that a noisy
 machine disturbs both alike. Needs SCALEGP_DATA; the peer needs the `bench` extra.
 """
 
@@ -66,14 +66,14 @@ def model(X, y, batch_size):
 class Ours:
     """This package, point estimates of the hyperparameters as in the peer."""
 
-    def __init__(self, data, points, batch_size, total_steps):
+    def __init__(self, data, points, batch_size, total_steps, learning_rate):
         self.X, self.y = (
             jnp.asarray(data.X_train, jnp.float32),
             jnp.asarray(data.y_train, jnp.float32),
         )
         self.batch_size, self.test = batch_size, data
         self.guide = sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=points)
-        schedule = optax.cosine_decay_schedule(0.01, total_steps)
+        schedule = optax.cosine_decay_schedule(learning_rate, total_steps)
         loss = sgp.infer.QuadratureELBO(num_nodes=2)
         self.svi = SVI(model, self.guide, optax.adam(schedule), loss)
         start = time.perf_counter()
@@ -108,7 +108,7 @@ class Ours:
 class GPyTorch:
     """GPyTorch's SVGP with a Cholesky variational distribution."""
 
-    def __init__(self, data, points, batch_size, total_steps):
+    def __init__(self, data, points, batch_size, total_steps, learning_rate):
         import gpytorch
         import torch
 
@@ -141,7 +141,7 @@ class GPyTorch:
         self.likelihood = gpytorch.likelihoods.GaussianLikelihood().to(self.device)
         self.mll = gpytorch.mlls.VariationalELBO(self.likelihood, self.model, self.X.shape[0])
         parameters = [*self.model.parameters(), *self.likelihood.parameters()]
-        self.optimizer = torch.optim.Adam(parameters, lr=0.01)
+        self.optimizer = torch.optim.Adam(parameters, lr=learning_rate)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, total_steps)
         start = time.perf_counter()
         self.run(1)
@@ -180,6 +180,7 @@ def main():
     parser.add_argument("--made-up-rows", type=int, help="this many made-up rows, d = 8, instead")
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--learning-rate", type=float, default=0.04)
     parser.add_argument("--num-inducing", type=int, default=512)
     parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
     arguments = parser.parse_args()
@@ -192,7 +193,9 @@ def main():
     X = jnp.asarray(data.X_train, jnp.float32)
     points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
     kinds = [Ours] if arguments.peer == "none" else [Ours, GPyTorch]
-    runs = [kind(data, points, arguments.batch_size, total) for kind in kinds]
+    runs = [
+        kind(data, points, arguments.batch_size, total, arguments.learning_rate) for kind in kinds
+    ]
     spent = [[] for _ in runs]
     block = max(1, total // 20)
     done = 1
