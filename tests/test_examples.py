@@ -1,0 +1,93 @@
+"""The examples, run small, and the code on the first pages, run as it stands."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytest.importorskip("matplotlib")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / f"examples/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+
+
+def test_the_first_pages_show_the_same_example() -> None:
+    (readme,) = blocks("README.md")
+    (index,) = blocks("docs/index.md")
+    assert readme == index
+    assert len([line for line in readme.splitlines() if line.strip()]) <= 20
+
+
+@pytest.mark.slow
+def test_the_first_page_runs_as_pasted(tmp_path: Path) -> None:
+    script = tmp_path / "pasted.py"
+    script.write_text(blocks("README.md")[0])
+    done = subprocess.run(
+        [sys.executable, "-W", "error:::numpyro_scalegp", str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    mean, variance = (float(number) for number in re.findall(r"\[([^]]+)\]", done.stdout))
+    assert 0.0 < variance < 0.05
+    assert abs(mean - np.sin(1.6)) < 4 * variance**0.5
+
+
+@pytest.mark.slow
+def test_co2(tmp_path: Path, x64: None) -> None:
+    pytest.importorskip("statsmodels")
+    pytest.importorskip("arviz")
+    scores = load("co2").main(5, num_warmup=40, num_samples=30, num_chains=1, folder=tmp_path)
+    # Ten years after five of training: a forecast that falls back to the mean is off by 8 ppm.
+    assert scores["rmse"] < 5.0
+    assert scores["coverage"] > 0.5
+    assert (tmp_path / "forecast.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_counts(tmp_path: Path) -> None:
+    pytest.importorskip("statsmodels")
+    scores = load("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)
+    assert scores["Poisson GP"] > scores["Poisson constant"] + 0.1
+    assert scores["negative binomial GP"] > scores["Poisson GP"] + 0.3
+    assert (tmp_path / "replicates.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_deep_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("flax")
+    errors = load("deep_kernel").main(folder=tmp_path)
+    # Against a step of height 1 and a wave of amplitude 0.5.
+    assert errors["plain"] < 0.15
+    assert errors["deep"] < 0.75 * errors["plain"]
+    assert (tmp_path / "fits.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_heteroscedastic(tmp_path: Path) -> None:
+    pytest.importorskip("statsmodels")
+    scores = load("heteroscedastic").main(10, num_draws=200, folder=tmp_path)
+    assert scores["one noise level"] > 0.8
+    assert scores["two GP sites"] > scores["one noise level"] + 0.05
+    assert (tmp_path / "bands.png").stat().st_size > 0
