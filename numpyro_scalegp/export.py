@@ -107,7 +107,12 @@ def _groups(
         "observed_data": {
             name: (_dims(name, v.shape[1:]), v[0]) for name, v in draws.observed.items()
         },
-        "sample_stats": by_chain({f"{name}_jitter": v for name, v in draws.jitter.items()}),
+        "sample_stats": by_chain(
+            {
+                "jitter" if len(draws.jitter) == 1 else f"jitter_{name}": v
+                for name, v in draws.jitter.items()
+            }
+        ),
     }
 
 

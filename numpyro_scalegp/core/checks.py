@@ -22,7 +22,7 @@ def as_float(value: Any) -> Float[Array, "..."]:
 
     A Python number stays weakly typed, so that it never widens the type of a result.
     """
-    array = jnp.asarray(value)
+    array = jnp.asarray(float(value) if isinstance(value, int) else value)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
 
 

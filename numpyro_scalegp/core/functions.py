@@ -2,44 +2,54 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 
-class StaticFunction(eqx.Module):
-    """A plain function as a pytree without leaves."""
+class RowsFunction(eqx.Module):
+    """A function of an (n, d) matrix of inputs whose leaves are its array parameters alone."""
 
-    function: Callable[..., Array] = eqx.field(static=True)
+    arrays: Any
+    structure: Any = eqx.field(static=True)
+    maps_single_rows: bool = eqx.field(static=True)
 
-    def __call__(self, X: ArrayLike) -> Array:
-        """Call the function."""
-        return self.function(X)
+    def __call__(self, X: Float[Array, "n d"]) -> Array:
+        """Apply the function to all rows."""
+        function = self.arrays
+        if self.structure is not None:
+            function = eqx.combine(self.arrays, self.structure)
+        return jax.vmap(function)(X) if self.maps_single_rows else function(X)
 
 
-def as_pytree(function: Callable[..., Array], name: str) -> Callable[..., Array]:
-    """Return `function` as a pytree whose leaves are its parameters, if it has any to show.
+def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
+    """Wrap a user's function.
+
+    An Equinox module is applied row by row, as Equinox networks are written; anything else to the
+    whole matrix.
 
     Raises:
         ValueError: if `function` is not callable; the message calls it `name`.
     """
+    if isinstance(function, RowsFunction):
+        return function
     if not callable(function):
         raise ValueError(f"`{name}` must be callable, got {type(function).__name__}.")
+    maps_single_rows = isinstance(function, eqx.Module)
     if isinstance(function, functools.partial) and not isinstance(function, jax.tree_util.Partial):
-        return jax.tree_util.Partial(function.func, *function.args, **function.keywords)
-    return StaticFunction(function) if jax.tree_util.all_leaves([function]) else function
+        function = jax.tree_util.Partial(function.func, *function.args, **function.keywords)
+    if all(eqx.is_array(leaf) for leaf in jax.tree.leaves(function)):
+        return RowsFunction(function, None, maps_single_rows)
+    # Activations of an Equinox network and plain functions are no arrays: they stay static.
+    return RowsFunction(*eqx.partition(function, eqx.is_array), maps_single_rows)
 
 
-def maps_single_rows(function: Callable[..., Array]) -> bool:
-    """Whether `function` takes one input row, as Equinox networks do, and not the whole matrix."""
-    return isinstance(function, eqx.Module) and not isinstance(function, StaticFunction)
-
-
-def constant_function(constant: Float[Array, ""]) -> Callable[[Array], Array]:
+def constant_function(constant: Float[Array, ""]) -> RowsFunction:
     """The function that maps (n, d) inputs to n times the same number."""
-    return jax.tree_util.Partial(_repeat, constant)
+    return as_pytree(functools.partial(_repeat, constant), "constant")
 
 
 def _repeat(constant: Float[Array, ""], X: Float[Array, "n d"]) -> Float[Array, " n"]:

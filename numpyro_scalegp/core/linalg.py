@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import blocked
 
@@ -83,23 +83,24 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True) -> Factor:
     return Factor(tril, ladder[step])
 
 
-def _warn_of_jitter(works: np.ndarray, step: np.ndarray) -> None:
+def _warn_of_jitter(works: ArrayLike, step: ArrayLike) -> None:
     """Warn on the host, once for each of the two messages under Python's default filter."""
     if not works:
         warnings.warn(
             "a covariance matrix is not positive definite or not finite: the result is NaN. Check "
             "the inputs for NaN, raise the noise variance or the `jitter` argument, remove "
-            "duplicate rows, or work in float64.",
+            "duplicate rows, or work in float64. A sampler that warms up may try hyperparameters "
+            "for which this is so: it rejects them, and there is nothing to mend.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=1,
         )
-    elif step > 0:
+    elif np.asarray(step) > 0:
         warnings.warn(
             "a covariance matrix was not positive definite in this precision, so jitter was added "
             "to its diagonal (see `diagnostics`). Raise the noise variance or the `jitter` "
-            "argument, or work in float64.",
+            "argument, or work in float64, unless a sampler that warms up only tried it.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=1,
         )
 
 

@@ -5,15 +5,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
-from numpyro.distributions import Distribution, constraints
+from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks, functions, linalg
+from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import Cholesky
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict import ExactPosterior
 
 
-class GaussianProcess(Distribution):
+class GaussianProcess(RowsDistribution):
     """Noisy observations of a Gaussian process, y ~ N(m(X), K(X, X) + noise).
 
     `log_prob(y)` is the log marginal likelihood. The default estimator is exact.
@@ -44,7 +45,6 @@ class GaussianProcess(Distribution):
     """
 
     arg_constraints = {"noise_variance": constraints.positive}
-    support = constraints.real_vector
     reparametrized_params = ["noise_variance"]
     pytree_data_fields = (
         "kernel", "X", "noise_variance", "mean_function", "estimator",
@@ -151,10 +151,9 @@ class GaussianProcess(Distribution):
 
 def _as_mean_function(
     mean: Callable[[Array], Array] | ArrayLike | None,
-) -> Callable[[Array], Array]:
+) -> functions.RowsFunction:
     if callable(mean):
-        per_row = functions.maps_single_rows(mean)
-        return functions.as_pytree(jax.vmap(mean) if per_row else mean, "mean")
+        return functions.as_pytree(mean, "mean")
     constant = checks.as_float(0.0 if mean is None else mean)
     checks.shape("mean", constant, (), why="a number, a callable or None")
     return functions.constant_function(constant)

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
-from numpyro.distributions import Distribution, constraints
+from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, functions, linalg
+from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict import ExactPosterior, SparsePosterior
 
 
-class LatentGP(Distribution):
+class LatentGP(RowsDistribution):
     """A zero-mean Gaussian-process prior over a function's values, f(X) ~ N(0, K(X, X)).
 
     `log_prob` and `sample` are exact, so plain NUTS works for small n. In variational inference a
@@ -44,7 +45,6 @@ class LatentGP(Distribution):
     """
 
     arg_constraints: dict[str, Any] = {}
-    support = constraints.real_vector
     reparametrized_params: list[str] = []
     pytree_data_fields = ("kernel", "X")
     pytree_aux_fields = ("jitter",)
@@ -109,7 +109,7 @@ class LatentGP(Distribution):
         )
 
 
-class SparseGP(Distribution):
+class SparseGP(RowsDistribution):
     """A sparse variational Gaussian process at the rows X: the whitened SVGP family.
 
     With K(Z, Z) = L L', A = L^-1 k(Z, X) and q(v) = N(loc, S S') over the whitened inducing values
@@ -153,7 +153,6 @@ class SparseGP(Distribution):
         "loc": constraints.real_vector,
         "scale_tril": constraints.lower_cholesky,
     }
-    support = constraints.real_vector
     reparametrized_params = ["inducing_points", "loc", "scale_tril"]
     pytree_data_fields = ("kernel", "X", "inducing_points", "loc", "scale_tril")
     pytree_aux_fields = ("jitter",)

@@ -37,10 +37,13 @@ def stratified_indices(
         Indices, shape (subsample_size,), int32.
 
     Raises:
-        ValueError: if `subsample_size` is not between 1 and `size`, or there is no key.
+        ValueError: if `size` is not below 2^31, `subsample_size` is not between 1 and `size`, or
+            there is no key.
     """
+    if not 1 <= size < 2**31:
+        raise ValueError(f"`size` must be in 1..2^31 - 1, got {size}.")
     if subsample_size is None or subsample_size == size:
-        return jnp.arange(size)
+        return jnp.arange(size, dtype=jnp.int32)
     if not 1 <= subsample_size <= size:
         raise ValueError(f"`subsample_size` must be in 1..{size}, got {subsample_size}.")
     if rng_key is None:

@@ -53,8 +53,8 @@ def kmeans_points(
 
 
 def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
-    first_key, *keys = jax.random.split(key, num_points)
-    start = X[jax.random.randint(first_key, (), 0, X.shape[0])]
+    keys = jax.random.split(key, num_points)
+    start = X[jax.random.randint(keys[0], (), 0, X.shape[0])]
 
     def to_point(point: Array) -> Array:
         return jnp.sum(jnp.square(X - point), axis=1)
@@ -63,9 +63,7 @@ def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
         point = X[jax.random.categorical(key, jnp.log(nearest))]
         return jnp.minimum(nearest, to_point(point)), point
 
-    _, others = jax.lax.scan(
-        seed, to_point(start), jnp.stack(keys) if keys else first_key[None][:0]
-    )
+    _, others = jax.lax.scan(seed, to_point(start), keys[1:])
     centres = jnp.concatenate([start[None], others])
 
     def step(centres: Array, _: None) -> tuple[Array, None]:
@@ -110,14 +108,16 @@ def greedy_points(
     """
     X = _checked(X, num_points)
     variance = kernel.diag(X)
+    negligible = jnp.finfo(variance.dtype).eps * jnp.max(variance)
 
     def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         remaining, columns, chosen = state
         pivot = jnp.argmax(remaining)
         explained = columns.T @ columns[:, pivot]
         column = kernel(X, X[pivot][None])[:, 0] - explained
-        scale = jax.lax.rsqrt(jnp.maximum(remaining[pivot], jnp.finfo(X.dtype).tiny))
-        column = column * scale
+        # Where all variance is explained up to rounding, further rows are taken as they come.
+        left = jnp.maximum(remaining[pivot], negligible)
+        column = jnp.where(remaining[pivot] > negligible, column * jax.lax.rsqrt(left), 0.0)
         remaining = (remaining - jnp.square(column)).at[pivot].set(-jnp.inf)
         return remaining, columns.at[i].set(column), chosen.at[i].set(pivot)
 

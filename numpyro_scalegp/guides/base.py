@@ -148,11 +148,13 @@ class AbstractGPGuide(abc.ABC):
 
 def _build_rest(rest: Rest, model: Model) -> Guide:
     """Build the rest's guide on the model without the GP site, unless it is a guide already."""
-    if isinstance(rest, type) and issubclass(rest, AutoGuide):
-        # NumPyro's own start, uniform in (-2, 2), puts lengthscales anywhere from 0.1 to 7.
-        return rest(model, init_loc_fn=init_to_median)
     if isinstance(rest, type | functools.partial):
-        return rest(model)
+        guide_class = rest.func if isinstance(rest, functools.partial) else rest
+        given = rest.keywords if isinstance(rest, functools.partial) else {}
+        # NumPyro's own start, uniform in (-2, 2), puts lengthscales anywhere from 0.1 to 7.
+        if isinstance(guide_class, type) and issubclass(guide_class, AutoGuide):
+            given = {"init_loc_fn": init_to_median, **given}
+        return rest(model, **given)
     if not callable(rest):
         raise ValueError(
             f"`rest` must be a guide class, a functools.partial of one or a guide, got {rest!r}."

@@ -32,19 +32,22 @@ class HideGPSite(Messenger):
     Args:
         model: the model.
         site: the name of its GP site, or None if it has just one.
+        hide_others: also replace other GP sites that have no value yet, without recording them.
     """
 
-    def __init__(self, model: Model, site: str | None) -> None:
+    def __init__(self, model: Model, site: str | None, *, hide_others: bool = False) -> None:
         super().__init__(model)
         self.site = site
+        self.hide_others = hide_others
         self.found: list[GPSite] = []
 
     def process_message(self, msg: dict) -> None:
         """Stop at the GP site."""
-        if msg["type"] != "sample" or msg["is_observed"] or self.site not in (None, msg["name"]):
+        if msg["type"] != "sample" or msg["is_observed"]:
             return
         prior = _without_expansion(msg["fn"])
-        if not isinstance(prior, LatentGP):
+        is_other = self.site not in (None, msg["name"])
+        if not isinstance(prior, LatentGP) or (is_other and not self.hide_others):
             return
         if msg["cond_indep_stack"]:
             plates = ", ".join(f"`{frame.name}`" for frame in msg["cond_indep_stack"])
@@ -52,7 +55,10 @@ class HideGPSite(Messenger):
                 f"the GP site `{msg['name']}` stands inside the plate {plates}: take it out, "
                 "since a function is one draw for all rows; only the likelihood belongs inside."
             )
-        self.found.append(GPSite(msg["name"], prior.kernel, prior.X))
+        if is_other and msg["value"] is not None:
+            return
+        if not is_other:
+            self.found.append(GPSite(msg["name"], prior.kernel, prior.X))
         msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
         msg["stop"] = True
 
@@ -111,7 +117,7 @@ def find_gp_site(
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
     """
-    hidden = HideGPSite(model, site)
+    hidden = HideGPSite(model, site, hide_others=True)
     given = handlers.seed(handlers.substitute(hidden, data=values), numpyro.prng_key())
     visible = ("param", "mutable", "plate")
     handlers.block(given, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)

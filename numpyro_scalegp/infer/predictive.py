@@ -22,6 +22,17 @@ class Draws(NamedTuple):
     observed: dict[str, Any]  # values of the observed sites, the same in each draw
     jitter: dict[str, Any]  # for the sites of exact Gaussian processes
 
+    def log_predictive_density(self) -> dict[str, np.ndarray]:
+        """The log of the likelihood averaged over draws, pointwise, for each observed site.
+
+        At test rows this is the log predictive density, shape (rows,). (For an exact Gaussian
+        process it averages leave-one-out densities at its own rows.)
+        """
+        return {
+            name: np.asarray(jax.nn.logsumexp(values, axis=0)) - np.log(len(values))
+            for name, values in self.log_likelihood.items()
+        }
+
 
 class Predictive:
     """Posterior predictive draws of a model, like `numpyro.infer.Predictive`, for large models.

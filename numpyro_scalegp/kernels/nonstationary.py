@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -41,8 +40,8 @@ class Linear(AbstractKernel):
         checks.shape("variance", self.variance, ())
         checks.positive("variance", self.variance)
         checks.shape("bias", self.bias, ())
-        if checks.is_concrete(self.bias) and not self.bias >= 0:
-            raise ValueError(f"`bias` must not be negative, got {self.bias}.")
+        if checks.is_concrete(self.bias) and not 0 <= self.bias < jnp.inf:
+            raise ValueError(f"`bias` must be finite and not negative, got {self.bias}.")
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         return self.variance * matmul(X, Z.T) + self.bias
@@ -74,15 +73,14 @@ class FeatureMapped(AbstractKernel):
     """
 
     kernel: AbstractKernel
-    feature_map: Callable[[Array], Array]
+    feature_map: functions.RowsFunction
 
     def __init__(self, kernel: AbstractKernel, feature_map: Callable[[Array], Array]) -> None:
         self.kernel = kernel
         self.feature_map = functions.as_pytree(feature_map, "feature_map")
 
     def _mapped(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
-        per_row = functions.maps_single_rows(self.feature_map)
-        mapped = jax.vmap(self.feature_map)(X) if per_row else self.feature_map(X)
+        mapped = self.feature_map(X)
         if jnp.ndim(mapped) != 2 or mapped.shape[0] != X.shape[0]:
             raise ValueError(
                 f"`feature_map` must return shape ({X.shape[0]}, p) for inputs of shape "

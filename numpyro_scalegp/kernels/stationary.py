@@ -309,7 +309,8 @@ class Periodic(_Stationary):
         rate = jnp.broadcast_to(0.5 / jnp.square(self.lengthscale), (num, d))
         up_key, down_key = jax.random.split(key)
         harmonic = jax.random.poisson(up_key, rate) - jax.random.poisson(down_key, rate)
-        return 2.0 * jnp.pi * harmonic / jnp.broadcast_to(self.period, (1, d))
+        frequency = 2.0 * jnp.pi / jnp.broadcast_to(self.period, (1, d))
+        return harmonic.astype(frequency.dtype) * frequency
 
     def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
         raise NotImplementedError("the periodic kernel's spectrum is no mixture of Gaussians")

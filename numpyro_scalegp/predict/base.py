@@ -5,7 +5,8 @@ import abc
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import linalg
 
@@ -14,7 +15,9 @@ class AbstractPosterior(eqx.Module):
     """A Gaussian posterior over a function: moments and joint samples at new inputs."""
 
     @abc.abstractmethod
-    def mean(self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None) -> Float[Array, " m"]:
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
         """The posterior mean of f.
 
         Args:
@@ -27,7 +30,7 @@ class AbstractPosterior(eqx.Module):
 
     @abc.abstractmethod
     def variance(
-        self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior variance of f, without observation noise.
 
@@ -41,7 +44,7 @@ class AbstractPosterior(eqx.Module):
 
     @abc.abstractmethod
     def sample(
-        self, key: Key[Array, ""], Xs: Float[Array, "m d"], num_samples: int = 1
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples m"]:
         """Draw functions from the posterior, jointly at all rows of Xs.
 
@@ -53,6 +56,26 @@ class AbstractPosterior(eqx.Module):
         Returns:
             Draws of f without observation noise, shape (num_samples, m). Cost O(m^3).
         """
+
+    def predictive(
+        self,
+        Xs: Float[ArrayLike, "m d"],
+        noise_variance: Float[ArrayLike, "..."],
+        *,
+        chunk_size: int | None = None,
+    ) -> dist.Normal:
+        """The predictive distribution of new observations with Gaussian noise.
+
+        Args:
+            Xs: inputs, shape (m, d).
+            noise_variance: variance of the noise at the new inputs, shape () or (m,).
+            chunk_size: rows worked on at a time.
+
+        Returns:
+            A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
+        """
+        variance = self.variance(Xs, chunk_size=chunk_size) + jnp.asarray(noise_variance)
+        return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance))
 
     @staticmethod
     def _joint_sample(

@@ -1,7 +1,5 @@
 """The posterior of an exact Gaussian process."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
+from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.base import AbstractPosterior
@@ -33,7 +32,7 @@ class ExactPosterior(AbstractPosterior):
     X: Float[Array, "n d"]
     y: Float[Array, " n"]
     noise_variance: Float[Array, "..."]
-    mean_function: Callable[[Array], Array]
+    mean_function: RowsFunction
     factor: linalg.Factor
     representer_weights: Float[Array, " n"]  # a = H^-1 (y - m(X))
 
@@ -45,7 +44,7 @@ class ExactPosterior(AbstractPosterior):
         y: Float[ArrayLike, " n"],
         residual: Float[Array, " n"],
         noise_variance: Float[Array, "..."],
-        mean_function: Callable[[Array], Array],
+        mean_function: RowsFunction,
         factor: linalg.Factor,
     ) -> "ExactPosterior":
         """Solve for the representer weights, in O(n^2)."""
@@ -57,11 +56,13 @@ class ExactPosterior(AbstractPosterior):
         """What the factorisation took: `jitter`, in the units of the covariance."""
         return {"jitter": self.factor.jitter}
 
-    def _check(self, Xs: Array) -> Float[Array, "m d"]:
+    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
         return checks.inputs("Xs", Xs, width=self.X.shape[1])
 
     @eqx.filter_jit
-    def mean(self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None) -> Float[Array, " m"]:
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
 
         def chunk(rows: Array) -> Array:
@@ -72,7 +73,7 @@ class ExactPosterior(AbstractPosterior):
 
     @eqx.filter_jit
     def variance(
-        self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior variance of f; see `AbstractPosterior.variance`."""
 
@@ -86,7 +87,7 @@ class ExactPosterior(AbstractPosterior):
     def _rows(self, chunk_size: int | None) -> int:
         return chunk_size or chunks.rows_per_chunk(self.X.shape[0])
 
-    def covariance(self, Xs: Float[Array, "m d"]) -> Float[Array, "m m"]:
+    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
         Xs = self._check(Xs)
         white = solve_triangular(self.factor.tril, self.kernel(self.X, Xs), lower=True)
@@ -94,7 +95,7 @@ class ExactPosterior(AbstractPosterior):
 
     @eqx.filter_jit
     def sample(
-        self, key: Key[Array, ""], Xs: Float[Array, "m d"], num_samples: int = 1
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
         prior = self.kernel.diag(self._check(Xs))
@@ -102,24 +103,17 @@ class ExactPosterior(AbstractPosterior):
 
     def predictive(
         self,
-        Xs: Float[Array, "m d"],
+        Xs: Float[ArrayLike, "m d"],
+        noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
-        noise_variance: Float[Array, "..."] | None = None,
         chunk_size: int | None = None,
     ) -> dist.Normal:
-        """The predictive distribution of new observations, noise included.
+        """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
 
-        Args:
-            Xs: inputs, shape (m, d).
-            noise_variance: noise at the new inputs, shape () or (m,); by default the model's own
-                if that is a scalar.
-            chunk_size: rows worked on at a time.
-
-        Returns:
-            A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
+        By default the noise is the model's own, if that is a scalar.
 
         Raises:
-            ValueError: if the model's noise is one value a point and `noise_variance` is not given.
+            ValueError: if the model's noise is one value a row and `noise_variance` is not given.
         """
         if noise_variance is None:
             noise_variance = self.noise_variance
@@ -128,8 +122,7 @@ class ExactPosterior(AbstractPosterior):
                     "`noise_variance` must be given: the model has one noise variance for each "
                     f"training row (shape {noise_variance.shape}) and none for new inputs."
                 )
-        variance = self.variance(Xs, chunk_size=chunk_size) + noise_variance
-        return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance))
+        return super().predictive(Xs, noise_variance, chunk_size=chunk_size)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

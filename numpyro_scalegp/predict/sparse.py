@@ -1,7 +1,7 @@
 """The posterior of a Gaussian process that is summarised by inducing points."""
 
 import equinox as eqx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.linalg import matmul
@@ -64,26 +64,28 @@ class SparsePosterior(AbstractPosterior):
 
     @eqx.filter_jit
     def _chunked_marginals(
-        self, Xs: Float[Array, "m d"], chunk_size: int | None
+        self, Xs: Float[ArrayLike, "m d"], chunk_size: int | None
     ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
         Xs = checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
         rows = chunk_size or chunks.rows_per_chunk(self.inducing_points.shape[0])
         K, factor = self._inducing()
         return chunks.map_rows(lambda X: self._moments(K, factor, X), Xs, rows)
 
-    def mean(self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None) -> Float[Array, " m"]:
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
         return self._chunked_marginals(Xs, chunk_size)[0]
 
     def variance(
-        self, Xs: Float[Array, "m d"], *, chunk_size: int | None = None
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior variance of f; see `AbstractPosterior.variance`."""
         return self._chunked_marginals(Xs, chunk_size)[1]
 
     @eqx.filter_jit
     def sample(
-        self, key: Key[Array, ""], Xs: Float[Array, "m d"], num_samples: int = 1
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
         Xs = checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])

@@ -1,0 +1,28 @@
+"""What distributions over the rows of an input matrix have in common."""
+
+from typing import Any
+
+from numpyro.distributions import Distribution, constraints
+
+
+class RowsDistribution(Distribution):
+    """A distribution whose event is a vector with one entry for each row of `X`."""
+
+    support = constraints.real_vector
+
+    def expand(self, batch_shape: tuple[int, ...]) -> Any:
+        """Independent copies, as a plate over outputs makes them.
+
+        Raises:
+            ValueError: if the last batch dimension has the size of the rows: then the site stands
+                inside a plate over the rows, which would count it once for each of them.
+        """
+        n = self.event_shape[0]
+        if batch_shape and batch_shape[-1] == n and n > 1:
+            name = type(self).__name__
+            raise ValueError(
+                f"`{name}` got the batch shape {tuple(batch_shape)} with {n} rows in `X`: take the "
+                "site out of the plate over the rows, since it is one draw for all of them. "
+                "(For as many independent functions as rows, use jax.vmap.)"
+            )
+        return super().expand(batch_shape)

@@ -1,0 +1,74 @@
+"""Argument checks: what they let through, and what their messages say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_scalegp.core import checks
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.mark.parametrize("number", [2.0, 2])
+def test_python_numbers_widen_no_type(number, x64):
+    narrow = jnp.ones(3, jnp.float32)
+    value = checks.as_float(number)
+    assert jnp.issubdtype(value.dtype, jnp.floating)
+    assert (narrow * value).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.float64])
+def test_arrays_keep_their_type(kind, x64):
+    assert checks.as_float(np.ones(3, kind)).dtype == kind
+
+
+def test_sequences_and_integers_become_floats(dtype):
+    for value in ([1, 2], np.arange(3), [0.5, 2.0]):
+        assert checks.as_float(value).dtype == dtype
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_positive(bad):
+    with pytest.raises(ValueError, match=f"`scale` must be positive and finite, got {bad}"):
+        checks.positive("scale", jnp.asarray(bad))
+    with pytest.raises(ValueError, match=r"`scale` must be positive and finite, got \[ ?1\. "):
+        checks.positive("scale", jnp.array([1.0, bad]))
+    checks.positive("scale", jnp.array([1.0, 1e-30]))
+
+
+def test_finite_names_the_first_bad_entry():
+    value = jnp.zeros((3, 2)).at[1, 1].set(jnp.nan).at[2, 0].set(-jnp.inf)
+    with pytest.raises(ValueError, match=r"`y` must be finite, got 2 NaN .* at index \(1, 1\)"):
+        checks.finite("y", value)
+    checks.finite("y", jnp.zeros((3, 2)))
+
+
+def test_inputs():
+    assert checks.inputs("X", [[1, 2], [3, 4]]).shape == (2, 2)
+    with pytest.raises(ValueError, match=r"`X` .* \(n, d\), got \(3,\)\. Write X\[:, None\]"):
+        checks.inputs("X", np.zeros(3))
+    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(\)\.$"):
+        checks.inputs("X", 1.0)
+    with pytest.raises(ValueError, match=r"`Z` must have shape \(n, 2\), got \(4, 3\)"):
+        checks.inputs("Z", np.zeros((4, 3)), width=2)
+
+
+def test_shape():
+    checks.shape("loc", jnp.zeros(3), (), (3,))
+    with pytest.raises(ValueError, match=r"`loc` .* \(\) or \(3,\), got \(2,\): one a row\.$"):
+        checks.shape("loc", jnp.zeros(2), (), (3,), why="one a row")
+
+
+def test_values_of_traced_arrays_are_not_read():
+    @jax.jit
+    def function(value):
+        assert not checks.is_concrete({"a": 1.0, "b": value})
+        checks.positive("value", value)
+        checks.finite("value", value)
+        return checks.inputs("X", value[None, None])
+
+    assert np.isnan(function(jnp.nan)).all()
+    assert checks.is_concrete({"a": 1.0, "b": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"`X` must have shape"):
+        jax.jit(lambda X: checks.inputs("X", X))(jnp.ones(3))

@@ -1,0 +1,61 @@
+"""Work in chunks of rows gives what work on all rows gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_scalegp.core import chunks
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 8, 13])
+def test_chunks_equal_the_whole(n, dtype):
+    X = jnp.arange(2.0 * n).reshape(n, 2)
+    sizes = []
+
+    def function(rows):
+        sizes.append(rows.shape[0])
+        return {"sum": jnp.sum(rows, axis=1), "outer": rows[:, :, None] * rows[:, None, :]}
+
+    results = chunks.map_rows(function, X, 4)
+    assert max(sizes) == min(n, 4)
+    assert jax.tree.map(jnp.shape, results) == {"sum": (n,), "outer": (n, 2, 2)}
+    assert results["sum"].dtype == dtype
+    expected = function(X)
+    np.testing.assert_array_equal(results["sum"], expected["sum"])
+    np.testing.assert_array_equal(results["outer"], expected["outer"])
+
+
+def test_one_trace_whatever_the_number_of_chunks():
+    traces = 0
+
+    def function(rows):
+        nonlocal traces
+        traces += 1
+        return rows[:, 0]
+
+    counts = []
+    for n in (8, 100):
+        traces = 0
+        jax.make_jaxpr(lambda X: chunks.map_rows(function, X, 4))(jnp.zeros((n, 2)))
+        counts.append(traces)
+    assert counts[0] == counts[1]
+
+
+def test_differentiable():
+    X = jnp.arange(10.0).reshape(5, 2)
+    gradient = jax.grad(lambda X: jnp.sum(chunks.map_rows(lambda R: R[:, 0] ** 2, X, 2)))(X)
+    np.testing.assert_allclose(gradient, jnp.stack([2 * X[:, 0], jnp.zeros(5)], axis=1))
+
+
+@pytest.mark.parametrize("chunk_size", [0, -3])
+def test_bad_chunk_size(chunk_size):
+    with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {chunk_size}"):
+        chunks.map_rows(lambda rows: rows, jnp.zeros((3, 1)), chunk_size)
+
+
+def test_rows_per_chunk_keep_to_the_budget():
+    assert chunks.rows_per_chunk(1) == 2**24
+    assert chunks.rows_per_chunk(1000) * 1000 <= 2**24 < (chunks.rows_per_chunk(1000) + 1) * 1000
+    assert chunks.rows_per_chunk(2**30) == 1
+    assert chunks.rows_per_chunk(0) >= 1

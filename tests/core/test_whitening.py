@@ -1,0 +1,143 @@
+"""The moments of a whitened sparse GP against dense algebra and its derivatives by autodiff."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array
+
+from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.whitening import whitened_moments
+
+NAMES = ("K_ZZ", "K_ZX", "diagonal", "loc", "scale_tril")
+
+
+def moments(K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array) -> Any:
+    return whitened_moments(K_ZZ, K_ZX, diagonal, loc, S, linalg.factorise(K_ZZ))
+
+
+def dense(K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array) -> Any:
+    """The definition, for JAX to differentiate; K_ZZ is symmetrised as the rule assumes."""
+    L = jnp.linalg.cholesky(0.5 * (K_ZZ + K_ZZ.T), symmetrize_input=False)
+    A = solve_triangular(L, K_ZX, lower=True)
+    return A.T @ loc, diagonal - jnp.sum(A * A, axis=0) + jnp.sum((S.T @ A) ** 2, axis=0)
+
+
+def arguments(M: int, n: int) -> tuple[Array, ...]:
+    """Draw blocks of one positive definite matrix, so that no variance is lifted."""
+    rng = np.random.default_rng(M + 10 * n)
+    root = rng.normal(size=(M + n, 2 * (M + n)))
+    K = jnp.array(root @ root.T / (M + n) + 0.1 * np.eye(M + n))
+    scale_tril = jnp.tril(jnp.array(rng.normal(size=(M, M)))) + 2.0 * jnp.eye(M)
+    loc = jnp.array(rng.normal(size=M))
+    return K[:M, :M], K[:M, M:], jnp.diagonal(K)[M:], loc, scale_tril
+
+
+def weigher(n: int) -> Callable[[Any], Array]:
+    """A scalar of both moments, with all its second derivatives at work."""
+    rng = np.random.default_rng(7)
+    g, v = jnp.array(rng.normal(size=(2, n)))
+    return lambda pair: jnp.sum(g * jnp.sin(pair[0])) + jnp.sum(v * jnp.cos(pair[1]) * pair[0])
+
+
+def symmetric(gradient: Array, name: str) -> Array:
+    """A gradient in a symmetric matrix is defined up to its antisymmetric part."""
+    return 0.5 * (gradient + gradient.T) if name == "K_ZZ" else gradient
+
+
+EVERYTHING = tuple(range(5))
+
+
+@pytest.mark.parametrize(("M", "n"), [(5, 7), (1, 4), (4, 1)])
+def test_values_and_gradients_of_all_arguments(M, n, x64):
+    args, weigh = arguments(M, n), weigher(n)
+
+    @jax.jit
+    def both(*args: Array) -> Any:
+        return [
+            (function(*args), jax.grad(lambda *a: weigh(function(*a)), EVERYTHING)(*args))
+            for function in (moments, dense)
+        ]
+
+    (values, gradients), (expected_values, expected) = both(*args)
+    for value, other in zip(values, expected_values, strict=True):
+        assert value.shape == (n,)
+        np.testing.assert_allclose(value, other, rtol=1e-11)
+    for name, one, other in zip(NAMES, gradients, expected, strict=True):
+        np.testing.assert_allclose(
+            symmetric(one, name), symmetric(other, name), rtol=1e-9, atol=1e-10, err_msg=name
+        )
+        assert np.any(one != 0)
+
+
+@pytest.mark.parametrize("over", ["forward", "reverse"])
+def test_second_derivatives(over, x64):
+    M, n = 4, 5
+    args, weigh = arguments(M, n), weigher(n)
+    rng = np.random.default_rng(3)
+    direction = tuple(jnp.array(rng.normal(size=a.shape)) for a in args)
+    direction = (direction[0] + direction[0].T, *direction[1:])
+
+    def product(function: Callable[..., Any], args: tuple[Array, ...]) -> Any:
+        gradient = jax.grad(lambda *a: weigh(function(*a)), EVERYTHING)
+        if over == "forward":
+            return jax.jvp(gradient, args, direction)[1]
+
+        def slope(*a: Array) -> Array:
+            return sum(jnp.vdot(g, d) for g, d in zip(gradient(*a), direction, strict=True))
+
+        return jax.grad(slope, EVERYTHING)(*args)
+
+    products, expected = jax.jit(lambda a: (product(moments, a), product(dense, a)))(args)
+    for name, one, other in zip(NAMES, products, expected, strict=True):
+        np.testing.assert_allclose(
+            symmetric(one, name), symmetric(other, name), rtol=1e-8, atol=1e-9, err_msg=name
+        )
+
+
+def test_forward_mode_alone_is_refused(x64):
+    args = arguments(3, 2)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(moments, args, args)
+
+
+def test_variance_that_rounding_made_negative_is_lifted():
+    """The unexplained part is zero there, not negative, and the derivative passes by the lift."""
+    K = jnp.eye(2)
+    across = jnp.array([[1.0, 0.6], [1e-3, 0.0]])  # the first column explains more than all
+    diagonal, loc = jnp.ones(2), jnp.array([0.5, -0.5])
+    assert K.dtype == jnp.float32
+
+    @jax.jit
+    def both(S: Array) -> Any:
+        slope = jax.grad(lambda d: moments(K, across, d, loc, S)[1].sum())(diagonal)
+        return moments(K, across, diagonal, loc, S)[1], dense(K, across, diagonal, loc, S)[1], slope
+
+    variance, unlifted, slope = both(jnp.zeros((2, 2)))
+    assert unlifted[0] < 0
+    assert variance[0] == 0
+    np.testing.assert_allclose(variance[1], 1 - 0.36, rtol=1e-6)
+    np.testing.assert_array_equal(slope, np.ones(2))
+    np.testing.assert_allclose(both(0.1 * jnp.eye(2))[0][0], 0.01 * (1 + 1e-6), rtol=1e-5)
+
+
+def test_moments_at_the_inducing_points_survive_float32():
+    """With S = 0 nothing is left unexplained at Z: rounding must not leave a negative variance."""
+    Z = np.linspace(0.0, 1.0, 30, dtype=np.float32)[:, None]
+    K = jnp.array(np.exp(-0.5 * ((Z - Z.T) / 0.5) ** 2))
+
+    @jax.jit
+    def both(K: Array) -> Any:
+        jittered, zeros = linalg.add_jitter(K), jnp.zeros((30, 30))
+        _, variance = moments(jittered, K, jnp.diagonal(K), zeros[0], zeros)
+        A = linalg.inverse_cholesky(jittered) @ K
+        return variance, jnp.diagonal(K) - jnp.sum(A**2, axis=0)
+
+    variance, unlifted = both(K)
+    assert unlifted.min() < 0, "nothing to lift here"
+    assert variance.min() >= 0
+    assert variance.max() < 1e-3

@@ -1,0 +1,543 @@
+"""The guide for one sparse GP site: what it learns, what it wraps, what it refuses."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from flax import nnx
+from jaxtyping import Array
+from numpyro import handlers
+from numpyro.contrib.module import nnx_module
+from numpyro.distributions import constraints
+from numpyro.infer import SVI, Predictive, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.guides import AutoSparseGP
+
+N, M = 40, 6
+KEY = jax.random.key(0)
+
+
+def data(n: int = N) -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    X = np.sort(rng.uniform(-2, 2, size=(n, 1)), axis=0)
+    return jnp.array(X), jnp.array(np.sin(2 * X[:, 0]) + 0.2 * rng.normal(size=n))
+
+
+def model(X: Array, y: Array | None = None, batch: int | None = None) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.5))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.5, 0.5))
+    rows = sgp.plate("rows", X.shape[0], batch)
+    with rows as index:
+        X = X[index]
+        y = None if y is None else y[index]
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+    with rows:
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def train(
+    model: Callable,
+    guide: Callable,
+    *args: Any,
+    loss: Any = None,
+    steps: int = 3,
+    rate: float = 0.02,
+) -> Any:
+    loss = sgp.infer.QuadratureELBO(2) if loss is None else loss
+    svi = SVI(model, guide, optax.adam(rate), loss)
+    return svi.run(KEY, steps, *args, progress_bar=False)
+
+
+def draw(guide: Callable, *args: Any) -> Any:
+    """Run a guide once without computing anything: errors come while it is traced."""
+    return jax.eval_shape(lambda key: handlers.seed(guide, key)(*args), KEY)
+
+
+# What it learns
+
+
+@pytest.mark.parametrize("loss", ["quadrature", "stock"])
+def test_reaches_the_exact_posterior(loss, x64):
+    """With inducing points at the data and fixed hyperparameters the bound is tight."""
+    X, y = data(30)
+    Xs = jnp.linspace(-2.5, 2.5, 11)[:, None]
+    kernel, noise = sgp.kernels.RBF(0.7, 1.2), 0.1
+
+    def model(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel, X))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise**0.5), obs=y)
+
+    gp = sgp.GaussianProcess(kernel, X, noise)
+    guide = AutoSparseGP(model, inducing_points=X, jitter=1e-8)
+    quadrature = sgp.infer.QuadratureELBO(2)
+    objective = quadrature if loss == "quadrature" else TraceMeanField_ELBO(num_particles=4)
+    schedule = optax.cosine_decay_schedule(0.05, 1500)
+    svi = SVI(model, guide, optax.adam(schedule), objective)
+    params = svi.run(KEY, 1500, X, y, progress_bar=False).params
+
+    bound = -quadrature.loss(KEY, params, model, guide, X, y)
+    exact = gp.log_prob(y)
+    assert bound <= exact + 1e-6
+    posterior, truth = guide.posterior(params, X, y), gp.condition(y)
+    mean, sd = posterior.mean(Xs), jnp.sqrt(posterior.variance(Xs))
+    rounding = 0.02 if loss == "quadrature" else 0.3
+    np.testing.assert_allclose(bound, exact, atol=rounding)
+    np.testing.assert_allclose(mean, truth.mean(Xs), atol=0.5 * rounding)
+    np.testing.assert_allclose(sd, jnp.sqrt(truth.variance(Xs)), atol=0.5 * rounding)
+
+
+def argument_model(X: Array, y: Array | None, size: int) -> None:
+    """Mini-batches from outside: the model sees rows and the size of the data."""
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.5))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.5, 0.5))
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+    with handlers.scale(scale=size / X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("by", ["plate", "arguments"])
+def test_learns_from_mini_batches(by):
+    X, y = data(200)
+    start = sgp.features.kmeans_points(KEY, X, 12)
+    if by == "plate":
+        guide = AutoSparseGP(model, inducing_points=start)
+        params = train(model, guide, X, y, 40, steps=1500).params
+        posterior = guide.posterior(params, X, y, 40)
+    else:
+        guide = AutoSparseGP(argument_model, inducing_points=start)
+        loss = sgp.infer.QuadratureELBO(2)
+        svi = SVI(argument_model, guide, optax.adam(0.02), loss)
+        state = svi.init(KEY, X[:40], y[:40], 200)
+
+        @jax.jit
+        def steps(state: Any, X: Array, y: Array) -> Any:
+            def step(state: Any, key: Array) -> Any:
+                index = jax.random.choice(key, 200, (40,), replace=False)
+                return svi.update(state, X[index], y[index], size=200)
+
+            return jax.lax.scan(step, state, jax.random.split(KEY, 1500))
+
+        state, _ = steps(state, X, y)
+        params = svi.get_params(state)
+        posterior = guide.posterior(params, X[:1], None, 200)
+    medians = guide.median(params)
+    assert 0.15 < medians["noise"] < 0.27
+    Xs = jnp.linspace(-1.8, 1.8, 9)[:, None]
+    gp = sgp.GaussianProcess(posterior.kernel, X, medians["noise"] ** 2)
+    truth = gp.condition(y)
+    np.testing.assert_allclose(posterior.mean(Xs), truth.mean(Xs), atol=0.08)
+    np.testing.assert_allclose(
+        jnp.sqrt(posterior.variance(Xs)), jnp.sqrt(truth.variance(Xs)), rtol=0.5
+    )
+
+
+# What it wraps
+
+
+def hand_written(X: Array, y: Array | None = None, batch: int | None = None) -> None:
+    for name in ("lengthscale", "noise"):
+        loc = numpyro.param(f"{name}_loc", jnp.array(-1.0))
+        numpyro.sample(name, dist.LogNormal(loc, 0.1))
+
+
+RESTS: dict[str, tuple[Any, set[str]]] = {
+    "normal": (AutoNormal, {"lengthscale_auto_loc", "lengthscale_auto_scale"}),
+    "delta": (AutoDelta, {"lengthscale_auto_loc", "noise_auto_loc"}),
+    "multivariate": (AutoMultivariateNormal, {"auto_loc", "auto_scale_tril"}),
+    "partial": (functools.partial(AutoNormal, prefix="rest"), {"lengthscale_rest_loc"}),
+    "hand_written": (hand_written, {"lengthscale_loc", "noise_loc"}),
+}
+
+
+@pytest.mark.parametrize("rest", RESTS)
+def test_rest(rest):
+    X, y = data()
+    guide_class, expected = RESTS[rest]
+    guide = AutoSparseGP(model, rest=guide_class, num_inducing=M)
+    result = train(model, guide, X, y, 10)
+    assert np.isfinite(result.losses).all()
+    own = {"f_auto_inducing_points", "f_auto_loc", "f_auto_scale_tril"}
+    assert own | expected <= set(result.params)
+    draws = guide.sample_posterior(KEY, result.params, X[:7], sample_shape=(2, 3))
+    shapes = {name: leaf.shape for name, leaf in draws.items() if not name.startswith("_")}
+    assert shapes == {"lengthscale": (2, 3), "noise": (2, 3), "f": (2, 3, 7)}
+    assert np.isfinite(draws["f"]).all()
+    by_key = guide.posterior(result.params, X, key=KEY)
+    assert by_key.mean(X[:3]).shape == (3,)
+    if rest == "hand_written":
+        with pytest.raises(ValueError, match=r"`rest` has no `median`: pass a `key`"):
+            guide.posterior(result.params, X)
+    else:
+        assert set(guide.median(result.params)) == {"lengthscale", "noise"}
+        assert guide.posterior(result.params, X).mean(X[:3]).shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["constants", "parameters"])
+@pytest.mark.parametrize("loss", [sgp.infer.QuadratureELBO(2), TraceMeanField_ELBO()])
+def test_no_other_latent_sites(kind, loss):
+    X, y = data()
+
+    def model(X: Array, y: Array) -> None:
+        if kind == "constants":
+            lengthscale, noise = 0.5, 0.3
+        else:
+            lengthscale = numpyro.param("lengthscale", 0.5, constraint=constraints.positive)
+            noise = numpyro.param("noise", 0.3, constraint=constraints.positive)
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    guide = AutoSparseGP(model, num_inducing=M)
+    result = train(model, guide, X, y, loss=loss)
+    assert np.isfinite(result.losses).all()
+    posterior = guide.posterior(result.params, X, y)
+    if kind == "parameters":
+        assert result.params["lengthscale"] != 0.5
+        assert result.params["noise"] != 0.3
+        assert posterior.kernel.lengthscale == result.params["lengthscale"]
+    assert guide.median(result.params) == {}
+    assert guide.sample_posterior(KEY, result.params, X, y)["f"].shape == (N,)
+
+
+def two_sites(X: Array, y: Array | None = None) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+    g = numpyro.sample("g", sgp.LatentGP(sgp.kernels.Matern32(2.0 * lengthscale), X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, jnp.exp(g - 1.0)), obs=y)
+
+
+def nested() -> AutoSparseGP:
+    rest = functools.partial(AutoSparseGP, site="g", num_inducing=M - 1)
+    return AutoSparseGP(two_sites, "f", rest=rest, num_inducing=M)
+
+
+@pytest.mark.parametrize("loss", [sgp.infer.QuadratureELBO(3), TraceMeanField_ELBO()])
+def test_two_sites(loss, monkeypatch):
+    X, y = data()
+    refuse_the_prior(monkeypatch)
+    guide = nested()
+    result = train(two_sites, guide, X, y, loss=loss)
+    assert np.isfinite(result.losses).all()
+    params = result.params
+    assert params["f_auto_inducing_points"].shape == (M, 1)
+    assert params["g_auto_inducing_points"].shape == (M - 1, 1)
+    draws = guide.sample_posterior(KEY, params, X[:7], sample_shape=(2,))
+    assert {name: leaf.shape for name, leaf in draws.items()} == {
+        "lengthscale": (2,),
+        "f": (2, 7),
+        "g": (2, 7),
+    }
+
+
+def test_two_sites_each_have_their_posterior():
+    X, y = data()
+    guide = nested()
+    params = train(two_sites, guide, X, y).params
+    outer = guide.posterior(params, X, y, key=KEY)
+    assert isinstance(outer.kernel, sgp.kernels.RBF)
+    assert isinstance(guide.rest, AutoSparseGP)
+    inner = guide.rest.posterior(params, X, y, key=KEY)
+    assert isinstance(inner.kernel, sgp.kernels.Matern32)
+    by_medians = guide.posterior(params, X, y)
+    median = guide.median(params)["lengthscale"]
+    np.testing.assert_allclose(by_medians.kernel.lengthscale, median, rtol=1e-6)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(1, 2, rngs=rngs)
+
+    def __call__(self, X: Array) -> Array:
+        return jnp.tanh(self.linear(X))
+
+
+def test_network_in_the_model_is_trained():
+    X, y = data()
+
+    def model(X: Array, y: Array | None = None) -> None:
+        network = nnx_module("network", Network(nnx.Rngs(0)))
+        kernel = sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), network)
+        f = numpyro.sample("f", sgp.LatentGP(kernel, X))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = AutoSparseGP(model, num_inducing=M)
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    state = svi.init(KEY, X, y)
+    before = svi.get_params(state)
+    state, _ = jax.jit(svi.update)(state, X, y)
+    after = svi.get_params(state)
+    names = [name for name in before if name.startswith("network")]
+    assert names
+    changed = jax.tree.map(
+        lambda a, b: bool(np.any(a != b)),
+        {name: before[name] for name in names},
+        {name: after[name] for name in names},
+    )
+    assert jax.tree.leaves(changed)
+    assert all(jax.tree.leaves(changed))
+    # The posterior is that of the trained network.
+    one, other = (
+        guide.posterior({**after, **net}, X, y)
+        for net in ({}, {name: before[name] for name in names})
+    )
+    weights = [jax.tree.leaves(p.kernel) for p in (one, other)]
+    assert any(np.any(a != b) for a, b in zip(*weights, strict=True))
+
+
+# How it runs
+
+
+def refuse_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the prior's covariance was formed")
+
+    for method in ("sample", "log_prob", "covariance"):
+        monkeypatch.setattr(sgp.LatentGP, method, refuse)
+
+
+def test_setting_up_never_factorises_the_prior(monkeypatch):
+    X, y = data()
+    refuse_the_prior(monkeypatch)
+    for rest in (AutoNormal, AutoMultivariateNormal):
+        guide = AutoSparseGP(model, rest=rest, num_inducing=M)
+        svi = SVI(model, guide, optax.adam(0.02), TraceMeanField_ELBO())
+        state = jax.eval_shape(lambda svi=svi: svi.init(KEY, X, y, 10))
+        jax.eval_shape(lambda state, svi=svi: svi.update(state, X, y, 10), state)
+
+
+def test_guide_and_model_see_the_same_rows():
+    X, y = data()
+    guide = AutoSparseGP(model, inducing_points=X[::8])
+
+    @jax.jit
+    def rows(key: Array) -> Any:
+        guide_key, model_key = jax.random.split(key)
+        guide_trace = handlers.trace(handlers.seed(guide, guide_key)).get_trace(X, y, 8)
+        replayed = handlers.replay(handlers.seed(model, model_key), guide_trace)
+        model_trace = handlers.trace(replayed).get_trace(X, y, 8)
+        return (
+            guide_trace["f"]["fn"].X,
+            model_trace["f"]["fn"].X,
+            model_trace["y"]["value"],
+            y[model_trace["rows"]["value"]],
+        )
+
+    drawn = [rows(key) for key in jax.random.split(KEY, 3)]
+    for of_guide, of_model, observed, expected in drawn:
+        assert of_guide.shape == (8, 1)
+        np.testing.assert_array_equal(of_guide, of_model)
+        np.testing.assert_array_equal(observed, expected)
+    assert not np.array_equal(drawn[0][0], drawn[1][0])
+
+
+def test_parameters_start_as_the_whitened_prior(dtype):
+    X, y = data()
+    points = X[::8]
+    guide = AutoSparseGP(model, inducing_points=points, prefix="q")
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    params = svi.get_params(svi.init(KEY, X, y))
+    np.testing.assert_array_equal(params["f_q_inducing_points"], points)
+    np.testing.assert_array_equal(params["f_q_loc"], np.zeros(5))
+    np.testing.assert_allclose(params["f_q_scale_tril"], np.eye(5), atol=1e-6)
+    assert {leaf.dtype for leaf in params.values()} == {dtype}
+    # The rest starts near prior medians: at those of a few draws.
+    medians = guide.median(params)
+    assert abs(np.log(medians["lengthscale"]) + 0.5) < 0.5
+    assert abs(np.log(medians["noise"]) + 1.5) < 0.5
+
+
+def test_inducing_points_start_among_the_data():
+    X, y = data()
+    guide = AutoSparseGP(model, num_inducing=M)
+    trace = jax.jit(
+        lambda key: handlers.seed(handlers.trace(guide).get_trace, key)(X, y)[
+            "f_auto_inducing_points"
+        ]["value"]
+    )(KEY)
+    assert trace.shape == (M, 1)
+    assert X.min() <= trace.min() < trace.max() <= X.max()
+    assert len(np.unique(trace)) == M
+
+
+def test_more_inducing_points_than_rows_in_the_first_batch():
+    X, y = data()
+    guide = AutoSparseGP(model, num_inducing=20)
+    with pytest.warns(
+        UserWarning, match=r"`num_inducing` is 20, but .* only 10 rows.*kmeans_point"
+    ):
+        value = draw(guide, X, y, 10)
+    assert value["f"].shape == (10,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw(guide, X, y, 20)
+
+
+def test_predictive_at_new_inputs():
+    X, y = data()
+    guide = AutoSparseGP(model, num_inducing=M)
+    params = train(model, guide, X, y, 10, steps=300).params
+    Xs = jnp.linspace(-2.0, 2.0, 7)[:, None]
+    draws = Predictive(guide, params=params, num_samples=400)(jax.random.key(1), Xs)
+    assert draws["f"].shape == (400, 7)
+    # The draws average over hyperparameters, the mean stands at their medians.
+    mean = guide.posterior(params, X, y).mean(Xs)
+    error = np.asarray(draws["f"]).std(axis=0) / np.sqrt(400)
+    np.testing.assert_array_less(np.abs(draws["f"].mean(axis=0) - mean), 4 * error + 0.05)
+    replicates = Predictive(model, guide=guide, params=params, num_samples=5)(KEY, Xs)
+    assert replicates["y"].shape == (5, 7)
+
+
+def test_posterior_by_medians_and_by_draws():
+    X, y = data()
+    guide = AutoSparseGP(model, num_inducing=M)
+    params = train(model, guide, X, y, 10).params
+    by_medians = guide.posterior(params, X, y, 10)
+    assert by_medians.kernel.lengthscale == guide.median(params)["lengthscale"]
+    np.testing.assert_array_equal(by_medians.inducing_points, params["f_auto_inducing_points"])
+    np.testing.assert_array_equal(by_medians.loc, params["f_auto_loc"])
+    np.testing.assert_array_equal(by_medians.scale_tril, params["f_auto_scale_tril"])
+    keys = jax.random.split(KEY, 500)
+
+    @jax.jit
+    @jax.vmap
+    def lengthscale(key: Array) -> Array:
+        return guide.posterior(params, X[:2], key=key).kernel.lengthscale
+
+    lengthscales = lengthscale(keys)
+    np.testing.assert_allclose(
+        lengthscale(keys[:1])[0], guide.posterior(params, X[:2], key=keys[0]).kernel.lengthscale
+    )
+    # The rest's guide is a lognormal: its logarithms have the moments of its parameters.
+    logs = np.log(np.asarray(lengthscales))
+    loc, scale = params["lengthscale_auto_loc"], params["lengthscale_auto_scale"]
+    assert abs(logs.mean() - loc) < 4 * scale / np.sqrt(500)
+    assert abs(logs.std() - scale) < 4 * scale / np.sqrt(1000)
+
+
+def test_draws_have_the_moments_of_the_family():
+    X, y = data()
+    guide = AutoSparseGP(model, rest=AutoDelta, num_inducing=M)
+    params = train(model, guide, X, y, steps=100).params
+    draws = guide.sample_posterior(KEY, params, X[::5], sample_shape=(2000,))["f"]
+    posterior = guide.posterior(params, X, y)
+    mean, variance = posterior.mean(X[::5]), posterior.variance(X[::5])
+    error = np.asarray(draws) - mean
+    np.testing.assert_array_less(np.abs(error.mean(axis=0)), 4 * np.sqrt(variance / 2000))
+    np.testing.assert_array_less(
+        np.abs(np.mean(error**2, axis=0) - variance), 4 * variance * np.sqrt(2 / 2000)
+    )
+
+
+def test_guide_outlives_donated_state():
+    X, y = data()
+    # NumPyro's own guides hand out their starting values themselves, so here stands another.
+    guide = AutoSparseGP(model, rest=hand_written, inducing_points=X[::8])
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    update = jax.jit(svi.update, donate_argnums=0)
+    losses = []
+    for _ in range(2):
+        state = svi.init(KEY, X, y)
+        for _ in range(2):
+            state, loss = update(state, X, y)
+        losses.append(loss)
+    assert losses[0] == losses[1]
+
+
+def test_later_updates_do_not_retrace():
+    X, y = data()
+    runs = []
+
+    def counted(*args: Any) -> None:
+        runs.append(args)
+        model(*args)
+
+    guide = AutoSparseGP(counted, num_inducing=M)
+    svi = SVI(counted, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    update = jax.jit(svi.update, static_argnums=3)
+    state = svi.init(KEY, X, y, 10)
+    state, _ = update(state, X, y, 10)
+    runs.clear()
+    for _ in range(3):
+        state, loss = update(state, X + 0.01, y, 10)
+    assert runs == []
+    assert update._cache_size() == 1
+    assert np.isfinite(loss)
+
+
+def test_stable_update_keeps_the_state_on_nan():
+    X, y = data()
+    guide = AutoSparseGP(model, num_inducing=M)
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    state = svi.init(KEY, X, y)
+    update = jax.jit(svi.stable_update)
+    moved, loss = update(state, X, y)
+    assert np.isfinite(loss)
+    stuck, loss = update(moved, X, y.at[0].set(jnp.nan))
+    assert np.isnan(loss)
+    for name, value in svi.get_params(stuck).items():
+        np.testing.assert_array_equal(value, svi.get_params(moved)[name])
+        assert np.any(value != svi.get_params(state)[name])
+
+
+def test_no_tracer_leaks():
+    X, y = data()
+    guide = AutoSparseGP(model, num_inducing=M)
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    state = svi.init(KEY, X, y, 10)
+    with jax.checking_leaks():
+        jax.eval_shape(lambda state: svi.update(state, X, y, 10), state)
+
+
+# What it refuses
+
+
+def test_several_sites_must_be_told_apart():
+    X, y = data()
+    with pytest.raises(ValueError, match=r"GP sites \['f', 'g'\]: name the one.*`site=`"):
+        draw(AutoSparseGP(two_sites, rest=AutoDelta, num_inducing=M), X, y)
+
+
+def test_site_inside_a_plate():
+    def inside(X: Array, y: Array | None = None) -> None:
+        with numpyro.plate("groups", 2):
+            numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+
+    with pytest.raises(ValueError, match=r"GP site `f` stands inside the plate `groups`: take it"):
+        draw(AutoSparseGP(inside, num_inducing=M), *data())
+
+
+def test_no_site():
+    def without(X: Array, y: Array | None = None) -> None:
+        numpyro.sample("f", dist.Normal())
+
+    with pytest.raises(ValueError, match=r"the model has no GP site: write numpyro.sample\(name"):
+        draw(AutoSparseGP(without), *data())
+    with pytest.raises(ValueError, match=r"the model has no GP site `h`: write"):
+        draw(AutoSparseGP(model, "h", num_inducing=M), *data())
+
+
+def test_bad_options(unchecked):
+    X, y = data()
+    with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, d\), got \(3,\)"):
+        AutoSparseGP(model, inducing_points=jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"`inducing_points` must be finite, got 1 .* \(2, 0\)"):
+        AutoSparseGP(model, inducing_points=jnp.zeros((3, 1)).at[2, 0].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, 1\), got \(4, 2"):
+        draw(AutoSparseGP(model, inducing_points=jnp.zeros((4, 2))), X, y)
+    with pytest.raises(ValueError, match=r"`num_inducing` must be positive, got 0"):
+        AutoSparseGP(model, num_inducing=0)
+    with pytest.raises(ValueError, match=r"`rest` must be a guide class.*got 'normal'"):
+        AutoSparseGP(model, rest="normal")

@@ -1,0 +1,134 @@
+"""Every object of a layer that the conformance suite runs: adding one means adding one line here.
+
+Each list holds pairs of an id and a factory. Factories build anew at each call, so that the default
+type of the running test applies.
+"""
+
+import functools
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+from numpyro.distributions import Distribution
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.guides import AbstractGPGuide
+from numpyro_scalegp.kernels import AbstractKernel
+
+# Input columns that the kernels below expect.
+NUM_COLUMNS = 4
+ARD = (0.7, 1.1, 1.6, 2.3)
+
+
+def _ard(scale: float) -> Array:
+    return scale * jnp.array(ARD)
+
+
+def _curve(X: Array) -> Array:
+    return jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2], X[:, 3]], axis=1)
+
+
+def _power(weights: Array, X: Array) -> Array:
+    return jnp.tanh(X @ weights)
+
+
+def _linear(scale: float) -> eqx.Module:
+    network = eqx.nn.Linear(NUM_COLUMNS, 2, key=jax.random.key(0))
+    return eqx.tree_at(lambda net: net.weight, network, scale * network.weight)
+
+
+def _mlp(scale: float) -> eqx.Module:
+    network = eqx.nn.MLP(NUM_COLUMNS, 2, 5, 1, activation=jnp.tanh, key=jax.random.key(1))
+    return eqx.tree_at(lambda net: net.layers[0].weight, network, scale * network.layers[0].weight)
+
+
+class _FlaxNetwork(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        dtype = jnp.zeros(()).dtype
+        self.first = nnx.Linear(NUM_COLUMNS, 5, param_dtype=dtype, rngs=rngs)
+        self.second = nnx.Linear(5, 2, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, X: Array) -> Array:
+        return self.second(jnp.tanh(self.first(X)))
+
+
+def _flax(scale: float) -> nnx.Module:
+    network = _FlaxNetwork(nnx.Rngs(0))
+    network.first.kernel[...] = scale * network.first.kernel[...]
+    return network
+
+
+# A kernel's factory takes the value of a hyperparameter, so that a test can ask for the same
+# structure with other numbers.
+KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
+    ("rbf", lambda s: sgp.kernels.RBF(s, 1.3)),
+    ("rbf_ard", lambda s: sgp.kernels.RBF(_ard(s), 2.0)),
+    ("matern12", lambda s: sgp.kernels.Matern12(s, 0.7)),
+    ("matern12_ard", lambda s: sgp.kernels.Matern12(_ard(s))),
+    ("matern32", lambda s: sgp.kernels.Matern32(s, 0.7)),
+    ("matern32_ard", lambda s: sgp.kernels.Matern32(_ard(s), s)),
+    ("matern52", lambda s: sgp.kernels.Matern52(s)),
+    ("matern52_ard", lambda s: sgp.kernels.Matern52(_ard(s), 1.5)),
+    ("rational_quadratic", lambda s: sgp.kernels.RationalQuadratic(s, alpha=0.8)),
+    ("rational_quadratic_ard", lambda s: sgp.kernels.RationalQuadratic(_ard(s), s, 1.5)),
+    ("periodic", lambda s: sgp.kernels.Periodic(1.2, period=s)),
+    ("periodic_ard", lambda s: sgp.kernels.Periodic(_ard(s), 2.0 * _ard(1.0), 0.6)),
+    ("constant", lambda s: sgp.kernels.Constant(s)),
+    ("linear", lambda s: sgp.kernels.Linear(s, bias=0.3)),
+    ("sum", lambda s: sgp.kernels.RBF(s) + sgp.kernels.Linear(0.5)),
+    ("product", lambda s: sgp.kernels.Matern52(s) * sgp.kernels.Periodic(1.0, 2.0)),
+    ("scaled", lambda s: s * sgp.kernels.Matern32(1.2)),
+    ("active_dims", lambda s: sgp.kernels.Matern32([s, 2.0]).on((0, 3))),
+    (
+        "nested",
+        lambda s: (
+            2.0 * (sgp.kernels.RBF(s).on((1,)) + sgp.kernels.Constant(0.5))
+            + sgp.kernels.Matern12(1.0).on((0, 2)) * sgp.kernels.RationalQuadratic(2.0, 1.0)
+        ),
+    ),
+    ("mapped_function", lambda s: sgp.kernels.FeatureMapped(sgp.kernels.RBF(s), _curve)),
+    (
+        "mapped_partial",
+        lambda s: sgp.kernels.FeatureMapped(
+            sgp.kernels.Matern52(1.0), functools.partial(_power, s * jnp.eye(NUM_COLUMNS)[:, :2])
+        ),
+    ),
+    (
+        "mapped_equinox_linear",
+        lambda s: sgp.kernels.FeatureMapped(sgp.kernels.Matern32(1.0), _linear(s)),
+    ),
+    (
+        "mapped_equinox_mlp",
+        lambda s: sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), _mlp(s)),
+    ),
+    (
+        "mapped_flax_nnx",
+        lambda s: sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), _flax(s)),
+    ),
+]  # fmt: skip
+
+# estimator = factory(): log marginal likelihoods for `sgp.GaussianProcess`.
+ESTIMATORS: list[tuple[str, Callable[[], sgp.estimators.Cholesky]]] = [
+    ("cholesky", sgp.estimators.Cholesky),
+    ("cholesky_with_jitter", lambda: sgp.estimators.Cholesky(jitter=1e-6)),
+]
+
+
+def _sparse(kernel: AbstractKernel, X: Array) -> sgp.SparseGP:
+    M = 4
+    scale_tril = jnp.tril(0.1 * jnp.ones((M, M))) + 0.5 * jnp.eye(M)
+    return sgp.SparseGP(kernel, X, X[:M] + 0.1, jnp.linspace(-1.0, 1.0, M), scale_tril)
+
+
+# family = factory(kernel, X): variational families for a site with an `sgp.LatentGP` prior.
+LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
+    ("sparse", _sparse),
+]
+
+# guide = factory(model): guides that own the GP site of a model.
+GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
+    ("sparse", lambda model: sgp.guides.AutoSparseGP(model, num_inducing=4)),
+]

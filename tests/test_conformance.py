@@ -1,0 +1,299 @@
+"""What every kernel, estimator, latent family and GP guide must do; see `registry.py`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jaxtyping import Array
+from numpyro.distributions.kl import kl_divergence
+from numpyro.infer import SVI, TraceMeanField_ELBO
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.kernels import AbstractKernel
+from tests.registry import ESTIMATORS, GUIDES, KERNELS, LATENT_FAMILIES, NUM_COLUMNS
+
+
+def each(name: str, registry: list[tuple[str, Any]]) -> pytest.MarkDecorator:
+    """Run a test once for each entry of a registry."""
+    return pytest.mark.parametrize(name, [pytest.param(f, id=key) for key, f in registry])
+
+
+def inputs(n: int = 6, seed: int = 0) -> Array:
+    """Draw `n` rows and repeat the first one, so that distances of zero occur off the diagonal."""
+    X = np.random.default_rng(seed).normal(size=(n, NUM_COLUMNS))
+    return jnp.array(np.concatenate([X, X[:1]]))
+
+
+def assert_all_finite(tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        assert np.isfinite(leaf).all(), f"not finite at {jax.tree_util.keystr(path)}"
+
+
+def assert_round_trip(tree: Any) -> None:
+    """Flatten and unflatten: the same structure, the same leaves, all of them arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    assert leaves
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves), [type(leaf) for leaf in leaves]
+    again = jax.tree.unflatten(structure, leaves)
+    assert type(again) is type(tree)
+    assert jax.tree.structure(again) == structure
+    for one, other in zip(leaves, jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def tolerance(*matrices: Array) -> float:
+    """What rounding may add to an entry of gram matrices."""
+    largest = max(float(jnp.max(jnp.abs(matrix))) for matrix in matrices)
+    return 50 * float(jnp.finfo(matrices[0].dtype).eps) * max(1.0, largest)
+
+
+class Compiled:
+    """`jax.jit(function)` that counts how often it is traced."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.traces = 0
+        self.function = function
+        self.compiled = jax.jit(self.counted)
+
+    def counted(self, *args: Any) -> Any:
+        self.traces += 1
+        return self.function(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+# Kernels
+
+
+@each("kernel", KERNELS)
+def test_gram_is_a_covariance_matrix(kernel, dtype):
+    X, Z = inputs(), inputs(seed=1)
+    k = kernel(1.0)
+    K, C, variances = k(X, X), k(X, Z), k.diag(X)
+    assert (K.shape, variances.shape) == ((7, 7), (7,))
+    assert K.dtype == C.dtype == variances.dtype == dtype
+
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerance(K, C))
+    close(K, K.T)
+    close(K[0], K[-1])
+    close(jnp.diagonal(K), variances)
+    for i, j in ((0, 0), (2, 5), (5, 2)):
+        close(K[i, j], k(X[i][None], X[j][None])[0, 0])
+        close(C[i, j], k(X[i][None], Z[j][None])[0, 0])
+    assert np.linalg.eigvalsh(np.asarray(K, np.float64)).min() > -len(X) * tolerance(K)
+
+
+@each("kernel", KERNELS)
+def test_kernel_goes_through_transformations(kernel, dtype):
+    X = inputs()
+    compiled = Compiled(jax.vmap(lambda k: (k(X, X), k.diag(X))))
+    for values in ((1.0, 1.4), (0.8, 1.2)):
+        kernels = [kernel(value) for value in values]
+        batch = compiled(jax.tree.map(lambda *leaves: jnp.stack(leaves), *kernels))
+        for k, K, variances in zip(kernels, *batch, strict=True):
+            expected = k(X, X)
+            close = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerance(expected))
+            close(K, expected)
+            close(variances, jnp.diagonal(expected))
+        assert not np.allclose(*batch[0]), "the factory must use its argument"
+    assert compiled.traces == 1
+
+
+@each("kernel", KERNELS)
+def test_kernel_is_a_pytree_of_arrays(kernel, dtype):
+    assert_round_trip(kernel(1.0))
+
+
+@each("kernel", KERNELS)
+def test_kernel_has_finite_derivatives(kernel, dtype):
+    k = kernel(1.0)
+    X = inputs()  # holds a duplicate row
+
+    def total(k: AbstractKernel, X: Array, Z: Array) -> Array:
+        return jnp.sum(jnp.sin(k(X, Z))) + jnp.sum(k.diag(X))
+
+    def derivatives(*args: Any) -> Any:
+        # All second derivatives enter the product with a vector that has no zeros.
+        ones = jax.tree.map(jnp.ones_like, args)
+        return jax.jvp(jax.grad(total, argnums=(0, 1, 2)), args, ones)
+
+    gradient, product = derivatives(k, X, X)
+    assert_all_finite((gradient, product))
+    for leaf, other in zip(jax.tree.leaves(k), jax.tree.leaves(gradient[0]), strict=True):
+        assert leaf.shape == other.shape
+        assert np.any(other != 0)
+
+
+@each("kernel", KERNELS)
+def test_kernel_dtype_follows_its_arguments(kernel, x64):
+    wide = kernel(1.0)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), wide)
+    X = inputs()
+    for k in (wide, narrow):
+        for rows in (X, X.astype(jnp.float32)):
+            expected = jnp.result_type(rows, *jax.tree.leaves(k))
+            assert jax.eval_shape(k, rows, rows).dtype == expected
+            assert jax.eval_shape(k.diag, rows).dtype == expected
+
+
+@each("kernel", KERNELS)
+def test_kernel_promotes_no_types(kernel, dtype):
+    X = inputs()
+    with jax.numpy_dtype_promotion("strict"):
+        k = kernel(1.0)
+        K, variances = jax.eval_shape(lambda k, X: (k(X, X), k.diag(X)), k, X)
+    assert K.dtype == variances.dtype == dtype
+
+
+@each("kernel", KERNELS)
+def test_kernel_rejects_bad_inputs(kernel, unchecked):
+    k = kernel(1.0)
+    X = inputs()
+    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(7,\)"):
+        k(X[:, 0], X)
+    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(1, 7, 4\)"):
+        k.diag(X[None])
+    with pytest.raises(ValueError, match=r"`Z` must have shape \(n, 4\), got \(7, 3\)"):
+        k(X, X[:, :3])
+    for bad in (jnp.nan, jnp.inf):
+        broken = X.at[2, 1].set(bad)
+        with pytest.raises(ValueError, match=r"`X` must be finite, got 1 .* index \(2, 1\)"):
+            k(broken, X)
+        with pytest.raises(ValueError, match="`Z` must be finite"):
+            k(X, broken)
+        with pytest.raises(ValueError, match="`X` must be finite"):
+            k.diag(broken)
+
+
+# Estimators
+
+
+def collapsed(estimator: Any, lengthscale: float = 1.0) -> sgp.GaussianProcess:
+    kernel = sgp.kernels.Matern32(lengthscale, 1.5)
+    return sgp.GaussianProcess(kernel, inputs(), 0.1, mean=0.3, estimator=estimator)
+
+
+@each("estimator", ESTIMATORS)
+def test_estimator_goes_through_transformations(estimator, dtype):
+    gp, other = collapsed(estimator()), collapsed(estimator(), 1.4)
+    y = jnp.sin(jnp.arange(7.0))
+    assert_round_trip(gp)
+    compiled = Compiled(lambda gp: gp.log_prob(y))
+    close = functools.partial(np.testing.assert_allclose, rtol=100 * jnp.finfo(dtype).eps)
+    expected = jnp.stack([compiled(gp), compiled(other)])
+    assert compiled.traces == 1
+    assert expected.dtype == dtype
+    assert expected[0] != expected[1]
+    close(expected[0], gp.log_prob(y))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), gp, other)
+    batch = jax.jit(jax.vmap(lambda gp: gp.log_prob(y)))(stacked)
+    close(batch, expected)
+
+
+@each("estimator", ESTIMATORS)
+def test_estimator_has_finite_derivatives(estimator, dtype):
+    y = jnp.sin(jnp.arange(7.0))
+    gp = collapsed(estimator())
+    gradient = jax.jit(jax.grad(lambda gp: gp.log_prob(y)))(gp)
+    assert_all_finite(gradient)
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradient))
+
+
+@each("estimator", ESTIMATORS)
+def test_estimator_promotes_no_types(estimator, dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        gp = collapsed(estimator())
+        value = jax.eval_shape(lambda gp: gp.log_prob(jnp.zeros(7)), gp)
+    assert value.dtype == dtype
+
+
+# Latent families
+
+
+def prior_and_family(factory: Any, lengthscale: float = 1.0) -> tuple[Any, Any]:
+    kernel, X = sgp.kernels.Matern52(lengthscale, 1.5), inputs()
+    return sgp.LatentGP(kernel, X), factory(kernel, X)
+
+
+@each("family", LATENT_FAMILIES)
+def test_family_goes_through_transformations(family, dtype):
+    prior, q = prior_and_family(family)
+    for distribution in (prior, q):
+        assert_round_trip(distribution)
+    key = jax.random.key(0)
+    compiled = Compiled(lambda q: (q.mean, q.variance, q.sample(key), q.sample(key, (3, 2))))
+    results = compiled(q)
+    assert [leaf.shape for leaf in results] == [(7,), (7,), (7,), (3, 2, 7)]
+    assert all(leaf.dtype == dtype for leaf in results)
+    assert_all_finite(results)
+    assert np.all(results[1] > 0)
+    again = compiled(prior_and_family(family, 1.4)[1])
+    assert compiled.traces == 1
+    assert not np.allclose(results[1], again[1])
+
+
+@each("family", LATENT_FAMILIES)
+def test_family_has_a_divergence_with_finite_derivatives(family, dtype):
+    def objective(q: Any, prior: Any) -> Array:
+        # Raises where no rule for the pair is registered.
+        draw = q.sample(jax.random.key(0))
+        return kl_divergence(q, prior) + jnp.sum(jnp.square(draw))
+
+    prior, q = prior_and_family(family)
+    assert kl_divergence(q, prior) > 0
+    assert_all_finite(jax.jit(jax.grad(objective))(q, prior))
+
+
+@each("family", LATENT_FAMILIES)
+def test_family_promotes_no_types(family, dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        prior, q = prior_and_family(family)
+        draw, divergence = jax.eval_shape(
+            lambda p, q: (q.sample(jax.random.key(0)), kl_divergence(q, p)), prior, q
+        )
+    assert draw.dtype == divergence.dtype == dtype
+
+
+# Guides
+
+
+def regression(X: Array, y: Array) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(lengthscale), X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+@each("guide", GUIDES)
+def test_guide_takes_part_in_svi(guide, dtype):
+    X, y = inputs(), jnp.sin(jnp.arange(7.0))
+    guide = guide(regression)
+    svi = SVI(regression, guide, optax.adam(0.01), TraceMeanField_ELBO())
+    # Under jit for speed alone; the guide keeps no array that the parameters don't replace.
+    state = jax.jit(svi.init)(jax.random.key(0), X, y)
+    state, loss = jax.jit(svi.update)(state, X, y)
+    params = svi.get_params(state)
+    assert loss.dtype == dtype
+    assert_all_finite((loss, params))
+
+    def inspect(params: dict[str, Array]) -> Any:
+        posterior = guide.posterior(params, X, y)
+        draws = guide.sample_posterior(jax.random.key(1), params, X, y, sample_shape=(3,))
+        return draws, posterior.mean(X[:2]), posterior.variance(X[:2])
+
+    draws, mean, variance = jax.jit(inspect)(params)
+    assert {name: value.shape for name, value in draws.items()} == {
+        "lengthscale": (3,),
+        "f": (3, 7),
+    }
+    assert mean.shape == variance.shape == (2,)
+    assert_all_finite((draws, mean, variance))
+    assert np.all(variance > 0)
