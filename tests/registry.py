@@ -79,14 +79,14 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ("constant", lambda s: sgp.kernels.Constant(s)),
     ("linear", lambda s: sgp.kernels.Linear(s, bias=0.3)),
     ("sum", lambda s: sgp.kernels.RBF(s) + sgp.kernels.Linear(0.5)),
-    ("product", lambda s: sgp.kernels.Matern52(s) * sgp.kernels.Periodic(1.0, 2.0)),
+    ("product", lambda s: sgp.kernels.Matern52(s) * sgp.kernels.Periodic(1.0, period=2.0)),
     ("scaled", lambda s: s * sgp.kernels.Matern32(1.2)),
     ("active_dims", lambda s: sgp.kernels.Matern32([s, 2.0]).on((0, 3))),
     (
         "nested",
         lambda s: (
             2.0 * (sgp.kernels.RBF(s).on((1,)) + sgp.kernels.Constant(0.5))
-            + sgp.kernels.Matern12(1.0).on((0, 2)) * sgp.kernels.RationalQuadratic(2.0, 1.0)
+            + sgp.kernels.Matern12(1.0).on((0, 2)) * sgp.kernels.RationalQuadratic(2.0, alpha=1.0)
         ),
     ),
     ("mapped_function", lambda s: sgp.kernels.FeatureMapped(sgp.kernels.RBF(s), _curve)),

@@ -43,8 +43,9 @@ def assert_round_trip(tree: Any) -> None:
     assert all(isinstance(leaf, jax.Array) for leaf in leaves), [type(leaf) for leaf in leaves]
     again = jax.tree.unflatten(structure, leaves)
     assert type(again) is type(tree)
-    assert jax.tree.structure(again) == structure
-    for one, other in zip(leaves, jax.tree.leaves(again), strict=True):
+    leaves_again, structure_again = jax.tree.flatten(again)
+    assert structure_again == structure  # type: ignore[operator]
+    for one, other in zip(leaves, leaves_again, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -50,8 +50,9 @@ def stratified_indices(
         raise ValueError("a plate with a `subsample_size` needs a random key: use handlers.seed.")
     edges = np.arange(subsample_size + 1, dtype=np.int64) * size // subsample_size
     within_key, shift_key = jax.random.split(rng_key)
-    within = jax.random.randint(within_key, (subsample_size,), 0, jnp.array(np.diff(edges)))
-    shift = jax.random.randint(shift_key, (), 0, size)
+    widths = jnp.array(np.diff(edges), jnp.int32)
+    within = jax.random.randint(within_key, (subsample_size,), 0, widths, jnp.int32)
+    shift = jax.random.randint(shift_key, (), 0, size, jnp.int32)
     # Without the sum of two indices, which could pass 2^31.
     drawn = jnp.array(edges[:-1], jnp.int32) + within
     return jnp.where(drawn >= size - shift, drawn - (size - shift), drawn + shift)

@@ -74,9 +74,9 @@ def test_log_density_value(dtype):
     K = jnp.array(K, dtype)
     value = linalg.gaussian_log_density(K, jnp.array(y, dtype), linalg.factorise(K))
     assert value.dtype == dtype
-    np.testing.assert_allclose(value, expected, rtol=100 * jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(value, expected, rtol=100 * float(jnp.finfo(dtype).eps))
     first = linalg.gaussian_log_density(K, jnp.array(y[0, 0], dtype), linalg.factorise(K))
-    np.testing.assert_allclose(first, expected[0, 0], rtol=100 * jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(first, expected[0, 0], rtol=100 * float(jnp.finfo(dtype).eps))
 
 
 # Derivatives: each function of a symmetric K and y against the same one by JAX's own rules.
@@ -204,7 +204,7 @@ def test_jitter_where_a_matrix_is_singular_in_this_precision(transformation):
         jax.block_until_ready(factor)
         jax.effects_barrier()
     assert not [warning for warning in caught if FAILED in str(warning.message)]
-    eps = jnp.finfo(K.dtype).eps
+    eps = float(jnp.finfo(K.dtype).eps)
     np.testing.assert_allclose(factor.jitter, 10 * eps, rtol=1e-5)  # the first step suffices
     assert np.isfinite(factor.tril).all()
     restored = K + factor.jitter * jnp.eye(len(K))
@@ -293,13 +293,14 @@ def test_a_batch_gives_jitter_only_to_those_that_need_it():
 
 
 def test_fixed_jitter_is_relative_to_the_mean_diagonal(dtype):
+    eps = float(jnp.finfo(dtype).eps)
     K = jnp.array(positive_definite(5), dtype)
-    mean = jnp.mean(jnp.diagonal(K))
     added = linalg.add_jitter(K, 0.5) - K
     assert added.dtype == dtype
-    np.testing.assert_allclose(added, 0.5 * mean * jnp.eye(5), atol=10 * jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(jnp.diagonal(linalg.add_jitter(jnp.eye(3, dtype=dtype))),
-        1 + 100 * jnp.finfo(dtype).eps, rtol=jnp.finfo(dtype).eps)  # fmt: skip
-    assert linalg.default_jitter(dtype) == 100 * float(jnp.finfo(dtype).eps)
+    expected = 0.5 * jnp.mean(jnp.diagonal(K)) * jnp.eye(5)
+    np.testing.assert_allclose(added, expected, atol=10 * eps)
+    assert linalg.default_jitter(dtype) == 100 * eps
+    by_default = jnp.diagonal(linalg.add_jitter(jnp.eye(3, dtype=dtype)))
+    np.testing.assert_allclose(by_default, 1 + 100 * eps, rtol=eps)
     gradient = jax.grad(lambda K: jnp.sum(linalg.add_jitter(K, 0.5)))(K)
     np.testing.assert_allclose(gradient, 1.0 + 0.5 * jnp.eye(5), rtol=1e-6)

@@ -108,7 +108,7 @@ def test_kmeans_traces_no_loop_over_points():
 
 def reference_pivots(K, num_points):
     """Pivoted Cholesky by its definition: the largest variance given the points before."""
-    chosen = []
+    chosen: list[int] = []
     for _ in range(num_points):
         remaining = np.diagonal(K).copy()
         if chosen:

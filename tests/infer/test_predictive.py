@@ -1,0 +1,146 @@
+"""Posterior predictive draws against NumPyro's own and against dense algebra."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jaxtyping import Array
+from numpyro.infer import SVI
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.infer import Predictive
+
+N = 8
+KEY = jax.random.key(0)
+X = jnp.linspace(-1.5, 1.5, N)[:, None]
+Y = jnp.array(np.sin(2 * np.linspace(-1.5, 1.5, N)))
+
+
+def linear(X: Array, y: Array | None = None) -> None:
+    slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+    line = numpyro.deterministic("line", slope * X[:, 0])
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(line, 0.5), obs=y)
+
+
+def slopes(num: int) -> dict[str, Array]:
+    return {"slope": 1.0 + 0.3 * jax.random.normal(jax.random.key(7), (num,))}
+
+
+def assert_same_law(one: np.ndarray, other: np.ndarray) -> None:
+    """Means and variances of two sets of draws agree within four standard errors."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    error = np.sqrt(one.var(axis=0) / len(one) + other.var(axis=0) / len(other))
+    assert np.all(np.abs(one.mean(axis=0) - other.mean(axis=0)) < 4 * error + 1e-6)
+    # For draws that are about normal.
+    spread = np.sqrt(2 / len(one) + 2 / len(other)) * other.var(axis=0)
+    assert np.all(np.abs(one.var(axis=0) - other.var(axis=0)) < 4 * spread + 1e-6)
+
+
+@pytest.mark.parametrize("given", [None, Y])
+def test_draws_agree_with_numpyro(given):
+    samples = slopes(3000)
+    ours = Predictive(linear, posterior_samples=samples, chunk_size=1000)(KEY, X, given)
+    theirs = numpyro.infer.Predictive(linear, samples)(jax.random.key(1), X)
+    np.testing.assert_array_equal(ours["slope"], samples["slope"])
+    np.testing.assert_allclose(ours["line"], theirs["line"], rtol=1e-6)
+    assert ours["y"].shape == (3000, N)
+    assert_same_law(ours["y"], theirs["y"])
+
+
+def gp_model(X: Array, y: Array | None = None) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def test_draws_by_a_guide_agree_with_numpyro():
+    guide = sgp.guides.AutoSparseGP(gp_model, inducing_points=X[::2])
+    svi = SVI(gp_model, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2))
+    params = svi.run(KEY, 50, X, Y, progress_bar=False).params
+    Xs = X[:3] + 0.1
+    ours = Predictive(gp_model, guide=guide, params=params, num_samples=3000, chunk_size=3000)
+    draws = ours(jax.random.key(1), Xs)
+    theirs = numpyro.infer.Predictive(gp_model, guide=guide, params=params, num_samples=3000)
+    expected = theirs(jax.random.key(2), Xs)
+    assert {name: leaf.shape for name, leaf in draws.items()} == {
+        "lengthscale": (3000,),
+        "f": (3000, 3),
+        "y": (3000, 3),
+    }
+    for name in ("f", "y"):
+        assert_same_law(draws[name], expected[name])
+    assert_same_law(np.log(draws["lengthscale"]), np.log(expected["lengthscale"]))
+
+
+def collapsed(X: Array, y: Array | None = None, noise: Any = 0.05) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, noise), obs=y)
+
+
+PER_ROW = jnp.linspace(0.02, 0.2, N)
+
+
+@pytest.mark.parametrize("noise", [0.05, PER_ROW], ids=["scalar", "per_row"])
+def test_collapsed_site_is_replicated_from_its_posterior(noise, x64):
+    y = jnp.asarray(Y, float)
+    samples = {"lengthscale": jnp.full(4000, 0.7)}
+    draws = Predictive(collapsed, posterior_samples=samples, chunk_size=4000).draws(
+        KEY, jnp.asarray(X, float), y, noise=noise
+    )
+    x = np.asarray(X, float)
+    K = np.exp(-0.5 * (x - x.T) ** 2 / 0.49)
+    noises = np.broadcast_to(noise, N)
+    H = K + np.diag(noises)
+    mean = K @ np.linalg.solve(H, y)
+    variance = np.diagonal(K - K @ np.linalg.solve(H, K)) + noises
+    replicates = draws.predictive["y"]
+    assert np.all(np.abs(replicates.mean(axis=0) - mean) < 4 * np.sqrt(variance / 4000))
+    spread = np.abs(replicates.var(axis=0) - variance)
+    assert np.all(spread < 4 * variance * np.sqrt(2 / 4000))
+    # The prior has mean zero and variance above one: far away.
+    assert np.all(variance < 0.5)
+
+    precision = np.linalg.inv(H)
+    held_out = dist.Normal(y - precision @ y / precision.diagonal(), precision.diagonal() ** -0.5)
+    np.testing.assert_allclose(draws.log_likelihood["y"][0], held_out.log_prob(y), rtol=1e-8)
+    np.testing.assert_array_equal(draws.jitter["y"], np.zeros(4000))
+    np.testing.assert_array_equal(draws.observed["y"][17], y)
+    density = draws.log_predictive_density()["y"]
+    np.testing.assert_allclose(density, held_out.log_prob(y), rtol=1e-8)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+def test_chunks_change_nothing(chunk_size):
+    samples = slopes(7)
+    expected = Predictive(linear, posterior_samples=samples, chunk_size=7).draws(KEY, X, Y)
+    draws = Predictive(linear, posterior_samples=samples, chunk_size=chunk_size).draws(KEY, X, Y)
+    jax.tree.map(np.testing.assert_array_equal, draws, expected)
+    assert draws.predictive["y"].shape == (7, N)
+    assert len(np.unique(draws.predictive["y"][:, 0])) == 7
+
+
+def test_draws_lie_on_the_host_and_hold_every_kind_of_site():
+    draws = Predictive(linear, posterior_samples=slopes(5)).draws(KEY, X, Y)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(draws))
+    assert set(draws.sites) == {"slope", "line"}
+    assert set(draws.predictive) == set(draws.log_likelihood) == set(draws.observed) == {"y"}
+    assert draws.jitter == {}
+    expected = dist.Normal(draws.sites["line"], 0.5).log_prob(Y)
+    np.testing.assert_allclose(draws.log_likelihood["y"], expected, rtol=1e-5)
+    density = np.log(np.mean(np.exp(np.asarray(expected, np.float64)), axis=0))
+    np.testing.assert_allclose(draws.log_predictive_density()["y"], density, rtol=1e-5)
+
+
+def test_a_guide_or_draws():
+    message = "give either a `guide` with its `params`, or `posterior_samples`"
+    with pytest.raises(ValueError, match=message):
+        Predictive(linear)
+    with pytest.raises(ValueError, match=message):
+        Predictive(linear, guide=linear, params={}, posterior_samples=slopes(2))

@@ -1,0 +1,360 @@
+"""The quadrature bound against closed forms, Monte Carlo and finite differences."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jaxtyping import Array
+from numpyro import handlers
+from numpyro.distributions.kl import kl_divergence
+from numpyro.infer import SVI, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.primitives import mutable
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.infer import QuadratureELBO
+
+N, M = 8, 4
+KEY = jax.random.key(0)
+X = np.linspace(-1.5, 1.5, N)[:, None]
+Z = np.linspace(-1.2, 1.2, M)[:, None]
+LOC = np.array([0.8, -0.5, 0.3, 1.0])
+SCALE_TRIL = np.tril(np.full((M, M), 0.2)) + 0.4 * np.eye(M)
+
+
+def kernel() -> sgp.kernels.RBF:
+    return sgp.kernels.RBF(0.9, 1.4)
+
+
+def family(rows: Any = X, shift: float = 0.0) -> sgp.SparseGP:
+    arguments = (jnp.asarray(a) for a in (rows, Z, LOC + shift, SCALE_TRIL))
+    return sgp.SparseGP(kernel(), *arguments)
+
+
+def model(likelihood: Callable[[Array], Any], y: Array) -> Callable[[], None]:
+    def run() -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), jnp.asarray(X)))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", likelihood(f), obs=y)
+
+    return run
+
+
+def guide() -> None:
+    numpyro.sample("f", family())
+
+
+def expected_log_likelihood(num_nodes: int, likelihood: Any, y: Array) -> Array:
+    """What the bound says, without the divergence."""
+
+    @jax.jit
+    def value() -> Array:
+        loss = QuadratureELBO(num_nodes).loss(KEY, {}, model(likelihood, y), guide)
+        return -loss + kl_divergence(family(), sgp.LatentGP(kernel(), jnp.asarray(X)))
+
+    return value()
+
+
+Y = {
+    "real": np.random.default_rng(0).normal(size=N),
+    "binary": np.arange(N) % 2,
+    "count": np.array([0, 1, 3, 0, 5, 2, 8, 1]),
+}
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 20])
+def test_normal_is_exact_from_two_nodes(num_nodes, x64):
+    y, sd = jnp.array(Y["real"]), 0.4
+    value = expected_log_likelihood(num_nodes, lambda f: dist.Normal(f, sd), y)
+    mean, variance = (np.asarray(a) for a in family().marginals())
+    expected = np.sum(
+        -0.5 * np.log(2 * np.pi * sd**2) - ((Y["real"] - mean) ** 2 + variance) / (2 * sd**2)
+    )
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    one_node = expected_log_likelihood(1, lambda f: dist.Normal(f, sd), y)
+    np.testing.assert_allclose(one_node - value, variance.sum() / (2 * sd**2), rtol=1e-9)
+
+
+LIKELIHOODS: dict[str, tuple[Callable[[Array], Any], str]] = {
+    "student_t": (lambda f: dist.StudentT(4.0, f, 0.3), "real"),
+    "laplace": (lambda f: dist.Laplace(f, 0.5), "real"),
+    "bernoulli": (lambda f: dist.Bernoulli(logits=f), "binary"),
+    "poisson": (lambda f: dist.Poisson(jnp.exp(f)), "count"),
+    "negative_binomial": (lambda f: dist.NegativeBinomial2(jnp.exp(f), 2.0), "count"),
+    "normal": (lambda f: dist.Normal(f, 0.4), "real"),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_likelihoods_against_monte_carlo(name, dtype):
+    likelihood, kind = LIKELIHOODS[name]
+    y = jnp.array(Y[kind])
+    # A kink, as the Laplace density has, asks for more nodes.
+    value = expected_log_likelihood(80 if name == "laplace" else 20, likelihood, y)
+    assert value.dtype == dtype
+
+    @jax.jit
+    def draws() -> Array:
+        mean, variance = family().marginals()
+        f = mean + jnp.sqrt(variance) * jax.random.normal(KEY, (100_000, N))
+        return likelihood(f).log_prob(y).sum(axis=1)
+
+    values = np.asarray(draws(), np.float64)
+    assert abs(value - values.mean()) < 4 * values.std() / np.sqrt(len(values))
+
+
+def test_two_sites_against_monte_carlo(x64):
+    y = jnp.array(Y["real"])
+
+    def model() -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), jnp.asarray(X)))
+        g = numpyro.sample("g", sgp.LatentGP(kernel(), jnp.asarray(X)))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", dist.Normal(f, jnp.exp(0.5 * g)), obs=y)
+
+    def guide() -> None:
+        numpyro.sample("f", family())
+        numpyro.sample("g", family(shift=-0.6))
+
+    @jax.jit
+    def both() -> Any:
+        f, g = (
+            mean + jnp.sqrt(variance) * jax.random.normal(key, (100_000, N))
+            for key, (mean, variance) in zip(
+                jax.random.split(KEY),
+                (family().marginals(), family(shift=-0.6).marginals()),
+                strict=True,
+            )
+        )
+        values = dist.Normal(f, jnp.exp(0.5 * g)).log_prob(y).sum(axis=1)
+        prior = sgp.LatentGP(kernel(), jnp.asarray(X))
+        divergence = sum(kl_divergence(q, prior) for q in (family(), family(shift=-0.6)))
+        return -QuadratureELBO(16).loss(KEY, {}, model, guide) + divergence, values
+
+    value, values = both()
+    assert abs(value - values.mean()) < 4 * values.std() / np.sqrt(len(values))
+
+
+# Mini-batches
+
+
+def subsampled(scaled: bool, batch: int | None) -> Callable[..., None]:
+    """Rows by a plate, which scales the likelihood; without its scale if not `scaled`."""
+
+    def model(y: Array) -> None:
+        rows = sgp.plate("rows", N, batch)
+        with rows as index:
+            x, y = jnp.asarray(X)[index], y[index]
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), x))
+        if scaled:
+            with rows:
+                numpyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        else:
+            numpyro.sample("y", dist.Bernoulli(logits=f).to_event(1), obs=y)
+
+    return model
+
+
+def batch_guide(batch: int | None) -> Callable[..., None]:
+    def guide(y: Array) -> None:
+        with sgp.plate("rows", N, batch) as index:
+            rows = jnp.asarray(X)[index]
+        numpyro.sample("f", family(rows))
+
+    return guide
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_mini_batches_are_unbiased(scaled, x64):
+    y = jnp.array(Y["binary"])
+
+    def losses(keys: Array, batch: int | None) -> Array:
+        def loss(key: Array) -> Array:
+            guide = batch_guide(batch)
+            return QuadratureELBO(8).loss(key, {}, subsampled(scaled, batch), guide, y)
+
+        return jax.jit(lambda keys: jax.lax.map(loss, keys))(keys)
+
+    full = losses(jax.random.split(KEY, 1), None)[0]
+    values = losses(jax.random.split(KEY, 2000), 3)
+    assert len(np.unique(values)) > 10
+    deviation = abs(values.mean() - full) / (values.std() / np.sqrt(2000))
+    assert (deviation < 4) == scaled
+
+
+# Other sites
+
+
+def hyper_model(y: Array) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), jnp.asarray(X)))
+    with numpyro.plate("rows", N):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def test_agrees_with_the_stock_objective_in_law(x64):
+    """Both estimate the same bound; without noise from f the variance is smaller."""
+    y = jnp.array(Y["real"])
+    guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=Z)
+    svi = SVI(hyper_model, guide, optax.adam(0.01), QuadratureELBO(2))
+    params = svi.get_params(svi.init(KEY, y))
+
+    @jax.jit
+    def losses(keys: Array) -> Any:
+        def both(key: Array) -> Any:
+            key, other = jax.random.split(key)
+            return (
+                QuadratureELBO(2).loss(key, params, hyper_model, guide, y),
+                TraceMeanField_ELBO().loss(other, params, hyper_model, guide, y),
+            )
+
+        many = QuadratureELBO(2, num_particles=500)
+        return jax.lax.map(both, keys), many.loss(keys[0], params, hyper_model, guide, y)
+
+    (one, other), many = losses(jax.random.split(KEY, 4000))
+    error = np.hypot(one.std(), other.std()) / np.sqrt(4000)
+    assert abs(one.mean() - other.mean()) < 4 * error
+    assert one.var() < 0.5 * other.var()
+    assert abs(one.mean() - many) < 4 * one.std() * np.sqrt(1 / 4000 + 1 / 500)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_particles_average(vectorize):
+    y = jnp.array(Y["real"])
+    guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=Z)
+    loss = QuadratureELBO(2, num_particles=4, vectorize_particles=vectorize)
+    svi = SVI(hyper_model, guide, optax.adam(0.01), loss)
+    state = svi.init(KEY, y)
+    params = svi.get_params(state)
+
+    @jax.jit
+    def values(key: Array) -> Any:
+        single = [
+            QuadratureELBO(2).loss(key, params, hyper_model, guide, y)
+            for key in jax.random.split(key, 4)
+        ]
+        return loss.loss(key, params, hyper_model, guide, y), jnp.stack(single)
+
+    value, single = values(KEY)
+    np.testing.assert_allclose(value, single.mean(), rtol=1e-5)
+    assert len(np.unique(single)) == 4
+
+
+def test_gradient_against_finite_differences(x64):
+    y = jnp.array(Y["count"])
+
+    def model(y: Array) -> None:
+        lengthscale = numpyro.param("lengthscale", 0.9)
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), jnp.asarray(X)))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+    guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
+    rng = np.random.default_rng(4)
+    params = {
+        "lengthscale": jnp.array(0.9),
+        "f_auto_inducing_points": jnp.array(Z),
+        "f_auto_loc": jnp.array(LOC),
+        "f_auto_scale_tril": jnp.array(SCALE_TRIL),
+    }
+    direction = jax.tree.map(lambda leaf: jnp.array(rng.normal(size=leaf.shape)), params)
+    direction["f_auto_scale_tril"] = jnp.tril(direction["f_auto_scale_tril"])
+
+    @jax.jit
+    def loss(params: dict[str, Array]) -> Array:
+        return QuadratureELBO(10).loss(KEY, params, model, guide, y)
+
+    gradient = jax.grad(loss)(params)
+    for name in params:
+        step = 1e-5 * direction[name]
+        ends = [loss({**params, name: params[name] + sign * step}) for sign in (1, -1)]
+        slope = jnp.vdot(gradient[name], direction[name])
+        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5, err_msg=name)
+        assert abs(slope) > 1e-3
+
+
+# Mutable state
+
+
+def counting(y: Array) -> None:
+    count = mutable("count", {"value": jnp.array(0)})
+    count["value"] += 1
+    hyper_model(y)
+
+
+def test_mutable_state_is_carried():
+    y = jnp.array(Y["real"])
+    guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=Z)
+    svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(2))
+    state = svi.init(KEY, y)
+    start = int(state.mutable_state["count"]["value"])
+    update = jax.jit(svi.update)
+    for step in range(1, 3):
+        state, _ = update(state, y)
+        assert state.mutable_state["count"]["value"] == start + step
+
+
+def test_mutable_state_needs_one_particle():
+    y = jnp.array(Y["real"])
+    guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=Z)
+    svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(2, num_particles=2))
+    state = svi.init(KEY, y)
+    with pytest.raises(ValueError, match=r"mutable state \(count\) needs num_particles=1, got 2"):
+        jax.eval_shape(svi.update, state, y)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("num_nodes", [0, -3])
+def test_number_of_nodes(num_nodes):
+    with pytest.raises(ValueError, match=f"`num_nodes` must be positive, got {num_nodes}"):
+        QuadratureELBO(num_nodes)
+
+
+def trace_loss(model: Callable, guide: Callable, *args: Any) -> Any:
+    """Trace the loss: errors come before anything is computed."""
+    return jax.eval_shape(lambda key: QuadratureELBO(2).loss(key, {}, model, guide, *args), KEY)
+
+
+def test_likelihood_that_couples_rows():
+    def model() -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), jnp.asarray(X)))
+        numpyro.sample("y", dist.MultivariateNormal(f, jnp.eye(N)), obs=jnp.zeros(N))
+
+    with pytest.raises(ValueError, match=r"`y` is one MultivariateNormal over all rows: .*factor"):
+        trace_loss(model, guide)
+
+
+def test_likelihood_declared_as_one_event_is_fine(x64):
+    y = jnp.array(Y["real"])
+
+    def model() -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), jnp.asarray(X)))
+        numpyro.sample("y", dist.Normal(f, 0.4).to_event(1), obs=y)
+
+    plain = QuadratureELBO(2).loss(KEY, {}, model, guide)
+    prior = sgp.LatentGP(kernel(), jnp.asarray(X))
+    expected = expected_log_likelihood(2, lambda f: dist.Normal(f, 0.4), y)
+    np.testing.assert_allclose(-plain + kl_divergence(family(), prior), expected, rtol=1e-12)
+
+
+def test_guide_without_gp_site():
+    y = jnp.array(Y["real"])
+    auto = AutoNormal(hyper_model)
+    with pytest.raises(ValueError, match=r"found no GP site in the guide: use one of sgp.guides"):
+        trace_loss(hyper_model, handlers.seed(auto, KEY), y)
+
+
+def test_guide_that_misses_a_site():
+    def partial_guide(y: Array) -> None:
+        numpyro.sample("f", family())
+
+    with pytest.raises(ValueError, match=r"the guide has no site `lengthscale`, which the model"):
+        trace_loss(hyper_model, partial_guide, jnp.array(Y["real"]))
