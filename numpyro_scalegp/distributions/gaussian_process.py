@@ -63,7 +63,7 @@ class GaussianProcess(RowsDistribution):
         self.kernel = kernel
         self.X = checks.inputs("X", X)
         n = self.X.shape[0]
-        self.noise_variance = checks.as_float(noise_variance)
+        self.noise_variance = checks.as_positive(noise_variance)
         checks.shape(
             "noise_variance", self.noise_variance, (), (n,), why="one value, or one for each row"
         )

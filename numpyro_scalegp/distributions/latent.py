@@ -74,7 +74,7 @@ class LatentGP(RowsDistribution):
 
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance K(X, X), jitter included, shape (n, n)."""
-        return linalg.add_jitter(self.kernel(self.X, self.X), self.jitter)
+        return linalg.add_jitter(self.kernel.covariance(self.X), self.jitter)
 
     def log_prob(
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None

@@ -46,7 +46,7 @@ class Cholesky(eqx.Module):
         noise_variance: Float[Array, "..."],
     ) -> Float[Array, "n n"]:
         """The matrix H that is factorised, a fixed jitter included."""
-        gram = kernel(X, X)
+        gram = kernel.covariance(X)
         dtype = jnp.result_type(gram, noise_variance)
         noise = jnp.broadcast_to(noise_variance.astype(dtype), X.shape[:1])
         H = gram.astype(dtype) + jnp.diag(noise)

@@ -42,6 +42,12 @@ class AbstractKernel(eqx.Module):
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""
         return self._diag(checks.inputs("X", X))
 
+    def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
+        """The matrix K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (n, n)."""
+        X = checks.inputs("X", X)
+        diagonal = jnp.eye(X.shape[0], dtype=bool)
+        return jnp.where(diagonal, self._diag(X)[:, None], self._gram(X, X))
+
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw angular frequencies from the normalised spectral density.
 
@@ -139,7 +145,7 @@ class Scaled(AbstractKernel):
     """
 
     kernel: AbstractKernel
-    scale: Float[Array, ""] = eqx.field(converter=checks.as_float)
+    scale: Float[Array, ""] = eqx.field(converter=checks.as_positive)
 
     def __check_init__(self) -> None:
         checks.shape("scale", self.scale, (), why="a kernel is multiplied by one number")

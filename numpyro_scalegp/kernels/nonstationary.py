@@ -33,7 +33,7 @@ class Linear(AbstractKernel):
         >>> trend = sgp.kernels.Linear(variance=0.1, bias=1.0)
     """
 
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
     bias: Float[Array, ""] = eqx.field(converter=checks.as_float, default=0.0)
 
     def __check_init__(self) -> None:

@@ -96,8 +96,8 @@ class RBF(_Stationary):
         [[9.0, 5.459000110626221]]
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         return jnp.exp(-0.5 * squared)
@@ -139,8 +139,8 @@ class Matern12(_Matern):
         >>> kernel = sgp.kernels.Matern12(lengthscale=0.5) + 0.1 * sgp.kernels.RBF(2.0)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     @property
     def _smoothness(self) -> float:
@@ -175,8 +175,8 @@ class Matern32(_Matern):
         >>> kernel = sgp.kernels.Matern32(lengthscale=[0.5, 2.0], variance=1.5)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     @property
     def _smoothness(self) -> float:
@@ -207,8 +207,8 @@ class Matern52(_Matern):
         >>> kernel = 2.0 * sgp.kernels.Matern52(lengthscale=0.3).on((1,))
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     @property
     def _smoothness(self) -> float:
@@ -240,9 +240,9 @@ class RationalQuadratic(_Stationary):
         >>> kernel = sgp.kernels.RationalQuadratic(lengthscale=1.0, alpha=0.5)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
-    alpha: Float[Array, ""] = eqx.field(converter=checks.as_float)  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
+    alpha: Float[Array, ""] = eqx.field(converter=checks.as_positive)  # type: ignore[misc]
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     def __check_init__(self) -> None:
         checks.shape("alpha", self.alpha, ())
@@ -278,9 +278,9 @@ class Periodic(_Stationary):
         >>> yearly = sgp.kernels.Periodic(lengthscale=1.0, period=1.0) * sgp.kernels.RBF(30.0)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_float)
-    period: Float[Array, "..."] = eqx.field(converter=checks.as_float)  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
+    period: Float[Array, "..."] = eqx.field(converter=checks.as_positive)  # type: ignore[misc]
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     def __check_init__(self) -> None:
         if self.period.ndim > 1:
@@ -330,7 +330,7 @@ class Constant(AbstractKernel):
         >>> kernel = sgp.kernels.RBF(1.0) + sgp.kernels.Constant(10.0)
     """
 
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_float)
+    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive)
 
     def __check_init__(self) -> None:
         checks.shape("variance", self.variance, ())

@@ -91,7 +91,7 @@ class ExactPosterior(AbstractPosterior):
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
         Xs = self._check(Xs)
         white = solve_triangular(self.factor.tril, self.kernel(self.X, Xs), lower=True)
-        return self.kernel(Xs, Xs) - matmul(white.T, white)
+        return self.kernel.covariance(Xs) - matmul(white.T, white)
 
     @eqx.filter_jit
     def sample(

@@ -38,8 +38,7 @@ class SparsePosterior(AbstractPosterior):
     jitter: float | None = eqx.field(static=True, default=None)
 
     def _inducing(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
-        K = self.kernel(self.inducing_points, self.inducing_points)
-        K = linalg.add_jitter(K, self.jitter)
+        K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
         return K, linalg.factorise(K)
 
     def _moments(
@@ -93,6 +92,6 @@ class SparsePosterior(AbstractPosterior):
         whitener = linalg.inverse_cholesky_given(K, factor.tril)
         A = matmul(whitener, self.kernel(self.inducing_points, Xs))
         SA = matmul(self.scale_tril.T, A)
-        covariance = self.kernel(Xs, Xs) - matmul(A.T, A) + matmul(SA.T, SA)
+        covariance = self.kernel.covariance(Xs) - matmul(A.T, A) + matmul(SA.T, SA)
         mean, prior = matmul(self.loc, A), self.kernel.diag(Xs)
         return self._joint_sample(key, mean, covariance, prior, num_samples)
