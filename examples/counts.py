@@ -68,7 +68,7 @@ def fit_and_predict(model, train, test, num_inducing, num_steps):
     result = svi.run(jax.random.key(1), num_steps, *train, 256, progress_bar=False)
     predictive = sgp.infer.Predictive(model, guide=guide, params=result.params, num_samples=200)
     draws = predictive.draws(jax.random.key(2), *test)
-    log_density = jax.nn.logsumexp(draws.log_likelihood["visits"], axis=0) - np.log(200)
+    log_density = draws.log_predictive_density()["visits"]
     return float(log_density.mean()), draws.predictive["visits"]
 
 

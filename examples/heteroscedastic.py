@@ -71,8 +71,7 @@ def main(num_inducing=20, num_steps=2000, num_draws=500, folder="outputs/heteros
         predictive = sgp.infer.Predictive(
             this, guide=guide, params=result.params, num_samples=num_draws
         )
-        log_likelihood = predictive.draws(jax.random.key(2), *test).log_likelihood["y"]
-        log_density = jax.nn.logsumexp(log_likelihood, axis=0) - np.log(num_draws)
+        log_density = predictive.draws(jax.random.key(2), *test).log_predictive_density()["y"]
         scores[name] = float(log_density.mean())
         print(f"{name:16} mean log density of {len(test[1])} test rows: {scores[name]:.3f}")
 
