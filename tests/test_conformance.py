@@ -44,7 +44,7 @@ def assert_round_trip(tree: Any) -> None:
     again = jax.tree.unflatten(structure, leaves)
     assert type(again) is type(tree)
     leaves_again, structure_again = jax.tree.flatten(again)
-    assert structure_again == structure  # type: ignore[operator]
+    assert structure_again == structure
     for one, other in zip(leaves, leaves_again, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -53,4 +53,4 @@ def constant_function(constant: Float[Array, ""]) -> RowsFunction:
 
 
 def _repeat(constant: Float[Array, ""], X: Float[Array, "n d"]) -> Float[Array, " n"]:
-    return jnp.broadcast_to(constant, X.shape[:1])
+    return jnp.broadcast_to(constant.astype(jnp.result_type(constant, X)), X.shape[:1])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks, functions, linalg
@@ -120,7 +120,7 @@ class GaussianProcess(RowsDistribution):
         return self.estimator.log_prob(self.kernel, self.X, self.noise_variance, residual)
 
     def sample(
-        self, key: Key[Array, ""], sample_shape: tuple[int, ...] = ()
+        self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
         """Draw observations from the prior, noise included: shape (*sample_shape, n), O(n^3)."""
         H = self.estimator.covariance(self.kernel, self.X, self.noise_variance)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
@@ -84,7 +84,7 @@ class LatentGP(RowsDistribution):
         return linalg.gaussian_log_density(K, checks.as_float(value), linalg.factorise(K))
 
     def sample(
-        self, key: Key[Array, ""], sample_shape: tuple[int, ...] = ()
+        self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
         """Draw functions from the prior: shape (*sample_shape, n), in O(n^3)."""
         K = self.covariance()
@@ -206,10 +206,13 @@ class SparseGP(RowsDistribution):
         return dist.Normal(mean, jnp.sqrt(jnp.maximum(variance, tiny)))
 
     def sample(
-        self, key: Key[Array, ""], sample_shape: tuple[int, ...] = ()
+        self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
         """Draw from the marginals, independently across rows: shape (*sample_shape, n)."""
-        return self._normal().sample(key, sample_shape)
+        law = self._normal()
+        # Not the law's own `sample`, which draws in JAX's default type.
+        noise = jax.random.normal(key, (*sample_shape, *self.event_shape), law.loc.dtype)
+        return law.loc + law.scale * noise
 
     def log_prob(
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None

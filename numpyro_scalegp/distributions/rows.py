@@ -1,5 +1,6 @@
 """What distributions over the rows of an input matrix have in common."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpyro.distributions import Distribution, constraints
@@ -10,7 +11,7 @@ class RowsDistribution(Distribution):
 
     support = constraints.real_vector
 
-    def expand(self, batch_shape: tuple[int, ...]) -> Any:
+    def expand(self, batch_shape: Sequence[int]) -> Any:
         """Independent copies, as a plate over outputs makes them.
 
         Raises:
@@ -25,4 +26,4 @@ class RowsDistribution(Distribution):
                 "site out of the plate over the rows, since it is one draw for all of them. "
                 "(For as many independent functions as rows, use jax.vmap.)"
             )
-        return super().expand(batch_shape)
+        return super().expand(tuple(batch_shape))

@@ -53,8 +53,12 @@ class Cholesky(eqx.Module):
         return H if self.jitter is None else linalg.add_jitter(H, self.jitter)
 
     def factorise(self, H: Float[Array, "n n"]) -> linalg.Factor:
-        """The Cholesky factor of H and the jitter that it took."""
-        return linalg.factorise(H, escalate=self.jitter is None)
+        """The Cholesky factor of H and all the jitter that it has on its diagonal."""
+        factor = linalg.factorise(H, escalate=self.jitter is None)
+        if self.jitter is None:
+            return factor
+        added = self.jitter / (1.0 + self.jitter) * jnp.mean(jnp.diagonal(H))
+        return linalg.Factor(factor.tril, factor.jitter + added)
 
     def log_prob(
         self,

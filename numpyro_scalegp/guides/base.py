@@ -80,6 +80,9 @@ class AbstractGPGuide(abc.ABC):
         """
         if not hasattr(self.rest, "median"):
             raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
+        trace = getattr(self.rest, "prototype_trace", None) or {"unknown": {"type": "sample"}}
+        if not any(s["type"] == "sample" and not s.get("is_observed") for s in trace.values()):
+            return {}  # nothing is left for the rest's guide, and NumPyro's own would raise
         return self.rest.median(params)
 
     def sample_posterior(

@@ -59,30 +59,34 @@ class ExactPosterior(AbstractPosterior):
     def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
         return checks.inputs("Xs", Xs, width=self.X.shape[1])
 
-    @eqx.filter_jit
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
+        return self._mean(self._check(Xs), self._rows(chunk_size))
 
+    @eqx.filter_jit
+    def _mean(self, Xs: Array, chunk_size: int) -> Array:
         def chunk(rows: Array) -> Array:
             explained = matmul(self.kernel(rows, self.X), self.representer_weights)
             return self.mean_function(rows) + explained
 
-        return chunks.map_rows(chunk, self._check(Xs), self._rows(chunk_size))
+        return chunks.map_rows(chunk, Xs, chunk_size)
 
-    @eqx.filter_jit
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior variance of f; see `AbstractPosterior.variance`."""
+        return self._variance(self._check(Xs), self._rows(chunk_size))
 
+    @eqx.filter_jit
+    def _variance(self, Xs: Array, chunk_size: int) -> Array:
         def chunk(rows: Array) -> Array:
             white = solve_triangular(self.factor.tril, self.kernel(self.X, rows), lower=True)
             explained = jnp.sum(jnp.square(white), axis=0)
             return jnp.maximum(self.kernel.diag(rows) - explained, 0.0)
 
-        return chunks.map_rows(chunk, self._check(Xs), self._rows(chunk_size))
+        return chunks.map_rows(chunk, Xs, chunk_size)
 
     def _rows(self, chunk_size: int | None) -> int:
         return chunk_size or chunks.rows_per_chunk(self.X.shape[0])
@@ -93,12 +97,15 @@ class ExactPosterior(AbstractPosterior):
         white = solve_triangular(self.factor.tril, self.kernel(self.X, Xs), lower=True)
         return self.kernel.covariance(Xs) - matmul(white.T, white)
 
-    @eqx.filter_jit
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
-        prior = self.kernel.diag(self._check(Xs))
+        return self._sample(key, self._check(Xs), num_samples)
+
+    @eqx.filter_jit
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        prior = self.kernel.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
 
     def predictive(

@@ -61,33 +61,37 @@ class SparsePosterior(AbstractPosterior):
         """
         return self._moments(*self._inducing(), X)
 
+    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
+        return checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
+
+    def _rows(self, chunk_size: int | None) -> int:
+        return chunk_size or chunks.rows_per_chunk(self.inducing_points.shape[0])
+
     @eqx.filter_jit
-    def _chunked_marginals(
-        self, Xs: Float[ArrayLike, "m d"], chunk_size: int | None
-    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
-        Xs = checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
-        rows = chunk_size or chunks.rows_per_chunk(self.inducing_points.shape[0])
+    def _chunked_marginals(self, Xs: Array, chunk_size: int) -> tuple[Array, Array]:
         K, factor = self._inducing()
-        return chunks.map_rows(lambda X: self._moments(K, factor, X), Xs, rows)
+        return chunks.map_rows(lambda X: self._moments(K, factor, X), Xs, chunk_size)
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._chunked_marginals(Xs, chunk_size)[0]
+        return self._chunked_marginals(self._check(Xs), self._rows(chunk_size))[0]
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior variance of f; see `AbstractPosterior.variance`."""
-        return self._chunked_marginals(Xs, chunk_size)[1]
+        return self._chunked_marginals(self._check(Xs), self._rows(chunk_size))[1]
 
-    @eqx.filter_jit
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
-        Xs = checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
+        return self._sample(key, self._check(Xs), num_samples)
+
+    @eqx.filter_jit
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         K, factor = self._inducing()
         whitener = linalg.inverse_cholesky_given(K, factor.tril)
         A = matmul(whitener, self.kernel(self.inducing_points, Xs))

@@ -58,10 +58,10 @@ def test_values_and_gradients_of_all_arguments(M, n, x64):
 
     @jax.jit
     def both(*args: Array) -> Any:
-        return [
-            (function(*args), jax.grad(lambda *a: weigh(function(*a)), EVERYTHING)(*args))
-            for function in (moments, dense)
-        ]
+        def one(function: Callable[..., Any]) -> Any:
+            return function(*args), jax.grad(lambda *a: weigh(function(*a)), EVERYTHING)(*args)
+
+        return one(moments), one(dense)
 
     (values, gradients), (expected_values, expected) = both(*args)
     for value, other in zip(values, expected_values, strict=True):

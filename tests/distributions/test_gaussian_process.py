@@ -178,6 +178,9 @@ def test_expand():
     assert draws.shape == (2, 3, N)
     assert not np.allclose(draws[:, 0], draws[:, 1])
     np.testing.assert_allclose(expanded.log_prob(draws), gp.log_prob(draws), rtol=1e-6)
+    # One draw for all rows, so a batch of as many copies as rows is a site in the wrong plate.
+    with pytest.raises(ValueError, match=r"`GaussianProcess` got the batch shape \(9,\) with 9 ro"):
+        gp.expand((N,))
 
 
 def test_dtype_follows_the_inputs_and_not_the_default(x64):
@@ -354,8 +357,9 @@ def test_bad_observations(unchecked):
             evaluate(jnp.array(Xs[:, :1]))
     with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, d\), got \(5,\)"):
         posterior.sample(jax.random.key(0), jnp.array(Xs[:, 0]))
-    with pytest.raises(ValueError, match=r"`chunk_size` must be at least 1, got -3"):
-        posterior.mean(jnp.array(Xs), chunk_size=-3)
+    for chunk_size in (-3, 0):
+        with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {chunk_size}"):
+            posterior.mean(jnp.array(Xs), chunk_size=chunk_size)
 
 
 def test_nan_in_new_inputs_is_named():

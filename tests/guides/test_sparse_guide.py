@@ -112,12 +112,12 @@ def test_learns_from_mini_batches(by):
     start = sgp.features.kmeans_points(KEY, X, 12)
     if by == "plate":
         guide = AutoSparseGP(model, inducing_points=start)
-        params = train(model, guide, X, y, 40, steps=1500).params
+        params = train(model, guide, X, y, 40, steps=800, rate=0.03).params
         posterior = guide.posterior(params, X, y, 40)
     else:
         guide = AutoSparseGP(argument_model, inducing_points=start)
         loss = sgp.infer.QuadratureELBO(2)
-        svi = SVI(argument_model, guide, optax.adam(0.02), loss)
+        svi = SVI(argument_model, guide, optax.adam(0.03), loss)
         state = svi.init(KEY, X[:40], y[:40], 200)
 
         @jax.jit
@@ -126,7 +126,7 @@ def test_learns_from_mini_batches(by):
                 index = jax.random.choice(key, 200, (40,), replace=False)
                 return svi.update(state, X[index], y[index], size=200)
 
-            return jax.lax.scan(step, state, jax.random.split(KEY, 1500))
+            return jax.lax.scan(step, state, jax.random.split(KEY, 800))
 
         state, _ = steps(state, X, y)
         params = svi.get_params(state)
@@ -388,7 +388,7 @@ def test_more_inducing_points_than_rows_in_the_first_batch():
 def test_predictive_at_new_inputs():
     X, y = data()
     guide = AutoSparseGP(model, num_inducing=M)
-    params = train(model, guide, X, y, 10, steps=300).params
+    params = train(model, guide, X, y, 10, steps=150).params
     Xs = jnp.linspace(-2.0, 2.0, 7)[:, None]
     draws = Predictive(guide, params=params, num_samples=400)(jax.random.key(1), Xs)
     assert draws["f"].shape == (400, 7)

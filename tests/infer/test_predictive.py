@@ -1,5 +1,6 @@
 """Posterior predictive draws against NumPyro's own and against dense algebra."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from numpyro_scalegp.infer import Predictive
 N = 8
 KEY = jax.random.key(0)
 X = jnp.linspace(-1.5, 1.5, N)[:, None]
-Y = jnp.array(np.sin(2 * np.linspace(-1.5, 1.5, N)))
+Y = jnp.sin(2 * X[:, 0])
 
 
 def linear(X: Array, y: Array | None = None) -> None:
@@ -67,8 +68,9 @@ def test_draws_by_a_guide_agree_with_numpyro():
     Xs = X[:3] + 0.1
     ours = Predictive(gp_model, guide=guide, params=params, num_samples=3000, chunk_size=3000)
     draws = ours(jax.random.key(1), Xs)
-    theirs = numpyro.infer.Predictive(gp_model, guide=guide, params=params, num_samples=3000)
-    expected = theirs(jax.random.key(2), Xs)
+    theirs = functools.partial(numpyro.infer.Predictive, params=params, num_samples=3000)
+    expected = theirs(guide)(jax.random.key(2), Xs)
+    expected["y"] = theirs(gp_model, guide=guide)(jax.random.key(3), Xs)["y"]
     assert {name: leaf.shape for name, leaf in draws.items()} == {
         "lengthscale": (3000,),
         "f": (3000, 3),

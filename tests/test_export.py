@@ -1,0 +1,222 @@
+"""The export to ArviZ, in assertions that hold for `InferenceData` and for `DataTree`."""
+
+import functools
+from typing import Any
+
+import arviz
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+import scipy.stats
+from jaxtyping import Array
+from numpyro.infer import MCMC, NUTS, SVI
+
+import numpyro_scalegp as sgp
+
+# A sampler that warms up tries hyperparameters for which nothing can be factorised.
+pytestmark = pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
+
+N, CHAINS, DRAWS = 10, 2, 30
+KEY = jax.random.key(0)
+NOISE = 0.05
+
+
+def data() -> tuple[Array, Array]:
+    X = jnp.linspace(-1.5, 1.5, N)[:, None]
+    return X, jnp.sin(2 * X[:, 0]) + 0.1 * jnp.cos(20 * X[:, 0])
+
+
+def collapsed(X: Array, y: Array | None = None) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    numpyro.deterministic("logarithm", jnp.log(lengthscale))
+    numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, NOISE), obs=y)
+
+
+def latent(X: Array, y: Array | None = None, batch: int | None = None) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    rows = sgp.plate("rows", X.shape[0], batch)
+    with rows as index:
+        X, y = X[index], None if y is None else y[index]
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(lengthscale), X))
+    with rows:
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+@functools.cache
+def sampled(model: Any) -> MCMC:
+    mcmc = MCMC(
+        NUTS(model, max_tree_depth=4),
+        num_warmup=60,
+        num_samples=DRAWS,
+        num_chains=CHAINS,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(KEY, *data(), extra_fields=("potential_energy", "num_steps", "diverging"))
+    return mcmc
+
+
+@functools.cache
+def trained() -> tuple[Any, Any]:
+    guide = sgp.guides.AutoSparseGP(latent, inducing_points=data()[0][::2])
+    svi = SVI(latent, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2))
+    return guide, svi.run(KEY, 40, *data(), progress_bar=False)
+
+
+@functools.cache
+def exported(kind: str) -> Any:
+    X, y = data()
+    options = {"key": jax.random.key(1), "constant_data": {"X": X}}
+    if kind == "svi":
+        guide, result = trained()
+        args = {"model_args": (X, y), "num_samples": CHAINS * DRAWS}
+        return sgp.to_arviz(result, latent, guide, **args, **options)
+    return sgp.to_arviz(sampled({"collapsed": collapsed, "latent": latent}[kind]), **options)
+
+
+def groups(data: Any) -> set[str]:
+    names = data.groups() if callable(data.groups) else data.groups
+    return {name.strip("/") for name in names} - {""}
+
+
+def values(data: Any, group: str, name: str) -> np.ndarray:
+    return np.asarray(data[group][name])
+
+
+KINDS = ["collapsed", "latent", "svi"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_shapes_and_dimensions(kind):
+    exported_data = exported(kind)
+    assert groups(exported_data) == {
+        "posterior",
+        "posterior_predictive",
+        "log_likelihood",
+        "observed_data",
+        "constant_data",
+        "sample_stats",
+    }
+    shape = (1, CHAINS * DRAWS) if kind == "svi" else (CHAINS, DRAWS)
+    posterior = exported_data["posterior"]
+    expected = {"lengthscale", "logarithm"} if kind == "collapsed" else {"lengthscale", "f"}
+    assert {str(name) for name in posterior.data_vars} == expected
+    assert posterior["lengthscale"].dims == ("chain", "draw")
+    assert posterior["lengthscale"].shape == shape
+    if kind != "collapsed":
+        assert posterior["f"].dims == ("chain", "draw", "f_dim_0")
+        assert posterior["f"].shape == (*shape, N)
+    for group in ("posterior_predictive", "log_likelihood"):
+        variable = exported_data[group]["y"]
+        assert variable.dims == ("chain", "draw", "y_dim_0")
+        assert variable.shape == (*shape, N)
+        assert np.isfinite(variable).all()
+        assert set(exported_data[group].data_vars) == {"y"}
+    X, y = data()
+    assert exported_data["observed_data"]["y"].dims == ("y_dim_0",)
+    np.testing.assert_array_equal(values(exported_data, "observed_data", "y"), y)
+    np.testing.assert_array_equal(values(exported_data, "constant_data", "X"), X)
+    assert exported_data["constant_data"]["X"].dims == ("X_dim_0", "X_dim_1")
+    np.testing.assert_array_equal(posterior["draw"], np.arange(shape[1]))
+
+
+@pytest.mark.parametrize("kind", ["collapsed", "latent"])
+def test_posterior_is_that_of_the_sampler(kind):
+    mcmc = sampled({"collapsed": collapsed, "latent": latent}[kind])
+    for name, chains in mcmc.get_samples(group_by_chain=True).items():
+        np.testing.assert_allclose(
+            values(exported(kind), "posterior", name), chains, rtol=1e-6, err_msg=name
+        )
+
+
+def test_statistics_of_the_sampler():
+    statistics = exported("collapsed")["sample_stats"]
+    fields = sampled(collapsed).get_extra_fields(group_by_chain=True)
+    np.testing.assert_array_equal(statistics["diverging"], fields["diverging"])
+    np.testing.assert_array_equal(statistics["n_steps"], fields["num_steps"])
+    np.testing.assert_array_equal(statistics["lp"], -fields["potential_energy"])
+    assert statistics["diverging"].dims == ("chain", "draw")
+    np.testing.assert_array_equal(statistics["jitter"], np.zeros((CHAINS, DRAWS)))
+    assert "jitter" not in exported("latent")["sample_stats"]
+
+
+def test_loss_of_svi():
+    loss = exported("svi")["sample_stats"]["loss"]
+    assert loss.dims == ("chain", "step")
+    np.testing.assert_array_equal(np.asarray(loss)[0], trained()[1].losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arviz_takes_it(kind):
+    summary = arviz.summary(exported(kind), var_names=["lengthscale"])
+    mean = values(exported(kind), "posterior", "lengthscale").mean()
+    assert abs(float(summary["mean"].iloc[0]) - mean) < 0.01
+    loo = arviz.loo(exported(kind))
+    assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
+
+
+@pytest.mark.parametrize("chain", [0, 1])
+def test_pointwise_log_likelihood_of_a_collapsed_site(chain):
+    """For each draw the density of each observation given all others, by leaving it out."""
+    X, y = (np.asarray(a, np.float64) for a in data())
+    lengthscale = values(exported("collapsed"), "posterior", "lengthscale")[chain, 5]
+    H = np.exp(-0.5 * (X - X.T) ** 2 / lengthscale**2) + NOISE * np.eye(N)
+    pointwise = values(exported("collapsed"), "log_likelihood", "y")[chain, 5]
+    for i in range(N):
+        rest = np.arange(N) != i
+        gain = np.linalg.solve(H[np.ix_(rest, rest)], H[rest, i])
+        held_out = scipy.stats.norm(gain @ y[rest], np.sqrt(H[i, i] - gain @ H[rest, i]))
+        np.testing.assert_allclose(pointwise[i], held_out.logpdf(y[i]), rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["latent", "svi"])
+def test_pointwise_log_likelihood_of_a_latent_site(kind):
+    f = values(exported(kind), "posterior", "f")
+    expected = scipy.stats.norm(f, 0.3).logpdf(np.asarray(data()[1]))
+    np.testing.assert_allclose(values(exported(kind), "log_likelihood", "y"), expected, rtol=1e-3)
+
+
+def test_replicates_follow_the_function():
+    f = values(exported("svi"), "posterior", "f")[0]
+    noise = values(exported("svi"), "posterior_predictive", "y")[0] - f
+    assert abs(noise.mean()) < 4 * 0.3 / np.sqrt(noise.size)
+    assert abs(noise.std() - 0.3) < 4 * 0.3 / np.sqrt(2 * noise.size)
+
+
+def test_sites_to_keep():
+    guide, result = trained()
+    options = {"key": KEY, "model_args": data(), "num_samples": 3}
+    kept = sgp.to_arviz(result.params, latent, guide, sites=["lengthscale"], **options)
+    assert {str(name) for name in kept["posterior"].data_vars} == {"lengthscale"}
+    assert "sample_stats" not in groups(kept)  # parameters alone know no losses
+    with pytest.raises(ValueError, match=r"`sites` has \['g'\], the model has \['f', 'length"):
+        sgp.to_arviz(result, latent, guide, sites=["g", "f"], **options)
+
+
+def test_model_arguments_by_name_and_without_constants():
+    guide, result = trained()
+    X, y = data()
+    kwargs = {"X": X, "y": y}
+    by_name = sgp.to_arviz(result, latent, guide, key=KEY, model_kwargs=kwargs, num_samples=3)
+    by_place = sgp.to_arviz(result, latent, guide, key=KEY, model_args=(X, y), num_samples=3)
+    np.testing.assert_array_equal(
+        values(by_name, "posterior", "f"), values(by_place, "posterior", "f")
+    )
+    assert "constant_data" not in groups(by_name)
+
+
+def test_mini_batches_cannot_be_exported():
+    guide, result = trained()
+    with pytest.raises(ValueError, match=r"the plate `rows` takes 4 of 10 rows: pass `model_args`"):
+        sgp.to_arviz(result, latent, guide, key=KEY, model_args=(*data(), 4))
+
+
+def test_svi_needs_model_and_guide():
+    guide, result = trained()
+    for missing in ((None, guide), (latent, None)):
+        with pytest.raises(ValueError, match="`model` and `guide` must be given with a result"):
+            sgp.to_arviz(result, *missing, key=KEY, model_args=data())
