@@ -4,7 +4,8 @@
 
 Both use 512 inducing points from the same k-means, an RBF kernel with ARD, float32, mini-batches of
 1024 and Adam with the same learning rate, decayed by a cosine. Timings of steps alternate between
-the two in blocks, so that a noisy machine disturbs both alike. Needs SCALEGP_DATA; the peer needs the `bench` extra.
+the two in blocks, so that a noisy machine disturbs both alike. Needs SCALEGP_DATA; the peer needs
+the `bench` extra.
 """
 
 import argparse
