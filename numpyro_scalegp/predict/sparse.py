@@ -37,9 +37,8 @@ class SparsePosterior(AbstractPosterior):
     scale_tril: Float[Array, "M M"]
     jitter: float | None = eqx.field(static=True, default=None)
 
-    def _inducing(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
-        K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
-        return K, linalg.factorise(K)
+    def _inducing_covariance(self) -> Float[Array, "M M"]:
+        return linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
 
     def _moments(
         self, K: Float[Array, "M M"], factor: linalg.Factor, X: Float[Array, "n d"]
@@ -59,7 +58,8 @@ class SparsePosterior(AbstractPosterior):
         Returns:
             Means and variances, each of shape (n,), in O(n M^2 + M^3).
         """
-        return self._moments(*self._inducing(), X)
+        K = self._inducing_covariance()
+        return self._moments(K, linalg.factorise(K), X)
 
     def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
         return checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
@@ -69,7 +69,8 @@ class SparsePosterior(AbstractPosterior):
 
     @eqx.filter_jit
     def _chunked_marginals(self, Xs: Array, chunk_size: int) -> tuple[Array, Array]:
-        K, factor = self._inducing()
+        K = self._inducing_covariance()
+        factor = linalg.factorise(K)
         return chunks.map_rows(lambda X: self._moments(K, factor, X), Xs, chunk_size)
 
     def mean(
@@ -92,8 +93,7 @@ class SparsePosterior(AbstractPosterior):
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        K, factor = self._inducing()
-        whitener = linalg.inverse_cholesky_given(K, factor.tril)
+        whitener = linalg.inverse_cholesky(self._inducing_covariance())
         A = matmul(whitener, self.kernel(self.inducing_points, Xs))
         SA = matmul(self.scale_tril.T, A)
         covariance = self.kernel.covariance(Xs) - matmul(A.T, A) + matmul(SA.T, SA)

@@ -72,3 +72,12 @@ def test_values_of_traced_arrays_are_not_read():
     assert checks.is_concrete({"a": 1.0, "b": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"`X` must have shape"):
         jax.jit(lambda X: checks.inputs("X", X))(jnp.ones(3))
+
+
+def test_traced_values_that_are_not_positive_become_nan():
+    convert = jax.jit(checks.as_positive)
+    np.testing.assert_array_equal(
+        convert(jnp.array([-1.0, 0.0, 2.0])), np.array([np.nan, np.nan, 2.0])
+    )
+    # Outside of `jit` the sign is left to `positive`, which raises.
+    assert checks.as_positive(-1.0) == -1.0

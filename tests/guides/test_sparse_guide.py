@@ -19,6 +19,7 @@ from numpyro.contrib.module import nnx_module
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Predictive, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+from numpyro.infer.initialization import init_to_median, init_to_uniform
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.guides import AutoSparseGP
@@ -69,7 +70,7 @@ def draw(guide: Callable, *args: Any) -> Any:
 @pytest.mark.parametrize("loss", ["quadrature", "stock"])
 def test_reaches_the_exact_posterior(loss, x64):
     """With inducing points at the data and fixed hyperparameters the bound is tight."""
-    X, y = data(30)
+    X, y = data(20)
     Xs = jnp.linspace(-2.5, 2.5, 11)[:, None]
     kernel, noise = sgp.kernels.RBF(0.7, 1.2), 0.1
 
@@ -81,10 +82,10 @@ def test_reaches_the_exact_posterior(loss, x64):
     gp = sgp.GaussianProcess(kernel, X, noise)
     guide = AutoSparseGP(model, inducing_points=X, jitter=1e-8)
     quadrature = sgp.infer.QuadratureELBO(2)
-    objective = quadrature if loss == "quadrature" else TraceMeanField_ELBO(num_particles=4)
-    schedule = optax.cosine_decay_schedule(0.05, 1500)
+    objective = quadrature if loss == "quadrature" else TraceMeanField_ELBO()
+    schedule = optax.cosine_decay_schedule(0.1, 600)
     svi = SVI(model, guide, optax.adam(schedule), objective)
-    params = svi.run(KEY, 1500, X, y, progress_bar=False).params
+    params = svi.run(KEY, 600, X, y, progress_bar=False).params
 
     bound = -quadrature.loss(KEY, params, model, guide, X, y)
     exact = gp.log_prob(y)
@@ -112,12 +113,12 @@ def test_learns_from_mini_batches(by):
     start = sgp.features.kmeans_points(KEY, X, 12)
     if by == "plate":
         guide = AutoSparseGP(model, inducing_points=start)
-        params = train(model, guide, X, y, 40, steps=800, rate=0.03).params
+        params = train(model, guide, X, y, 40, steps=400, rate=0.05).params
         posterior = guide.posterior(params, X, y, 40)
     else:
         guide = AutoSparseGP(argument_model, inducing_points=start)
         loss = sgp.infer.QuadratureELBO(2)
-        svi = SVI(argument_model, guide, optax.adam(0.03), loss)
+        svi = SVI(argument_model, guide, optax.adam(0.05), loss)
         state = svi.init(KEY, X[:40], y[:40], 200)
 
         @jax.jit
@@ -126,7 +127,7 @@ def test_learns_from_mini_batches(by):
                 index = jax.random.choice(key, 200, (40,), replace=False)
                 return svi.update(state, X[index], y[index], size=200)
 
-            return jax.lax.scan(step, state, jax.random.split(KEY, 800))
+            return jax.lax.scan(step, state, jax.random.split(KEY, 400))
 
         state, _ = steps(state, X, y)
         params = svi.get_params(state)
@@ -136,10 +137,9 @@ def test_learns_from_mini_batches(by):
     Xs = jnp.linspace(-1.8, 1.8, 9)[:, None]
     gp = sgp.GaussianProcess(posterior.kernel, X, medians["noise"] ** 2)
     truth = gp.condition(y)
-    np.testing.assert_allclose(posterior.mean(Xs), truth.mean(Xs), atol=0.08)
-    np.testing.assert_allclose(
-        jnp.sqrt(posterior.variance(Xs)), jnp.sqrt(truth.variance(Xs)), rtol=0.5
-    )
+    np.testing.assert_allclose(posterior.mean(Xs), truth.mean(Xs), atol=0.15)
+    ratio = jnp.sqrt(posterior.variance(Xs) / truth.variance(Xs))
+    assert np.all((ratio > 0.5) & (ratio < 2.0)), ratio
 
 
 # What it wraps
@@ -169,22 +169,29 @@ def test_rest(rest):
     assert np.isfinite(result.losses).all()
     own = {"f_auto_inducing_points", "f_auto_loc", "f_auto_scale_tril"}
     assert own | expected <= set(result.params)
-    draws = guide.sample_posterior(KEY, result.params, X[:7], sample_shape=(2, 3))
+
+    def inspect(params: dict[str, Array]) -> Any:
+        draws = guide.sample_posterior(KEY, params, X[:7], sample_shape=(2, 3))
+        return draws, guide.posterior(params, X, key=KEY).mean(X[:3])
+
+    draws, mean = jax.eval_shape(inspect, result.params)
     shapes = {name: leaf.shape for name, leaf in draws.items() if not name.startswith("_")}
     assert shapes == {"lengthscale": (2, 3), "noise": (2, 3), "f": (2, 3, 7)}
-    assert np.isfinite(draws["f"]).all()
-    by_key = guide.posterior(result.params, X, key=KEY)
-    assert by_key.mean(X[:3]).shape == (3,)
+    assert mean.shape == (3,)
     if rest == "hand_written":
         with pytest.raises(ValueError, match=r"`rest` has no `median`: pass a `key`"):
             guide.posterior(result.params, X)
     else:
         assert set(guide.median(result.params)) == {"lengthscale", "noise"}
-        assert guide.posterior(result.params, X).mean(X[:3]).shape == (3,)
+        by_medians = guide.posterior(result.params, X)
+        assert by_medians.kernel.lengthscale == guide.median(result.params)["lengthscale"]
 
 
-@pytest.mark.parametrize("kind", ["constants", "parameters"])
-@pytest.mark.parametrize("loss", [sgp.infer.QuadratureELBO(2), TraceMeanField_ELBO()])
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [("constants", TraceMeanField_ELBO()), ("parameters", sgp.infer.QuadratureELBO(2))],
+    ids=["constants", "parameters"],
+)
 def test_no_other_latent_sites(kind, loss):
     X, y = data()
 
@@ -233,26 +240,21 @@ def test_two_sites(loss, monkeypatch):
     params = result.params
     assert params["f_auto_inducing_points"].shape == (M, 1)
     assert params["g_auto_inducing_points"].shape == (M - 1, 1)
-    draws = guide.sample_posterior(KEY, params, X[:7], sample_shape=(2,))
-    assert {name: leaf.shape for name, leaf in draws.items()} == {
-        "lengthscale": (2,),
-        "f": (2, 7),
-        "g": (2, 7),
-    }
+    draws = jax.eval_shape(
+        lambda params: guide.sample_posterior(KEY, params, X[:7], sample_shape=(2,)), params
+    )
+    shapes = {name: leaf.shape for name, leaf in draws.items()}
+    assert shapes == {"lengthscale": (2,), "f": (2, 7), "g": (2, 7)}
 
-
-def test_two_sites_each_have_their_posterior():
-    X, y = data()
-    guide = nested()
-    params = train(two_sites, guide, X, y).params
-    outer = guide.posterior(params, X, y, key=KEY)
+    outer = guide.posterior(params, X, y)
     assert isinstance(outer.kernel, sgp.kernels.RBF)
-    assert isinstance(guide.rest, AutoSparseGP)
-    inner = guide.rest.posterior(params, X, y, key=KEY)
-    assert isinstance(inner.kernel, sgp.kernels.Matern32)
-    by_medians = guide.posterior(params, X, y)
     median = guide.median(params)["lengthscale"]
-    np.testing.assert_allclose(by_medians.kernel.lengthscale, median, rtol=1e-6)
+    np.testing.assert_allclose(outer.kernel.lengthscale, median, rtol=1e-6)
+    assert isinstance(guide.rest, AutoSparseGP)
+    inner = guide.rest.posterior(params, X, y)
+    assert isinstance(inner.kernel, sgp.kernels.Matern32)
+    np.testing.assert_allclose(inner.kernel.lengthscale, 2.0 * median, rtol=1e-6)
+    np.testing.assert_array_equal(inner.loc, params["g_auto_loc"])
 
 
 class Network(nnx.Module):
@@ -541,3 +543,10 @@ def test_bad_options(unchecked):
         AutoSparseGP(model, num_inducing=0)
     with pytest.raises(ValueError, match=r"`rest` must be a guide class.*got 'normal'"):
         AutoSparseGP(model, rest="normal")
+
+
+def test_the_rest_starts_at_prior_medians_unless_told_otherwise():
+    for rest in (AutoNormal, functools.partial(AutoNormal, init_scale=0.01)):
+        assert AutoSparseGP(two_sites, "f", rest=rest).rest.init_loc_fn is init_to_median
+    told = functools.partial(AutoNormal, init_loc_fn=init_to_uniform)
+    assert AutoSparseGP(two_sites, "f", rest=told).rest.init_loc_fn is init_to_uniform

@@ -256,11 +256,11 @@ def test_particles_average(vectorize):
 
     @jax.jit
     def values(key: Array) -> Any:
-        single = [
-            QuadratureELBO(2).loss(key, params, hyper_model, guide, y)
-            for key in jax.random.split(key, 4)
-        ]
-        return loss.loss(key, params, hyper_model, guide, y), jnp.stack(single)
+        def one(key: Array) -> Array:
+            return QuadratureELBO(2).loss(key, params, hyper_model, guide, y)
+
+        single = jax.lax.map(one, jax.random.split(key, 4))
+        return loss.loss(key, params, hyper_model, guide, y), single
 
     value, single = values(KEY)
     np.testing.assert_allclose(value, single.mean(), rtol=1e-5)

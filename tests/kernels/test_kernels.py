@@ -439,3 +439,12 @@ def test_only_kernels_and_numbers_compose(unchecked):
         with pytest.raises(TypeError):
             operator.add(other, RBF(1.0))
     assert isinstance(sum([RBF(1.0), Linear()], start=Constant(1.0)), sgp.kernels.Sum)
+
+
+@pytest.mark.parametrize("kernel", [RBF(0.02), Matern32(0.02)], ids=["rbf", "matern32"])
+def test_covariance_has_exact_variances(kernel):
+    X = jnp.asarray(rows(50, 8), jnp.float32)  # hundreds of lengthscales wide
+    covariance = kernel.covariance(X)
+    np.testing.assert_array_equal(jnp.diagonal(covariance), kernel.diag(X))
+    outside = ~np.eye(50, dtype=bool)
+    np.testing.assert_array_equal(covariance[outside], kernel(X, X)[outside])
