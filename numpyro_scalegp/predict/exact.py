@@ -89,7 +89,7 @@ class ExactPosterior(AbstractPosterior):
         return chunks.map_rows(chunk, Xs, chunk_size)
 
     def _rows(self, chunk_size: int | None) -> int:
-        return chunk_size or chunks.rows_per_chunk(self.X.shape[0])
+        return chunks.rows_per_chunk(self.X.shape[0]) if chunk_size is None else chunk_size
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""

@@ -65,7 +65,8 @@ class SparsePosterior(AbstractPosterior):
         return checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
 
     def _rows(self, chunk_size: int | None) -> int:
-        return chunk_size or chunks.rows_per_chunk(self.inducing_points.shape[0])
+        M = self.inducing_points.shape[0]
+        return chunks.rows_per_chunk(M) if chunk_size is None else chunk_size
 
     @eqx.filter_jit
     def _chunked_marginals(self, Xs: Array, chunk_size: int) -> tuple[Array, Array]:

@@ -209,7 +209,7 @@ def test_dtype_follows_the_inputs_and_not_the_default(x64):
         shapes = jax.eval_shape(everything, gp, y)
         wide = [name for name, leaf in shapes.items() if leaf.dtype != jnp.float32]
         assert wide == []
-    wide_noise = sgp.GaussianProcess(sgp.kernels.RBF(0.8), X, jnp.array(0.1))
+    wide_noise = sgp.GaussianProcess(sgp.kernels.RBF(0.8), X, jnp.array(0.1, jnp.float64))
     assert jax.eval_shape(wide_noise.log_prob, y).dtype == jnp.float64
 
 

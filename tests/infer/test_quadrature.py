@@ -224,7 +224,7 @@ def test_agrees_with_the_stock_objective_in_law(x64):
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
     svi = SVI(hyper_model, guide, optax.adam(0.01), QuadratureELBO(2))
-    params = svi.get_params(svi.init(KEY, y))
+    params = svi.get_params(jax.jit(svi.init)(KEY, y))
 
     @jax.jit
     def losses(keys: Array) -> Any:
@@ -251,7 +251,7 @@ def test_particles_average(vectorize):
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
     loss = QuadratureELBO(2, num_particles=4, vectorize_particles=vectorize)
     svi = SVI(hyper_model, guide, optax.adam(0.01), loss)
-    state = svi.init(KEY, y)
+    state = jax.jit(svi.init)(KEY, y)
     params = svi.get_params(state)
 
     @jax.jit
@@ -313,7 +313,7 @@ def test_mutable_state_is_carried():
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
     svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(2))
-    state = svi.init(KEY, y)
+    state = jax.jit(svi.init)(KEY, y)
     start = int(state.mutable_state["count"]["value"])
     update = jax.jit(svi.update)
     for step in range(1, 3):
@@ -325,7 +325,7 @@ def test_mutable_state_needs_one_particle():
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
     svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(2, num_particles=2))
-    state = svi.init(KEY, y)
+    state = jax.jit(svi.init)(KEY, y)
     with pytest.raises(ValueError, match=r"mutable state \(count\) needs num_particles=1, got 2"):
         jax.eval_shape(svi.update, state, y)
 
