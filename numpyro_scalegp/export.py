@@ -167,6 +167,6 @@ def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
             dataset = xarray.Dataset(variables, attrs={"inference_library": "numpyro_scalegp"})
             coordinates = {dim: np.arange(size) for dim, size in dataset.sizes.items()}
             datasets[group] = dataset.assign_coords(coordinates)
-    if hasattr(arviz, "InferenceData"):
-        return arviz.InferenceData(**datasets)  # type: ignore[arg-type]
-    return xarray.DataTree.from_dict(datasets)
+    if int(arviz.__version__.split(".")[0]) >= 1:
+        return xarray.DataTree.from_dict(datasets)
+    return arviz.InferenceData(**datasets)  # type: ignore[arg-type]
