@@ -91,3 +91,15 @@ def test_heteroscedastic(tmp_path: Path) -> None:
     assert scores["one noise level"] > 0.8
     assert scores["two GP sites"] > scores["one noise level"] + 0.05
     assert (tmp_path / "bands.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
+    score = load("flights").main(steps=150, rows=4000, num_inducing=20, output=str(tmp_path))
+    # A normal law around the mean, standardised, has about -1.4: the likelihood must do better.
+    assert score.log_density > -1.2
+    assert 0.8 < score.coverage[1] < 0.97
+    for name in ("loss.png", "lengthscales.png", "calibration.png", "hour.png", "flights.nc"):
+        assert (tmp_path / name).stat().st_size > 1000
