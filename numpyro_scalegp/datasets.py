@@ -84,7 +84,7 @@ class Dataset:
         original: NDArray[np.float64] = X * self.X_scale + self.X_mean
         return original
 
-    def unstandardise_y(self, y: NDArray[np.float64]) -> NDArray[np.float64]:
+    def unstandardise_y(self, y: NDArray[np.floating]) -> NDArray[np.floating]:
         """Targets or predictions of any shape on the scale of `y_train` in original units."""
         return y * self.y_scale + self.y_mean
 
