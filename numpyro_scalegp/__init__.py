@@ -8,10 +8,14 @@ from numpyro_scalegp import (
     guides,
     infer,
     kernels,
+    operators,
+    preconditioners,
     predict,
+    solvers,
 )
-from numpyro_scalegp.distributions import GaussianProcess, LatentGP, SparseGP, plate
+from numpyro_scalegp.distributions import GaussianProcess, LatentGP, SparseGP, plate, solver_state
 from numpyro_scalegp.export import to_arviz
+from numpyro_scalegp.saving import load, save
 
 __all__ = [
     "GaussianProcess",
@@ -24,7 +28,13 @@ __all__ = [
     "guides",
     "infer",
     "kernels",
+    "load",
+    "operators",
     "plate",
+    "preconditioners",
     "predict",
+    "save",
+    "solver_state",
+    "solvers",
     "to_arviz",
 ]

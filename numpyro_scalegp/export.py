@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Key
 from numpyro import handlers
 from numpyro.infer import MCMC
 
+from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
 
 _STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
@@ -31,8 +32,10 @@ def to_arviz(
     Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
     `log_likelihood` (pointwise; for a `GaussianProcess` site the leave-one-out densities
     log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for), `observed_data`,
-    `constant_data` and `sample_stats` (SVI: `loss` over steps; MCMC: divergences and their like;
-    `jitter` of exact Gaussian processes).
+    `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver states, `residual`,
+    `probe_residual`, `epochs`, `converged` and `standard_error` over steps; MCMC: divergences and
+    their like; for each draw `jitter` of an exact Gaussian process, or `draw_residual`,
+    `draw_epochs` and their like of an iterative one).
 
     Args:
         result: an `MCMC` after its run, what `SVI.run` returns, or a dict of SVI parameters.
@@ -49,7 +52,8 @@ def to_arviz(
 
     Returns:
         An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). Time: one run of
-        the model a draw; an exact Gaussian process costs a factorisation each.
+        the model a draw; an exact Gaussian process costs a factorisation each, an iterative one a
+        solve that starts at the solver state, so ask for few draws of a large one.
 
     Raises:
         ImportError: if ArviZ is not installed.
@@ -72,7 +76,7 @@ def to_arviz(
         if model is None or guide is None:
             raise ValueError("`model` and `guide` must be given with a result of SVI.")
         args, kwargs, shape = tuple(model_args or ()), dict(model_kwargs or {}), (1, num_samples)
-        params = result if isinstance(result, Mapping) else result.params
+        params = result if isinstance(result, Mapping) else {**result.params, **_states(result)}
         predictive = Predictive(model, guide=guide, params=dict(params), num_samples=num_samples)
     _check_all_rows(model, args, kwargs)
     draws = predictive.draws(key, *args, **kwargs)
@@ -109,11 +113,22 @@ def _groups(
         },
         "sample_stats": by_chain(
             {
-                "jitter" if len(draws.jitter) == 1 else f"jitter_{name}": v
-                for name, v in draws.jitter.items()
+                _suffixed(stat if stat == "jitter" else f"draw_{stat}", name, draws.diagnostics): v
+                for name, diagnostics in draws.diagnostics.items()
+                for stat, v in diagnostics.items()
             }
         ),
     }
+
+
+def _suffixed(statistic: str, name: str, sites: Mapping[str, Any]) -> str:
+    """The statistic's name, with its site's where there are several sites."""
+    return statistic if len(sites) == 1 else f"{statistic}_{name}"
+
+
+def _states(result: Any) -> dict[str, Any]:
+    """The mutable state of an SVI result."""
+    return getattr(getattr(result, "state", None), "mutable_state", None) or {}
 
 
 def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -132,9 +147,18 @@ def _statistics(result: Any) -> dict[str, Any]:
             dims, energy = statistics.pop("potential_energy")
             statistics["lp"] = (dims, -energy)
         return statistics
+    statistics = {}
     if hasattr(result, "losses"):
-        return {"loss": (("chain", "step"), np.asarray(result.losses)[None])}
-    return {}
+        statistics["loss"] = (("chain", "step"), np.asarray(result.losses)[None])
+    states = {k: v for k, v in _states(result).items() if isinstance(v, SolverState)}
+    for name, state in states.items():
+        for statistic, values in state.history().items():
+            # Of a run longer than the records, the last steps; of a resumed one, all steps.
+            statistics[_suffixed(statistic, name, states)] = (
+                ("chain", "solver_step"),
+                np.asarray(values)[None],
+            )
+    return statistics
 
 
 def _check_all_rows(model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ WITHOUT_NUMPYRO = (
     "solvers",
     "estimators",
 )
-LAYERS = (*WITHOUT_NUMPYRO, "predict", "distributions", "guides", "infer", "export")
+LAYERS = (*WITHOUT_NUMPYRO, "predict", "distributions", "guides", "infer", "saving", "export")
 # A leaf: it imports no layer, and no layer but the last imports it.
 LEAF = "datasets"
 

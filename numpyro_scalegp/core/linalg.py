@@ -49,7 +49,7 @@ def add_jitter(K: Float[Array, "n n"], jitter: float | None = None) -> Float[Arr
     return K + jitter * jnp.mean(jnp.diagonal(K)) * jnp.eye(K.shape[0], dtype=K.dtype)
 
 
-def factorise(K: Float[Array, "n n"], *, escalate: bool = True) -> Factor:
+def factorise(K: Float[Array, "n n"], *, escalate: bool = True, warn: bool = True) -> Factor:
     """Factorise K = L L' without a derivative, adding jitter only where that fails.
 
     What happened is in the result and, where jitter was added or nothing helped, in a warning.
@@ -57,6 +57,7 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True) -> Factor:
     Args:
         K: symmetric positive definite matrix, shape (n, n).
         escalate: whether to try the further steps of `JITTER_LADDER` where K itself fails.
+        warn: whether to warn where jitter was added or nothing helped.
 
     Returns:
         The factor and the jitter that it took, in O(n^3) time for each attempt.
@@ -77,9 +78,11 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True) -> Factor:
     untried = (jnp.full((), -1, jnp.int32), jnp.full_like(K, jnp.nan))
     step, tril = jax.lax.while_loop(failed, attempt, untried)
     works = jnp.isfinite(tril[-1, -1])
-    jax.lax.cond(
-        works & (step == 0), lambda: None, lambda: jax.debug.callback(_warn_of_jitter, works, step)
-    )
+    if warn:
+        untouched = works & (step == 0)
+        jax.lax.cond(
+            untouched, lambda: None, lambda: jax.debug.callback(_warn_of_jitter, works, step)
+        )
     return Factor(tril, ladder[step])
 
 

@@ -1,23 +1,34 @@
 """The collapsed family: a distribution over observations with the function integrated out."""
 
+import math
+import warnings
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpyro
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks, functions, linalg
 from numpyro_scalegp.distributions.rows import RowsDistribution
-from numpyro_scalegp.estimators import Cholesky
+from numpyro_scalegp.estimators import (
+    AbstractEstimator,
+    AbstractIterative,
+    Cholesky,
+    SolverState,
+)
+from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict import ExactPosterior
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.predict import ExactPosterior, PathwisePosterior
 
 
 class GaussianProcess(RowsDistribution):
     """Noisy observations of a Gaussian process, y ~ N(m(X), K(X, X) + noise).
 
-    `log_prob(y)` is the log marginal likelihood. The default estimator is exact.
+    `log_prob(y)` is the log marginal likelihood. The default estimator is exact; others estimate it
+    and its gradient, for data too large to factorise.
 
     Args:
         kernel: covariance function.
@@ -26,10 +37,16 @@ class GaussianProcess(RowsDistribution):
             or, one a row, (n,).
         mean: the mean function: None for zero, a number for a constant, or a callable that maps
             (n, d) inputs to (n,) values.
-        estimator: how the log marginal likelihood is computed.
+        estimator: how the log marginal likelihood is computed; one of `sgp.estimators`.
+        key: a typed JAX key for an estimator that draws at random; by default the next key of the
+            model's seed handler, so that each step of SVI has fresh probes. A constant key fixes
+            them, as a line search needs.
+        state: an `sgp.solver_state`, from which solves start and in which they leave their
+            solution; it fixes the probes, unless it was made with `fresh_probes=True`.
 
     Raises:
-        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity.
+        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity, or if a
+            new state gets no key.
 
     References:
         Rasmussen and Williams (2006), section 2.2. Cost with `Cholesky`: O(n^3) time and O(n^2)
@@ -47,7 +64,7 @@ class GaussianProcess(RowsDistribution):
     arg_constraints = {"noise_variance": constraints.positive}
     reparametrized_params = ["noise_variance"]
     pytree_data_fields = (
-        "kernel", "X", "noise_variance", "mean_function", "estimator",
+        "kernel", "X", "noise_variance", "mean_function", "estimator", "key", "state",
     )  # fmt: skip
 
     def __init__(
@@ -57,7 +74,9 @@ class GaussianProcess(RowsDistribution):
         noise_variance: Float[ArrayLike, "..."],
         *,
         mean: Callable[[Array], Array] | ArrayLike | None = None,
-        estimator: Cholesky | None = None,
+        estimator: AbstractEstimator | None = None,
+        key: Array | None = None,
+        state: SolverState | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = kernel
@@ -70,6 +89,17 @@ class GaussianProcess(RowsDistribution):
         checks.positive("noise_variance", self.noise_variance)
         self.mean_function = _as_mean_function(mean)
         self.estimator = Cholesky() if estimator is None else estimator
+        if key is None and self.estimator.is_stochastic:
+            with warnings.catch_warnings():  # outside of a model it has none, and says so
+                warnings.simplefilter("ignore")
+                key = numpyro.prng_key()
+        self.key = key if key is None else _typed(key)
+        self.state = state
+        if state is not None and isinstance(self.estimator, AbstractIterative):
+            # NumPyro collects the state before it first calls `log_prob`.
+            operator = self._operator()
+            shape = (n, 1 + self.estimator.num_probes)
+            state.prepare(kernel, self.noise_variance, shape, operator.dtype, self.key)
         super().__init__((), (n,), validate_args=validate_args)
 
     @property
@@ -117,36 +147,89 @@ class GaussianProcess(RowsDistribution):
             ValueError: if `value` has the wrong length, or holds NaN or infinity.
         """
         residual = self._residual(value)
-        return self.estimator.log_prob(self.kernel, self.X, self.noise_variance, residual)
+        return self.estimator.log_prob(
+            self.kernel, self.X, self.noise_variance, residual, key=self.key, state=self.state
+        )
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
-        """Draw observations from the prior, noise included: shape (*sample_shape, n), O(n^3)."""
-        H = self.estimator.covariance(self.kernel, self.X, self.noise_variance)
-        normal = jax.random.normal(key, (*sample_shape, *self.event_shape), H.dtype)
-        return self._mean_at_inputs() + linalg.matmul(normal, linalg.cholesky(H).T)
+        """Draw observations from the prior, noise included.
 
-    def condition(self, y: Float[ArrayLike, " n"]) -> ExactPosterior:
+        Args:
+            key: a JAX key.
+            sample_shape: shape of the draws.
+
+        Returns:
+            Draws, shape (*sample_shape, n): exact ones in O(n^3) with `Cholesky`; with an iterative
+            estimator by its `num_features` random features, in O(n num_features) a draw.
+        """
+        mean = self._mean_at_inputs()
+        if isinstance(self.estimator, AbstractIterative):
+            draws = PriorDraws.from_key(
+                key, math.prod(sample_shape), self.estimator.num_features
+            ).observations(self.kernel, self.X, self._operator().noise())
+            return mean + draws.T.reshape(*sample_shape, *self.event_shape)
+        H = self._exact().covariance(self.kernel, self.X, self.noise_variance)
+        normal = jax.random.normal(key, (*sample_shape, *self.event_shape), H.dtype)
+        return mean + linalg.matmul(normal, linalg.cholesky(H).T)
+
+    def condition(
+        self,
+        y: Float[ArrayLike, " n"],
+        *,
+        key: Array | None = None,
+        num_samples: int | None = None,
+    ) -> ExactPosterior | PathwisePosterior:
         """The posterior of f given observations.
 
         Args:
             y: observations, shape (n,).
+            key: a typed JAX key for an iterative estimator, by default the distribution's own.
+            num_samples: posterior samples to store with an iterative estimator, by default its
+                `num_probes`.
 
         Returns:
-            An `ExactPosterior`, from one factorisation in O(n^3).
+            With `Cholesky` an `ExactPosterior`, from one factorisation in O(n^3). With an iterative
+            estimator a `PathwisePosterior`: from the state's last solution, with no further solve,
+            if that is the one for these hyperparameters and observations; otherwise from one
+            batched solve, which starts at the state's solution where there is a state.
 
         Raises:
-            ValueError: if `y` has the wrong length, or holds NaN or infinity.
+            ValueError: if `y` has the wrong length, or holds NaN or infinity, or an iterative
+                estimator has neither a key nor a state.
         """
         residual = self._residual(y)
         if residual.ndim != 1:
             raise ValueError(f"`y` must have shape {self.event_shape}, got {residual.shape}.")
-        H = self.estimator.covariance(self.kernel, self.X, self.noise_variance)
-        factor = self.estimator.factorise(H)
+        if isinstance(self.estimator, AbstractIterative):
+            return PathwisePosterior.solve(
+                self._operator(),
+                y,
+                residual,
+                self.mean_function,
+                self.estimator,
+                key=self.key if key is None else _typed(key),
+                state=self.state,
+                num_samples=num_samples,
+            )
+        estimator = self._exact()
+        H = estimator.covariance(self.kernel, self.X, self.noise_variance)
+        factor = estimator.factorise(H)
         return ExactPosterior.from_factor(
             self.kernel, self.X, y, residual, self.noise_variance, self.mean_function, factor
         )
+
+    def _exact(self) -> Cholesky:
+        return self.estimator if isinstance(self.estimator, Cholesky) else Cholesky()
+
+    def _operator(self) -> KernelOperator:
+        return KernelOperator(self.kernel, self.X, self.noise_variance)
+
+
+def _typed(key: Array) -> Array:
+    """A typed key: NumPyro's own keys may be raw ones."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def _as_mean_function(

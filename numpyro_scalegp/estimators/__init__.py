@@ -1,5 +1,18 @@
 """Log marginal likelihoods and their gradients, exact or with known error."""
 
+from numpyro_scalegp.estimators.base import AbstractEstimator
 from numpyro_scalegp.estimators.cholesky import Cholesky
+from numpyro_scalegp.estimators.hutchinson import Hutchinson
+from numpyro_scalegp.estimators.iterative import AbstractIterative, Estimate
+from numpyro_scalegp.estimators.pathwise import Pathwise
+from numpyro_scalegp.estimators.state import SolverState
 
-__all__ = ["Cholesky"]
+__all__ = [
+    "AbstractEstimator",
+    "AbstractIterative",
+    "Cholesky",
+    "Estimate",
+    "Hutchinson",
+    "Pathwise",
+    "SolverState",
+]

@@ -2,13 +2,15 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import linalg
+from numpyro_scalegp.estimators.base import AbstractEstimator
+from numpyro_scalegp.estimators.state import SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 
 
-class Cholesky(eqx.Module):
+class Cholesky(AbstractEstimator):
     """The exact log marginal likelihood and its exact gradient.
 
     log p(y) = -(y'H^-1 y + log|H| + n log 2 pi) / 2 with H = K(X, X) + diag(noise_variance).
@@ -39,6 +41,11 @@ class Cholesky(eqx.Module):
         if self.jitter is not None and not self.jitter >= 0:
             raise ValueError(f"`jitter` must not be negative, got {self.jitter}.")
 
+    @property
+    def is_stochastic(self) -> bool:
+        """False."""
+        return False
+
     def covariance(
         self,
         kernel: AbstractKernel,
@@ -66,17 +73,14 @@ class Cholesky(eqx.Module):
         X: Float[Array, "n d"],
         noise_variance: Float[Array, "..."],
         residual: Float[Array, "*batch n"],
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
     ) -> Float[Array, "*batch"]:
-        """The log density of `residual` under N(0, H).
+        """The log density of `residual` under N(0, H); see `AbstractEstimator.log_prob`.
 
-        Args:
-            kernel: covariance function.
-            X: inputs, shape (n, d).
-            noise_variance: shape () or (n,).
-            residual: observations minus the mean, shape (..., n); one factorisation serves all.
-
-        Returns:
-            Log densities, shape (...); NaN, with a warning, where H is not positive definite.
+        One factorisation serves the whole batch; neither the key nor the state is used. NaN, with a
+        warning, where H is not positive definite.
         """
         H = self.covariance(kernel, X, noise_variance)
         return linalg.gaussian_log_density(H, residual, self.factorise(H))

@@ -7,6 +7,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.distances import squared_distances
+from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
 
 
 def kmeans_points(
@@ -107,27 +108,7 @@ def greedy_points(
         (50, 2)
     """
     X = _checked(X, num_points)
-    variance = kernel.diag(X)
-    negligible = jnp.finfo(variance.dtype).eps * jnp.max(variance)
-
-    def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        remaining, columns, chosen = state
-        pivot = jnp.argmax(remaining)
-        explained = columns.T @ columns[:, pivot]
-        column = kernel(X, X[pivot][None])[:, 0] - explained
-        # Where all variance is explained up to rounding, further rows are taken as they come.
-        left = jnp.maximum(remaining[pivot], negligible)
-        column = jnp.where(remaining[pivot] > negligible, column * jax.lax.rsqrt(left), 0.0)
-        remaining = (remaining - jnp.square(column)).at[pivot].set(-jnp.inf)
-        return remaining, columns.at[i].set(column), chosen.at[i].set(pivot)
-
-    start = (
-        variance,
-        jnp.zeros((num_points, X.shape[0]), variance.dtype),
-        jnp.zeros(num_points, int),
-    )
-    _, _, chosen = jax.lax.fori_loop(0, num_points, step, start)
-    return X[chosen]
+    return X[pivoted_cholesky(kernel, X, num_points)[1]]
 
 
 def _checked(X: ArrayLike, num_points: int) -> Float[Array, "n d"]:

@@ -20,7 +20,7 @@ class Draws(NamedTuple):
     predictive: dict[str, Any]  # replicates of the observed sites
     log_likelihood: dict[str, Any]  # pointwise, for the observed sites
     observed: dict[str, Any]  # values of the observed sites, the same in each draw
-    jitter: dict[str, Any]  # for the sites of exact Gaussian processes
+    diagnostics: dict[str, dict[str, Any]]  # of the solves, for Gaussian process sites
 
     def log_predictive_density(self) -> dict[str, np.ndarray]:
         """The log of the likelihood averaged over draws, pointwise, for each observed site.
@@ -46,7 +46,8 @@ class Predictive:
     Args:
         model: the model.
         guide: a guide, with its `params`.
-        params: the guide's and the model's parameters, as from `SVI.get_params`.
+        params: the guide's and the model's parameters, as from `SVI.get_params`; with a solver
+            state in the model, together with `SVIState.mutable_state`, so that solves start there.
         posterior_samples: instead of a guide, draws of the latent sites, as from
             `MCMC.get_samples`, leading axis the draws.
         num_samples: number of draws, where a guide makes them.
@@ -148,10 +149,9 @@ def _replicate(draws: Draws, key: Array, name: str, site: dict[str, Any]) -> Non
     fn, value = site["fn"], site["value"]
     if isinstance(fn, GaussianProcess):
         posterior = fn.condition(value)
-        predictive = posterior.predictive(fn.X, noise_variance=fn.noise_variance)
-        draws.predictive[name] = predictive.sample(key)
+        draws.predictive[name] = posterior.at_data().sample(key)
         draws.log_likelihood[name] = posterior.leave_one_out().log_prob(value)
-        draws.jitter[name] = posterior.diagnostics["jitter"]
+        draws.diagnostics[name] = posterior.diagnostics
     else:
         draws.predictive[name] = fn.sample(key)
         draws.log_likelihood[name] = fn.log_prob(value)

@@ -1,6 +1,7 @@
 """The interface of a covariance function, and how two of them compose."""
 
 import abc
+import math
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
 
 
 class AbstractKernel(eqx.Module):
@@ -69,6 +72,45 @@ class AbstractKernel(eqx.Module):
             "and their products have one. Use inducing points or an exact estimator instead."
         )
 
+    @property
+    def is_stationary(self) -> bool:
+        """Whether k(x, z) depends on x - z alone, so that the kernel has a spectral density."""
+        return False
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """Map inputs to random features that have the kernel as their expected inner product.
+
+        E[phi(x)'phi(z)] = k(x, z) over keys. A stationary kernel has pairs of a cosine and a sine
+        with frequencies from its spectral density; sums, products and mapped inputs combine the
+        features of their parts, and a linear kernel has its own, exact ones. With the same key, the
+        frequencies follow the hyperparameters continuously, and each row's features depend on that
+        row alone.
+
+        Args:
+            key: a typed JAX key; the features of other rows belong together if drawn with the same.
+            X: inputs, shape (n, d).
+            num_features: number of features wanted, an even number of at least 2.
+
+        Returns:
+            Features, shape (n, p); p is `num_features` unless the kernel has a part with exact
+            features. Time O(n d p), memory O(n p).
+
+        Raises:
+            ValueError: if the kernel is not stationary and not made of parts that have features.
+
+        References:
+            Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; Sutherland and
+            Schneider (2015), On the Error of Random Fourier Features: pairs beat random phases.
+        """
+        X = checks.inputs("X", X)
+        num_pairs = max(1, num_features // 2)
+        frequencies = self.sample_frequencies(key, num_pairs, X.shape[1]) / (2.0 * math.pi)
+        cosines, sines = cos_sin_of_turns(matmul(X, frequencies.T.astype(X.dtype)))
+        amplitude = jnp.sqrt(self._diag(X[:1]) / num_pairs)
+        return amplitude * jnp.concatenate([cosines, sines], axis=1)
+
     def on(self, dims: Sequence[int]) -> "ActiveDims":
         """The same kernel on the input columns `dims` only."""
         return ActiveDims(self, tuple(dims))
@@ -106,6 +148,20 @@ class Sum(AbstractKernel):
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return self.left._diag(X) + self.right._diag(X)
 
+    @property
+    def is_stationary(self) -> bool:
+        """Whether both kernels are stationary."""
+        return self.left.is_stationary and self.right.is_stationary
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """Both kernels' features, half of the number each, side by side."""
+        left_key, right_key = jax.random.split(key)
+        left = self.left.random_features(left_key, X, num_features // 2)
+        right = self.right.random_features(right_key, X, num_features // 2)
+        return jnp.concatenate([left, right], axis=1)
+
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw from the mixture of both spectral densities, weighed by the variances."""
         choice_key, left_key, right_key = jax.random.split(key, 3)
@@ -129,6 +185,28 @@ class Product(AbstractKernel):
 
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return self.left._diag(X) * self.right._diag(X)
+
+    @property
+    def is_stationary(self) -> bool:
+        """Whether both kernels are stationary."""
+        return self.left.is_stationary and self.right.is_stationary
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """Fourier features of a stationary product; else products of both kernels' features.
+
+        With standard normal G and H, the columns of (Phi_1 G) * (Phi_2 H) / sqrt(p) have the
+        expected inner product k_1 k_2.
+        """
+        if self.is_stationary:
+            return super().random_features(key, X, num_features)
+        keys = jax.random.split(key, 4)
+        left = self.left.random_features(keys[0], X, num_features)
+        right = self.right.random_features(keys[1], X, num_features)
+        G = jax.random.normal(keys[2], (left.shape[1], num_features), left.dtype)
+        H = jax.random.normal(keys[3], (right.shape[1], num_features), right.dtype)
+        return matmul(left, G) * matmul(right, H) / math.sqrt(num_features)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw from the convolution of both spectral densities: frequencies add up."""
@@ -156,6 +234,17 @@ class Scaled(AbstractKernel):
 
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return self.scale * self.kernel._diag(X)
+
+    @property
+    def is_stationary(self) -> bool:
+        """Whether the kernel itself is stationary."""
+        return self.kernel.is_stationary
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """The kernel's features times the root of the scale."""
+        return jnp.sqrt(self.scale) * self.kernel.random_features(key, X, num_features)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw the kernel's own frequencies: a scale does not change the normalised density."""
@@ -191,6 +280,18 @@ class ActiveDims(AbstractKernel):
 
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return self.kernel._diag(self._columns(X))
+
+    @property
+    def is_stationary(self) -> bool:
+        """Whether the kernel itself is stationary."""
+        return self.kernel.is_stationary
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """The kernel's features of the active columns."""
+        active = self._columns(checks.inputs("X", X))
+        return self.kernel.random_features(key, active, num_features)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw frequencies for the active columns; those of the others are zero."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
@@ -42,6 +42,15 @@ class Linear(AbstractKernel):
         checks.shape("bias", self.bias, ())
         if checks.is_concrete(self.bias) and not 0 <= self.bias < jnp.inf:
             raise ValueError(f"`bias` must be finite and not negative, got {self.bias}.")
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """The d + 1 exact features, sqrt(variance) x and sqrt(bias)."""
+        X = checks.inputs("X", X)
+        slopes = jnp.sqrt(self.variance) * X
+        constant = jnp.broadcast_to(jnp.sqrt(self.bias).astype(slopes.dtype), (X.shape[0], 1))
+        return jnp.concatenate([slopes, constant], axis=1)
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         return self.variance * matmul(X, Z.T) + self.bias
@@ -87,6 +96,13 @@ class FeatureMapped(AbstractKernel):
                 f"{X.shape}, got {jnp.shape(mapped)}."
             )
         return mapped
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """The features of the mapped inputs."""
+        mapped = self._mapped(checks.inputs("X", X))
+        return self.kernel.random_features(key, mapped, num_features)
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         return self.kernel._gram(self._mapped(X), self._mapped(Z))

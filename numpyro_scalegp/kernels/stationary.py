@@ -5,7 +5,7 @@ import abc
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.base import AbstractKernel
@@ -26,6 +26,11 @@ class _Stationary(AbstractKernel):
         checks.positive("lengthscale", self.lengthscale)
         checks.shape("variance", self.variance, (), why="the amplitude squared")
         checks.positive("variance", self.variance)
+
+    @property
+    def is_stationary(self) -> bool:
+        """True."""
+        return True
 
     def _check_width(self, d: int) -> None:
         checks.shape(
@@ -342,6 +347,19 @@ class Constant(AbstractKernel):
 
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return self._gram(X, X[:1])[:, 0]
+
+    @property
+    def is_stationary(self) -> bool:
+        """True."""
+        return True
+
+    def random_features(
+        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+    ) -> Float[Array, "n p"]:
+        """The one exact feature, sqrt(variance)."""
+        X = checks.inputs("X", X)
+        dtype = jnp.result_type(X, self.variance)
+        return jnp.broadcast_to(jnp.sqrt(self.variance).astype(dtype), (X.shape[0], 1))
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Return zeros: all the power of a constant lies at frequency zero."""

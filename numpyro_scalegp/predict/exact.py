@@ -11,7 +11,7 @@ from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.base import AbstractPosterior
+from numpyro_scalegp.predict.base import AbstractPosterior, own_noise
 
 
 class ExactPosterior(AbstractPosterior):
@@ -122,14 +122,12 @@ class ExactPosterior(AbstractPosterior):
         Raises:
             ValueError: if the model's noise is one value a row and `noise_variance` is not given.
         """
-        if noise_variance is None:
-            noise_variance = self.noise_variance
-            if jnp.ndim(noise_variance) > 0:
-                raise ValueError(
-                    "`noise_variance` must be given: the model has one noise variance for each "
-                    f"training row (shape {noise_variance.shape}) and none for new inputs."
-                )
+        noise_variance = own_noise(self.noise_variance, noise_variance)
         return super().predictive(Xs, noise_variance, chunk_size=chunk_size)
+
+    def at_data(self) -> dist.Normal:
+        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
+        return self.predictive(self.X, self.noise_variance)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

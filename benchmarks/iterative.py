@@ -1,0 +1,196 @@
+"""The iterative marginal likelihood: products, gradient steps, speed-ups, budgets and accuracy.
+
+    python benchmarks/iterative.py product                      # K V beside a resident matrix
+    python benchmarks/iterative.py step --data elevators        # one gradient beside GPyTorch
+    python benchmarks/iterative.py ratios --data pol            # epochs: estimators and warm starts
+    python benchmarks/iterative.py value --data pol             # log p(y) beside Cholesky's
+    python benchmarks/iterative.py train --data elevators       # test error after training
+
+Matern-3/2 with ARD throughout, as in Lin et al. (2024), trained by Adam with a learning rate of 0.1
+from hyperparameters of 1.0. Needs SCALEGP_DATA; `step` needs the `bench` extra.
+"""
+
+import argparse
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import optax
+from numpyro.distributions import constraints
+from numpyro.infer import SVI, Trace_ELBO
+
+import numpyro_scalegp as sgp
+
+SOLVERS = {
+    "ap": sgp.solvers.AlternatingProjections,
+    "cg": sgp.solvers.ConjugateGradients,
+    "sgd": sgp.solvers.StochasticGradientDescent,
+}
+
+
+def seconds(function, *arguments, repeats=5):
+    """Wall times of a compiled function, after one call that compiles it."""
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def peak_memory():
+    """The largest resident memory of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def load(arguments):
+    """Standardised training and test data, cut to `--n` training rows."""
+    data = sgp.datasets.load_uci(arguments.data, arguments.split)
+    X, y = jnp.array(data.X_train), jnp.array(data.y_train)
+    if arguments.n and arguments.n < len(X):
+        rows = np.random.default_rng(0).choice(len(X), arguments.n, replace=False)
+        X, y = X[rows], y[rows]
+    return X, y, jnp.array(data.X_test), jnp.array(data.y_test)
+
+
+def make_solver(arguments, name=None):
+    """The solver that the arguments ask for."""
+    name = arguments.solver if name is None else name
+    options = {"tolerance": arguments.tolerance, "max_epochs": arguments.max_epochs}
+    if name == "ap":
+        options["block_size"] = arguments.block_size
+    if name == "sgd":
+        options["batch_size"] = arguments.batch_size
+    if name == "cg":
+        rank = arguments.rank
+        options["preconditioner"] = (
+            sgp.preconditioners.PivotedCholesky(rank) if rank else sgp.preconditioners.Identity()
+        )
+    return SOLVERS[name](**options)
+
+
+def make_model(estimator, warm):
+    """A GP with point estimates of all hyperparameters, from 1.0."""
+
+    def positive(name, start):
+        return numpyro.param(name, start, constraint=constraints.softplus_positive)
+
+    def model(X, y):
+        kernel = sgp.kernels.Matern32(
+            positive("lengthscale", jnp.ones(X.shape[1])), positive("variance", jnp.ones(()))
+        )
+        noise = jnp.square(positive("noise", jnp.ones(())))
+        state = sgp.solver_state("solver") if warm else None
+        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state=state)
+        numpyro.sample("y", gp, obs=y)
+
+    return model
+
+
+def gaussian_process(params, X, estimator, **options):
+    """The model's distribution under trained parameters."""
+    kernel = sgp.kernels.Matern32(params["lengthscale"], params["variance"])
+    noise = jnp.square(params["noise"])
+    return sgp.GaussianProcess(kernel, X, noise, estimator=estimator, **options)
+
+
+def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
+    """Train by stock SVI; returns parameters, the state and seconds, compilation apart.
+
+    With `cold`, the state's solution is set to zero before each step: the probes stay the same.
+    """
+    svi = SVI(make_model(estimator, True), lambda X, y: None, optax.adam(rate), Trace_ELBO())
+    state = svi.init(jax.random.key(0), X, y)
+    start = time.perf_counter()
+    update = jax.jit(svi.update).lower(state, X, y).compile()
+    compiling = time.perf_counter() - start
+    start = time.perf_counter()
+    for step in range(num_steps):
+        if cold:
+            memory = state.mutable_state["solver"].memory
+            memory = memory._replace(solution=jnp.zeros_like(memory.solution))
+            solver = sgp.estimators.SolverState(memory=memory)
+            state = state._replace(mutable_state={"solver": solver})
+        state, loss = update(state, X, y)
+        if each is not None:
+            each(step, state, loss, time.perf_counter() - start)
+    jax.block_until_ready(state)
+    return svi.get_params(state), state, compiling, time.perf_counter() - start
+
+
+def product(arguments):
+    """K(X, X) V against the bare product with K in memory."""
+    for n in (arguments.n or 15_000, 50_000):
+        X = jax.random.normal(jax.random.key(0), (n, 18))
+        V = jax.random.normal(jax.random.key(1), (n, 65))
+        H = sgp.operators.KernelOperator(sgp.kernels.Matern32(jnp.full(18, 2.0)), X, 0.1)
+        before = peak_memory()
+        ours = seconds(jax.jit(lambda H, V: H.matmul(V)), H, V, repeats=3 if n > 20_000 else 10)
+        print(f"n = {n}: {min(ours):.3f} s, {peak_memory() - before:.2f} GiB above the inputs")
+        if n <= 20_000:
+            K = jax.jit(lambda H: H.kernel(H.X, H.X))(H)
+            bare = seconds(jax.jit(jnp.matmul), K, V, repeats=10)
+            print(f"  resident {min(bare):.3f} s: ratio {min(ours) / min(bare):.2f}")
+            first = min(ours) / n**2
+        else:
+            print(f"  per n^2 {min(ours) / n**2 / first:.2f} times that of the smaller n")
+
+
+def ratios(arguments):
+    """Solver epochs to tolerance, summed over steps, for both estimators, cold and warm."""
+    X, y, *_ = load(arguments)
+    epochs = {}
+    for kind in ("standard", "pathwise"):
+        for start in ("cold", "warm"):
+            family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
+            estimator = family(make_solver(arguments), num_logdet_probes=0)
+            cold = start == "cold"
+            _, state, _, elapsed = train(X, y, estimator, arguments.steps, cold=cold)
+            history = state.mutable_state["solver"].history()
+            # A cold start needs no product for the residual of its guess.
+            each = np.asarray(history["epochs"]) - cold
+            epochs[f"{kind}, {start}"] = np.cumsum(each)
+            unsolved = int(np.sum(~np.asarray(history["converged"])))
+            print(
+                f"{kind}, {start}: {each.sum():9.1f} epochs, {elapsed:6.1f} s, "
+                f"{unsolved} steps above tolerance",
+                flush=True,
+            )
+    base = epochs["standard, cold"]
+    for step in (10, 30, 60, 100):
+        if step <= arguments.steps:
+            gains = (f"{name} {base[step - 1] / v[step - 1]:.1f}" for name, v in epochs.items())
+            print(f"after {step} steps, standard and cold over: " + "; ".join(gains))
+    if arguments.out:
+        np.savez(arguments.out, **epochs)
+
+
+def main():
+    """Run a benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["product", "ratios"])
+    parser.add_argument("--data", default="pol")
+    parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
+    parser.add_argument("--solver", choices=SOLVERS, default="ap")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tolerance", type=float, default=0.01)
+    parser.add_argument("--max-epochs", type=float, default=100)
+    parser.add_argument("--block-size", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--rank", type=int, default=100, help="preconditioner of cg; 0 for none")
+    parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--out", help="file for the epochs of each step")
+    arguments = parser.parse_args()
+    jax.config.update("jax_enable_x64", arguments.float64)
+    globals()[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()

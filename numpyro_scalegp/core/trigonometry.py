@@ -1,0 +1,41 @@
+"""Cosines and sines of many angles at once, several times faster than the library's on a CPU."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# cos(2 pi r) and sin(2 pi r) / r as polynomials in r^2 for |r| <= 1/2: Chebyshev fits of degree 6
+# with errors of 2e-8, below the rounding of float32.
+_COS = (
+    0.999999989, -19.7392045, 64.9391175, -85.4501395, 60.167631, -25.9675992, 6.52865816,
+)  # fmt: skip
+_SIN = (
+    6.2831853, -41.3417004, 81.6051314, -76.7030154, 42.025927, -14.8998467, 3.23813751,
+)  # fmt: skip
+
+
+def cos_sin_of_turns(
+    turns: Float[Array, "..."],
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Compute cos(2 pi t) and sin(2 pi t).
+
+    Args:
+        turns: t, angles in full turns.
+
+    Returns:
+        Both, with the shape and dtype of `turns`; in float32 with an error of at most 1e-6 beside
+        that of `turns` itself.
+    """
+    fraction = turns - jax.lax.stop_gradient(jnp.round(turns))
+    if turns.dtype != jnp.float32:
+        angle = 2.0 * jnp.pi * fraction
+        return jnp.cos(angle), jnp.sin(angle)
+    square = fraction * fraction
+    return _polynomial(_COS, square), fraction * _polynomial(_SIN, square)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    total = jnp.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total

@@ -1,0 +1,43 @@
+"""The interface of a log marginal likelihood."""
+
+import abc
+
+import equinox as eqx
+from jaxtyping import Array, Float, Key
+
+from numpyro_scalegp.estimators.state import SolverState
+from numpyro_scalegp.kernels import AbstractKernel
+
+
+class AbstractEstimator(eqx.Module):
+    """A way to compute log N(y; 0, K(X, X) + noise) and its gradient."""
+
+    @property
+    @abc.abstractmethod
+    def is_stochastic(self) -> bool:
+        """Whether it draws at random, so that it needs a key or a state."""
+
+    @abc.abstractmethod
+    def log_prob(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        noise_variance: Float[Array, "..."],
+        residual: Float[Array, "*batch n"],
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+    ) -> Float[Array, "*batch"]:
+        """The log density of `residual` under N(0, H) with H = K(X, X) + noise.
+
+        Args:
+            kernel: covariance function.
+            X: inputs, shape (n, d).
+            noise_variance: shape () or (n,).
+            residual: observations minus the mean, shape (..., n).
+            key: a typed JAX key, for estimators that draw at random.
+            state: where iterative estimators start from, and where they leave their solution.
+
+        Returns:
+            Log densities, shape (...).
+        """

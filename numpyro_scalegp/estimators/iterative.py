@@ -1,0 +1,316 @@
+"""What the estimators that solve linear systems iteratively have in common."""
+
+import abc
+import math
+import warnings
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.estimators.base import AbstractEstimator
+from numpyro_scalegp.estimators.prior_draws import PriorDraws
+from numpyro_scalegp.estimators.quadrature import LogDeterminant, log_determinant
+from numpyro_scalegp.estimators.state import Records, SolverState
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.solvers import AbstractSolver, ConjugateGradients, Solution
+
+
+class Estimate(NamedTuple):
+    """A log marginal likelihood for each of m data vectors, and what it rests on."""
+
+    value: Float[Array, " m"]
+    standard_error: Float[Array, ""]  # of each value, from the spread of the log-determinant
+    solution: Solution  # m columns for the data, then those of the probes
+    left: Float[Array, "n s"]  # tr(H^-1 dH) ~ sum_j left_j'dH right_j / s
+    right: Float[Array, "n s"]
+
+
+class AbstractIterative(AbstractEstimator):
+    """log p(y) and its gradient from solves of H [v, u_1 .. u_s] = [y, b_1 .. b_s].
+
+    log p(y) = -(y'v + log|H| + n log 2 pi) / 2, with gradient
+    v'dH v / 2 - tr(H^-1 dH) / 2 - v'dy. Solutions are held fixed and the quadratic forms
+    differentiated block by block, so that nothing is differentiated through a solver.
+    """
+
+    solver: eqx.AbstractVar[AbstractSolver]
+    num_probes: eqx.AbstractVar[int]
+    num_features: eqx.AbstractVar[int]
+    num_logdet_probes: eqx.AbstractVar[int]
+    logdet_epochs: eqx.AbstractVar[int]
+
+    def __check_init__(self) -> None:
+        if not isinstance(self.solver, AbstractSolver):
+            raise ValueError(
+                f"`solver` must be one of `sgp.solvers`, got {type(self.solver).__name__}."
+            )
+        if self.num_probes < 1:
+            raise ValueError(f"`num_probes` must be at least 1, got {self.num_probes}.")
+        if self.num_features < 2 or self.num_features % 2:
+            raise ValueError(
+                f"`num_features` must be even and at least 2, got {self.num_features}."
+            )
+        if self.num_logdet_probes < 0:
+            raise ValueError(
+                f"`num_logdet_probes` must not be negative, got {self.num_logdet_probes}."
+            )
+        if self.logdet_epochs < 1:
+            raise ValueError(f"`logdet_epochs` must be at least 1, got {self.logdet_epochs}.")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    @abc.abstractmethod
+    def stores_samples(self) -> bool:
+        """Whether the probes' solutions are those of pathwise posterior samples."""
+
+    @abc.abstractmethod
+    def targets(
+        self, operator: KernelOperator, key: Key[Array, ""]
+    ) -> Float[Array, "n num_probes"]:
+        """The probes' right-hand sides b_j."""
+
+    @abc.abstractmethod
+    def trace_vectors(
+        self, targets: Float[Array, "n s"], solutions: Float[Array, "n s"]
+    ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
+        """The vectors l_j, r_j with tr(H^-1 dH) = E[l_j'dH r_j]."""
+
+    def estimate(
+        self,
+        operator: KernelOperator,
+        residual: Float[Array, "n m"],
+        *,
+        key: Key[Array, ""],
+        guess: Float[Array, "*candidates n k"] | None = None,
+        solver_key: Key[Array, ""] | None = None,
+    ) -> Estimate:
+        """Estimate log N(y; 0, H) for each column y of `residual`, without a derivative.
+
+        Args:
+            operator: H.
+            residual: observations minus the mean, shape (n, m).
+            key: a typed JAX key for the probes.
+            guess: where the solutions start, shape (n, m + num_probes) or, for the best combination of
+                several, (p, n, m + num_probes).
+            solver_key: a typed JAX key for the solver's own draws, by default from `key`.
+
+        Returns:
+            An `Estimate`.
+        """
+        operator, residual, guess = jax.lax.stop_gradient((operator, residual, guess))
+        probe_key, logdet_key, own_key = _split(key)
+        solver_key = own_key if solver_key is None else solver_key
+        targets = self.targets(operator, probe_key).astype(operator.dtype)
+        residual = residual.astype(operator.dtype)
+        B = jnp.concatenate([residual, targets], axis=1)
+        solution, logdet = self._solve(operator, B, guess, logdet_key, solver_key)
+        m = residual.shape[1]
+        fit = jnp.sum(residual * solution.value[:, :m], axis=0)
+        value = -0.5 * (fit + logdet.value + operator.size * math.log(2.0 * math.pi))
+        left, right = self.trace_vectors(targets, solution.value[:, m:])
+        return Estimate(value, 0.5 * logdet.standard_error, solution, left, right)
+
+    def _solve(
+        self,
+        operator: KernelOperator,
+        B: Float[Array, "n k"],
+        guess: Float[Array, "*candidates n k"] | None,
+        logdet_key: Key[Array, ""],
+        solver_key: Key[Array, ""],
+    ) -> tuple[Solution, LogDeterminant]:
+        solver, num_probes = self.solver, self.num_logdet_probes
+        if num_probes == 0:
+            zero = jnp.zeros((), operator.dtype)
+            solution = solver.solve(operator, B, guess=guess, key=solver_key)
+            return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf))
+        if isinstance(solver, ConjugateGradients):
+            solution, coefficients = solver.solve_with_probes(
+                operator, B, logdet_key, num_probes, guess=guess
+            )
+        else:
+            solution = solver.solve(operator, B, guess=guess, key=solver_key)
+            lanczos = ConjugateGradients(max_epochs=self.logdet_epochs)
+            _, coefficients = lanczos.solve_with_probes(operator, B[:, :0], logdet_key, num_probes)
+        return solution, log_determinant(coefficients, operator.size)
+
+    def log_prob(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        noise_variance: Float[Array, "..."],
+        residual: Float[Array, "*batch n"],
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+    ) -> Float[Array, "*batch"]:
+        """The log density of `residual` under N(0, H); see `AbstractEstimator.log_prob`.
+
+        Raises:
+            ValueError: if there is neither a key nor a state, or the state has another shape.
+        """
+        operator = KernelOperator(kernel, X, noise_variance)
+        rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
+        guess = solver_key = None
+        if state is not None:
+            if rows.shape[0] != 1:
+                raise ValueError(
+                    f"`y` must have shape ({rows.shape[1]},) where a solver state is used, got "
+                    f"{residual.shape}."
+                )
+            shape = (operator.size, 1 + self.num_probes)
+            memory = state.read(shape)
+            guess = memory.solutions
+            if not state.fresh_probes:
+                fixed = memory.key()
+                # The solver's own draws need not be the same again.
+                solver_key = jax.random.fold_in(jax.random.fold_in(fixed, 1), memory.step)
+            else:
+                guess = guess.at[:, :, 1:].set(0.0)
+        used_key = key if state is None or state.fresh_probes else fixed
+        if used_key is None:
+            raise ValueError(
+                f"`{type(self).__name__}` draws at random: give the `GaussianProcess` a `key=` or "
+                "a `state=`, or run the model under `numpyro.handlers.seed`."
+            )
+        found = self.estimate(operator, rows.T, key=used_key, guess=guess, solver_key=solver_key)
+        if state is None:
+            warn_unless(found.solution.converged)
+        else:
+            self._record(state, operator, rows[0], found, key)
+        differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
+        value = _with_gradient(found.value, differentiable, rows, (rest, found))
+        return value.reshape(residual.shape[:-1])
+
+    def condition(
+        self,
+        operator: KernelOperator,
+        residual: Float[Array, " n"],
+        *,
+        key: Key[Array, ""] | None,
+        state: SolverState | None,
+        num_samples: int | None = None,
+    ) -> tuple[Solution, PriorDraws]:
+        """Solve H [v, u_1 .. u_s] = [y, xi_1 .. xi_s] for pathwise posterior samples.
+
+        A state whose solution belongs to these very hyperparameters, data and draws is taken as it
+        is; any other state is where the solve starts.
+
+        Args:
+            operator: H.
+            residual: observations minus the mean, shape (n,).
+            key: a typed JAX key; not needed with a state.
+            state: the state of the steps before.
+            num_samples: s, `num_probes` by default.
+
+        Returns:
+            The solution and the prior draws that its columns after the first belong to.
+
+        Raises:
+            ValueError: if there is neither a key nor a state.
+        """
+        operator, residual = jax.lax.stop_gradient((operator, residual.astype(operator.dtype)))
+        memory = None
+        if state is not None:
+            memory = state.read((operator.size, 1 + self.num_probes), last=True)
+            if not state.fresh_probes or key is None:
+                key = memory.key()
+        if key is None:
+            raise ValueError(
+                "posterior samples are drawn at random: give `condition` a `key=`, or the "
+                "`GaussianProcess` a `key=` or a `state=`."
+            )
+        probe_key, _, solver_key = _split(key)
+        count = self.num_probes if num_samples is None else num_samples
+        draws = PriorDraws.from_key(probe_key, count, self.num_features)
+
+        def solve(guess: Array | None) -> Solution:
+            xi = draws.observations(operator.kernel, operator.X, operator.noise())
+            B = jnp.concatenate([residual[:, None], xi.astype(operator.dtype)], axis=1)
+            return self.solver.solve(operator, B, guess=guess, key=solver_key)
+
+        if memory is None:
+            return solve(None), draws
+        assert state is not None
+        if self.stores_samples and not state.fresh_probes and count == self.num_probes:
+            same, last = state.last(operator.kernel, operator.noise_variance, residual)
+            return jax.lax.cond(same, lambda: last, lambda: solve(memory.solutions)), draws
+        guess = jnp.zeros((operator.size, 1 + count), operator.dtype)
+        return solve(guess.at[:, 0].set(memory.solutions[0, :, 0])), draws
+
+    def _record(
+        self,
+        state: SolverState,
+        operator: KernelOperator,
+        target: Float[Array, " n"],
+        found: Estimate,
+        key: Key[Array, ""] | None,
+    ) -> None:
+        residual = found.solution.residual
+        record = Records(
+            residual[0],
+            jnp.mean(residual[1:]),
+            found.solution.epochs,
+            found.solution.converged,
+            found.standard_error,
+        )
+        state.write(
+            operator.kernel, operator.noise_variance, found.solution.value, target, record, key
+        )
+
+
+def _split(key: Key[Array, ""]) -> Key[Array, " 3"]:
+    """Keys for the probes, the log-determinant and the solver."""
+    return jax.random.split(key, 3)
+
+
+@jax.custom_vjp
+def _with_gradient(
+    value: Float[Array, " m"], operator: KernelOperator, rows: Float[Array, "m n"], fixed: tuple
+) -> Float[Array, " m"]:
+    """The value, with the estimator's gradient with respect to the operator and the data."""
+    return value
+
+
+def _forward(
+    value: Array, operator: KernelOperator, rows: Array, fixed: tuple
+) -> tuple[Array, tuple]:
+    return value, (operator, fixed)
+
+
+def _backward(kept: tuple, slope: Float[Array, " m"]) -> tuple:
+    operator, (rest, found) = kept
+    operator = eqx.combine(operator, rest)
+    m, s = slope.size, found.left.shape[1]
+    v = found.solution.value[:, :m]
+    left = jnp.concatenate([0.5 * slope * v, -0.5 / s * jnp.sum(slope) * found.left], axis=1)
+    right = jnp.concatenate([v, found.right], axis=1)
+    gradient = operator.bilinear_gradient(left, right)
+    return jnp.zeros_like(slope), gradient, -(slope * v).T, None
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+def warn_unless(converged: Array) -> None:
+    """Warn on the host, once under Python's default filter, that a result rests on bad solves."""
+    jax.lax.cond(converged, lambda: None, lambda: jax.debug.callback(_warn, converged))
+
+
+def _warn(converged: ArrayLike) -> None:
+    if not converged:  # under `jax.vmap` the callback runs for solves that converged, too
+        warnings.warn(
+            "a linear solve ended above its tolerance, and a result rests on it. Raise the "
+            "solver's `max_epochs`, start from a `sgp.solver_state`, use a stronger "
+            "preconditioner, or keep the noise variance from becoming very small (a prior does "
+            "that). The residuals are in the posterior's `diagnostics` and the state's `history()`.",
+            RuntimeWarning,
+            stacklevel=1,
+        )

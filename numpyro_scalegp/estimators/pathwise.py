@@ -1,0 +1,67 @@
+"""The pathwise gradient of the log marginal likelihood."""
+
+import equinox as eqx
+from jaxtyping import Array, Float, Key
+
+from numpyro_scalegp.estimators.iterative import AbstractIterative
+from numpyro_scalegp.estimators.prior_draws import PriorDraws
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.solvers import AbstractSolver
+
+
+class Pathwise(AbstractIterative):
+    """The pathwise estimator: tr(H^-1 dH) ~ mean_j u_j'dH u_j with u_j = H^-1 xi_j, xi_j ~ N(0, H).
+
+    The right-hand sides xi_j = f_j(X) + sqrt(noise) w_j are noisy observations of prior draws. Their
+    solutions lie closer to zero than those of `Hutchinson`, at a distance that does not grow as the
+    noise falls, and each is a posterior sample, (f_j + k(., X)(v - u_j)): predictions need no
+    further solve.
+
+    The gradient is unbiased up to the solver's tolerance. Value, cost and use are as for
+    `Hutchinson`: see there.
+
+    Args:
+        solver: one of `sgp.solvers`.
+        num_probes: number s of prior draws, and of stored posterior samples.
+        num_features: random features of the draws; the kernel must have some (all kernels of this
+            package have).
+        num_logdet_probes: probes for the value; 0 leaves log|H| out of the value, which then is
+            -(y'H^-1 y + n log 2 pi) / 2, and the gradient as it is.
+        logdet_epochs: Lanczos steps for the value, with solvers other than conjugate gradients.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    References:
+        Lin et al. (2024), Improving Linear System Solvers for Hyperparameter Optimisation in
+        Iterative Gaussian Processes, section 3. Time: one batched solve and O(n^2 (d + s)) for the
+        gradient, memory O(n (d + s)).
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> estimator = sgp.estimators.Pathwise(sgp.solvers.AlternatingProjections())
+    """
+
+    solver: AbstractSolver
+    num_probes: int = eqx.field(static=True, default=64)
+    num_features: int = eqx.field(static=True, default=2000)
+    num_logdet_probes: int = eqx.field(static=True, default=8, kw_only=True)
+    logdet_epochs: int = eqx.field(static=True, default=30, kw_only=True)
+
+    @property
+    def stores_samples(self) -> bool:
+        """True."""
+        return True
+
+    def targets(
+        self, operator: KernelOperator, key: Key[Array, ""]
+    ) -> Float[Array, "n num_probes"]:
+        """Noisy observations of prior draws, xi_j ~ N(0, H)."""
+        draws = PriorDraws.from_key(key, self.num_probes, self.num_features)
+        return draws.observations(operator.kernel, operator.X, operator.noise())
+
+    def trace_vectors(
+        self, targets: Float[Array, "n s"], solutions: Float[Array, "n s"]
+    ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
+        """H^-1 xi_j on both sides."""
+        return solutions, solutions

@@ -1,0 +1,69 @@
+"""Functions drawn from a Gaussian process prior, by random features."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.kernels import AbstractKernel
+
+# Draws that share their frequencies: their covariance given these is that of the features.
+_GROUP = 16
+
+
+class PriorDraws(eqx.Module):
+    """Functions f_j = phi(.)'w_j with random features phi and standard normal weights w_j.
+
+    With the same seed the frequencies, the weights and the noise stay what they are while the
+    draws follow the hyperparameters. Over seeds, Cov(f_j) = k exactly; each 16 draws have
+    frequencies of their own, so that the error of the features averages out over many draws.
+
+    References:
+        Wilson et al. (2020), Efficiently Sampling Functions from Gaussian Process Posteriors.
+    """
+
+    seed: Int[Array, " 2"]
+    num_draws: int = eqx.field(static=True)
+    num_features: int = eqx.field(static=True)
+
+    @classmethod
+    def from_key(cls, key: Key[Array, ""], num_draws: int, num_features: int) -> "PriorDraws":
+        """Take the seed from a key."""
+        return cls(jax.random.bits(key, (2,), jnp.uint32), num_draws, num_features)
+
+    def _keys(self) -> Key[Array, " 2"]:
+        """Keys for the functions and the noise."""
+        return jax.random.split(jax.random.wrap_key_data(self.seed, impl="threefry2x32"))
+
+    def __call__(
+        self, kernel: AbstractKernel, X: Float[Array, "n d"]
+    ) -> Float[Array, "n num_draws"]:
+        """The draws at X, shape (n, num_draws), in chunks of rows: O(n num_features num_draws)."""
+        num_groups = -(-self.num_draws // _GROUP)
+        width = min(_GROUP, self.num_draws)
+
+        def group(key: Array) -> Array:
+            feature_key, weight_key = jax.random.split(key)
+
+            def features(rows: Array) -> Array:
+                return kernel.random_features(feature_key, rows, self.num_features)
+
+            size = jax.eval_shape(features, X[:1]).shape[1]
+            weights = jax.random.normal(weight_key, (size, width), X.dtype)
+            return map_rows(lambda rows: matmul(features(rows), weights), X, rows_per_chunk(size))
+
+        draws = jax.lax.map(group, jax.random.split(self._keys()[0], num_groups))
+        return jnp.moveaxis(draws, 0, 1).reshape(X.shape[0], -1)[:, : self.num_draws]
+
+    def observations(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        noise: Float[Array, " n"],
+    ) -> Float[Array, "n num_draws"]:
+        """Noisy values of the draws at X, xi_j = f_j(X) + sqrt(noise) w_j ~ N(0, H)."""
+        draws = self(kernel, X)
+        normal = jax.random.normal(self._keys()[1], draws.shape, draws.dtype)
+        return draws + jnp.sqrt(noise)[:, None] * normal

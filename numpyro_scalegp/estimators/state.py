@@ -1,0 +1,232 @@
+"""What an iterative estimator carries from one step of an optimiser to the next."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.solvers import Solution
+
+
+class Records(NamedTuple):
+    """What each step took; a ring of the last `num_records` steps."""
+
+    residual: Float[Array, " records"]  # of the data's column, relative
+    probe_residual: Float[Array, " records"]  # mean over the probes' columns
+    epochs: Float[Array, " records"]
+    converged: Bool[Array, " records"]
+    standard_error: Float[Array, " records"]  # of the value of log p(y)
+
+
+class Memory(NamedTuple):
+    """The leaves of a state: arrays alone, so that any way to save a pytree saves them."""
+
+    solutions: Float[Array, "p n k"]  # the newest first; the data's column, then the probes'
+    target: Float[Array, " n"]  # the right-hand side of the newest's first column
+    kernel: AbstractKernel  # the hyperparameters that the newest belongs to
+    noise_variance: Float[Array, "..."]
+    seed: Int[Array, " 2"]  # of the probes
+    step: Int[Array, ""]
+    records: Records
+
+    def key(self) -> Key[Array, ""]:
+        """The key of the probes."""
+        return jax.random.wrap_key_data(self.seed, impl="threefry2x32")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class SolverState:
+    """The solution, the probes' seed and the records of an iterative estimator.
+
+    It is written to where `log_prob` runs and read where the next step begins: all that a step
+    reads is what it was given, and what it wrote is what the object flattens to. So a model can be
+    traced any number of times with one and the same state.
+
+    Args:
+        num_records: for how many of the last steps residuals and epochs are kept.
+        fresh_probes: whether probes are drawn anew at each step, so that the data's column alone
+            starts from the last solutions.
+        num_solutions: how many of the last solutions are kept; a step starts from their best linear
+            combination.
+        memory: what the state holds; None until a `GaussianProcess` gives it its shape.
+
+    Raises:
+        ValueError: if `num_records` or `num_solutions` is less than 1.
+    """
+
+    def __init__(
+        self,
+        num_records: int = 10_000,
+        *,
+        fresh_probes: bool = False,
+        num_solutions: int = 2,
+        memory: Memory | None = None,
+    ) -> None:
+        if num_records < 1:
+            raise ValueError(f"`num_records` must be at least 1, got {num_records}.")
+        if num_solutions < 1:
+            raise ValueError(f"`num_solutions` must be at least 1, got {num_solutions}.")
+        self.num_records = num_records
+        self.fresh_probes = fresh_probes
+        self.num_solutions = num_solutions
+        self.begin = memory
+        self._written: Memory | None = None
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the last step wrote, or else what the state was given."""
+        return self.begin if self._written is None else self._written
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Flatten to what the last step wrote."""
+        key = jax.tree_util.GetAttrKey("memory")
+        static = (self.num_records, self.fresh_probes, self.num_solutions)
+        return ((key, self.memory),), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "SolverState":
+        """The inverse of flattening."""
+        state = object.__new__(cls)
+        state.num_records, state.fresh_probes, state.num_solutions = static
+        (state.begin,) = children
+        state._written = None
+        return state
+
+    def prepare(
+        self,
+        kernel: AbstractKernel,
+        noise_variance: Float[Array, "..."],
+        shape: tuple[int, int],
+        dtype: jnp.dtype,
+        key: Key[Array, ""] | None,
+    ) -> None:
+        """Give an empty state its shape: zeros, no records, and a seed for the probes."""
+        if self.begin is not None:
+            return
+        if key is None:
+            raise ValueError(
+                "a new solver state needs a `key` for its probes: pass `key=` to the "
+                "`GaussianProcess`, or run the model under `numpyro.handlers.seed`."
+            )
+        nothing = jnp.full(self.num_records, jnp.nan, dtype)
+        records = Records(nothing, nothing, nothing, jnp.zeros(self.num_records, bool), nothing)
+        hyperparameters = jax.lax.stop_gradient((kernel, noise_variance))
+        self.begin = Memory(
+            jnp.zeros((self.num_solutions, *shape), dtype),
+            jnp.zeros(shape[0], dtype),
+            *hyperparameters,
+            jax.random.bits(key, (2,), jnp.uint32),
+            jnp.zeros((), jnp.int32),
+            records,
+        )
+
+    def read(self, shape: tuple[int, int], *, last: bool = False) -> Memory:
+        """What the step starts from or, if `last`, what the last step wrote.
+
+        Raises:
+            ValueError: if the state belongs to data or probes of another shape.
+        """
+        memory = self.memory if last else self.begin
+        if memory is None:
+            raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
+        if memory.solutions.shape[1:] != shape:
+            raise ValueError(
+                f"the solver state holds a solution of shape {memory.solutions.shape[1:]}, but the "
+                f"data and the estimator ask for {shape} (rows, 1 + num_probes): a state serves "
+                "one data set and one estimator."
+            )
+        return memory
+
+    def write(
+        self,
+        kernel: AbstractKernel,
+        noise_variance: Float[Array, "..."],
+        solution: Float[Array, "n k"],
+        target: Float[Array, " n"],
+        record: Records,
+        key: Key[Array, ""] | None,
+    ) -> None:
+        """Keep a step's solution, unless it has an entry that is not finite, and its record.
+
+        Args:
+            kernel: the hyperparameters that were solved for.
+            noise_variance: likewise.
+            solution: shape (n, k).
+            target: the right-hand side of its first column, shape (n,).
+            record: what the step took, each of shape ().
+            key: the step's key if it had one, as another sign of whether the step is batched.
+
+        Raises:
+            ValueError: if the step runs under `jax.vmap`, as with `num_particles > 1`.
+        """
+        begin = self.begin
+        assert begin is not None
+        finite = jnp.all(jnp.isfinite(solution))
+        solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
+        new = (solutions, target, kernel, noise_variance)
+        old = (begin.solutions, begin.target, begin.kernel, begin.noise_variance)
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        place = begin.step % self.num_records
+        failed = Records(*(jnp.inf,) * 3, False, jnp.inf)
+        records = [
+            ring.at[place].set(jnp.where(jnp.isfinite(entry), entry, failure).astype(ring.dtype))
+            for ring, entry, failure in zip(begin.records, record, failed, strict=True)
+        ]
+        memory = Memory(*kept, begin.seed, begin.step + 1, Records(*records))
+        self._written, _ = _refuse_batches(jax.lax.stop_gradient((memory, key)))
+
+    def last(
+        self,
+        kernel: AbstractKernel,
+        noise_variance: Float[Array, "..."],
+        target: Float[Array, " n"],
+    ) -> tuple[Bool[Array, ""], Solution]:
+        """The last solution, and whether it is the one for these hyperparameters and data."""
+        memory = self.memory
+        assert memory is not None
+        pairs = zip(
+            jax.tree.leaves((memory.kernel, memory.noise_variance, memory.target)),
+            jax.tree.leaves((kernel, noise_variance, target)),
+            strict=True,
+        )
+        same = jnp.all(jnp.array([jnp.all(a == b) for a, b in pairs])) & (memory.step > 0)
+        place = (memory.step - 1) % self.num_records
+        record = jax.tree.map(lambda ring: ring[place], memory.records)
+        newest = memory.solutions[0]
+        residual = jnp.full(newest.shape[1], record.probe_residual)
+        residual = residual.at[0].set(record.residual)
+        zero = jnp.zeros((), newest.dtype)
+        return same, Solution(newest, residual, jnp.zeros((), int), zero, record.converged)
+
+    def history(self) -> dict[str, Array]:
+        """The records of the steps made, oldest first; concrete states only.
+
+        Returns:
+            `residual`, `probe_residual`, `epochs`, `converged` and `standard_error`, each of shape
+            (min(steps, num_records),).
+        """
+        memory = self.memory
+        if memory is None:
+            return {name: jnp.zeros(0) for name in Records._fields}
+        steps = int(memory.step)
+        shift = -(steps % self.num_records) if steps > self.num_records else 0
+        kept = min(steps, self.num_records)
+        return {
+            name: jnp.roll(ring, shift)[:kept]
+            for name, ring in zip(Records._fields, memory.records, strict=True)
+        }
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_batches(written: Any) -> Any:
+    return written
+
+
+@_refuse_batches.def_vmap
+def _(axis_size: int, in_batched: Any, written: Any) -> Any:
+    raise ValueError(
+        f"a solver state is written by {axis_size} computations at once: it serves one solution "
+        "only. Use an ELBO with `num_particles=1`, or drop `state=` to start each solve cold."
+    )

@@ -1,0 +1,17 @@
+"""Solutions of H V = B for blocks of right-hand sides."""
+
+from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
+from numpyro_scalegp.solvers.base import AbstractSolver, Solution
+from numpyro_scalegp.solvers.cholesky import Cholesky
+from numpyro_scalegp.solvers.conjugate_gradients import Coefficients, ConjugateGradients
+from numpyro_scalegp.solvers.stochastic_gradient_descent import StochasticGradientDescent
+
+__all__ = [
+    "AbstractSolver",
+    "AlternatingProjections",
+    "Cholesky",
+    "Coefficients",
+    "ConjugateGradients",
+    "Solution",
+    "StochasticGradientDescent",
+]

@@ -1,0 +1,42 @@
+"""The direct solver, for small problems and as a yardstick."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from numpyro_scalegp.core import linalg
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.solvers.base import AbstractSolver, Solution, finish, start, without_gradient
+
+
+class Cholesky(AbstractSolver):
+    """A dense Cholesky factorisation: O(n^3) time and O(n^2) memory, whatever the noise is.
+
+    Args:
+        tolerance: relative residual up to which a column counts as solved.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> solver = sgp.solvers.Cholesky()
+    """
+
+    tolerance: float = eqx.field(static=True, default=1e-2)
+
+    def solve(
+        self,
+        operator: KernelOperator,
+        B: Float[Array, "n k"],
+        *,
+        guess: Float[Array, "*candidates n k"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Solution:
+        """Solve H V = B; see `AbstractSolver.solve`. The guess and the key are not used."""
+        operator, (B,) = without_gradient(operator, B)
+        begin = start(operator, B, None)
+        H = operator.kernel.covariance(operator.X).astype(operator.dtype)
+        H = H + jnp.diag(operator.noise())
+        value = jax.scipy.linalg.cho_solve((linalg.factorise(H).tril, True), begin.residual)
+        residual = begin.residual - linalg.matmul(H, value)
+        one = jnp.ones((), H.dtype)
+        return finish(begin, value, residual, jnp.ones((), int), one, self.tolerance)
