@@ -4,13 +4,14 @@
     python benchmarks/iterative.py step --data elevators        # one gradient beside GPyTorch
     python benchmarks/iterative.py ratios --data pol            # epochs: estimators and warm starts
     python benchmarks/iterative.py value --data pol             # log p(y) beside Cholesky's
-    python benchmarks/iterative.py train --data elevators       # test error after training
+    python benchmarks/iterative.py fit --data   elevators       # test error after training
 
 Matern-3/2 with ARD throughout, as in Lin et al. (2024), trained by Adam with a learning rate of 0.1
 from hyperparameters of 1.0. Needs SCALEGP_DATA; `step` needs the `bench` extra.
 """
 
 import argparse
+import functools
 import resource
 import time
 
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import optax
-from numpyro.distributions import constraints
+from numpyro.distributions import biject_to, constraints
 from numpyro.infer import SVI, Trace_ELBO
+from numpyro.optim import optax_to_numpyro
 
 import numpyro_scalegp as sgp
 
@@ -89,13 +91,6 @@ def make_model(estimator, warm):
         numpyro.sample("y", gp, obs=y)
 
     return model
-
-
-def gaussian_process(params, X, estimator, **options):
-    """The model's distribution under trained parameters."""
-    kernel = sgp.kernels.Matern32(params["lengthscale"], params["variance"])
-    noise = jnp.square(params["noise"])
-    return sgp.GaussianProcess(kernel, X, noise, estimator=estimator, **options)
 
 
 def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
@@ -169,12 +164,174 @@ def ratios(arguments):
         np.savez(arguments.out, **epochs)
 
 
+def value(arguments):
+    """log p(y) by stochastic Lanczos quadrature, beside Cholesky's in float64."""
+    X, y, *_ = load(arguments)
+    kernel = sgp.kernels.Matern32(arguments.lengthscale)
+    solver = make_solver(arguments, "cg")
+    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=arguments.num_logdet_probes)
+    operator = sgp.operators.KernelOperator(kernel, X, arguments.noise)
+    run = jax.jit(lambda H, y, key: estimator.estimate(H, y[:, None], key=key))
+    start = time.perf_counter()
+    estimates = [run(operator, y, jax.random.key(i)) for i in range(arguments.draws)]
+    per_point = np.array([float(e.value[0]) for e in estimates]) / len(y)
+    error = np.array([float(e.standard_error) for e in estimates]) / len(y)
+    print(
+        f"{arguments.data}, n = {len(y)}: {per_point} nats a point, standard errors {error}; "
+        f"{float(estimates[0].solution.epochs):.0f} epochs, converged "
+        f"{bool(estimates[0].solution.converged)}, {time.perf_counter() - start:.0f} s"
+    )
+    with jax.enable_x64(True):
+        X, y = (jnp.array(np.asarray(a, np.float64)) for a in (X, y))
+        gp = sgp.GaussianProcess(sgp.kernels.Matern32(arguments.lengthscale), X, arguments.noise)
+        exact = float(jax.jit(lambda gp, y: gp.log_prob(y))(gp, y)) / len(y)
+    print(f"exact {exact:.5f}; differences {per_point - exact}")
+
+
+def step(arguments):
+    """One value and gradient beside GPyTorch's CG with its pivoted Cholesky preconditioner."""
+    X, y, *_ = load(arguments)
+
+    def ours(parameters, key, estimator):
+        kernel = sgp.kernels.Matern32(parameters["lengthscale"], parameters["variance"])
+        gp = sgp.GaussianProcess(kernel, X, parameters["noise"], estimator=estimator, key=key)
+        return gp.log_prob(y)
+
+    parameters = {
+        "lengthscale": jnp.full(X.shape[1], arguments.lengthscale),
+        "variance": jnp.ones(()),
+        "noise": jnp.array(arguments.noise),
+    }
+    for name in ("cg", "ap"):
+        estimator = sgp.estimators.Pathwise(make_solver(arguments, name), num_logdet_probes=8)
+        start = time.perf_counter()
+        function = jax.jit(jax.value_and_grad(functools.partial(ours, estimator=estimator)))
+        compiled = function.lower(parameters, jax.random.key(0)).compile()
+        compiling = time.perf_counter() - start
+        times = seconds(compiled, parameters, jax.random.key(1), repeats=2)
+        operator = sgp.operators.KernelOperator(
+            sgp.kernels.Matern32(parameters["lengthscale"]), X, arguments.noise
+        )
+        estimate = jax.jit(functools.partial(estimator.estimate, residual=y[:, None]))
+        found = estimate(operator, key=jax.random.key(1))
+        print(
+            f"ours, {name}: {min(times):.2f} s a step, {float(found.solution.epochs):.1f} epochs, "
+            f"largest residual {float(found.solution.residual.max()):.4f}, compiled in "
+            f"{compiling:.1f} s, peak {peak_memory():.2f} GiB",
+            flush=True,
+        )
+    if arguments.peer:
+        gpytorch_step(arguments, np.asarray(X, np.float32), np.asarray(y, np.float32))
+
+
+def gpytorch_step(arguments, X, y):
+    """The same by GPyTorch."""
+    import gpytorch
+    import torch
+
+    X, y = torch.tensor(X), torch.tensor(y)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = arguments.noise
+
+    class Model(gpytorch.models.ExactGP):
+        def __init__(self):
+            super().__init__(X, y, likelihood)
+            self.mean_module = gpytorch.means.ZeroMean()
+            base = gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=X.shape[1])
+            self.covar_module = gpytorch.kernels.ScaleKernel(base)
+
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(
+                self.mean_module(x), self.covar_module(x)
+            )
+
+    model = Model()
+    model.covar_module.base_kernel.lengthscale = arguments.lengthscale
+    model.covar_module.outputscale = 1.0
+    objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+    model.train()
+    likelihood.train()
+    with (
+        gpytorch.settings.max_cholesky_size(0),
+        gpytorch.settings.num_trace_samples(64),
+        gpytorch.settings.cg_tolerance(arguments.tolerance),
+        gpytorch.settings.max_preconditioner_size(arguments.rank),
+        gpytorch.settings.max_cg_iterations(int(arguments.max_epochs)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            start = time.perf_counter()
+            model.zero_grad()
+            loss = -objective(model(X), y)
+            loss.backward()
+            elapsed = time.perf_counter() - start
+        print(
+            f"GPyTorch {gpytorch.__version__}: {elapsed:.2f} s a step at tolerance "
+            f"{arguments.tolerance}, peak {peak_memory():.2f} GiB"
+        )
+
+
+def fit(arguments):
+    """Train, then score the test rows from the last solution's pathwise posterior."""
+    X, y, X_test, y_test = load(arguments)
+    family = sgp.estimators.Hutchinson if arguments.standard else sgp.estimators.Pathwise
+    estimator = family(make_solver(arguments), num_logdet_probes=arguments.num_logdet_probes)
+
+    def show(number, state, loss, elapsed):
+        if (number + 1) % arguments.every == 0:
+            h = state.mutable_state["solver"].history()
+            print(
+                f"step {number + 1}: loss {float(loss):.5g}, {float(h['epochs'][-1]):.1f} epochs, "
+                f"residuals {float(h['residual'][-1]):.4f} and "
+                f"{float(h['probe_residual'][-1]):.4f}, {elapsed:.0f} s",
+                flush=True,
+            )
+            if (number + 1) % arguments.score_every == 0:
+                score(svi_params(state), state)
+
+    def svi_params(state):
+        optimiser = optax_to_numpyro(optax.adam(arguments.rate))
+        raw = optimiser.get_params(state.optim_state)
+        positive = biject_to(constraints.softplus_positive)
+        return {name: positive(value) for name, value in raw.items()}
+
+    def score(params, state):
+        start = time.perf_counter()
+        solver = state.mutable_state["solver"]
+        # Predictions need no solve: the state's own hyperparameters are those it was solved for.
+        memory = solver.memory
+        gp = sgp.GaussianProcess(
+            memory.kernel, X, memory.noise_variance, estimator=estimator, state=solver
+        )
+        posterior = gp.condition(y)
+        predictive = posterior.predictive(X_test)
+        rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
+        nll = -float(jnp.mean(predictive.log_prob(y_test)))
+        print(
+            f"  test RMSE {rmse:.4f}, NLL {nll:.4f}; conditioning took "
+            f"{float(posterior.diagnostics['epochs']):.0f} epochs, "
+            f"{time.perf_counter() - start:.1f} s",
+            flush=True,
+        )
+
+    params, state, compiling, elapsed = train(
+        X, y, estimator, arguments.steps, rate=arguments.rate, each=show
+    )
+    print(
+        f"{arguments.data}, n = {len(y)}, {arguments.steps} steps: {elapsed:.0f} s, compiled in "
+        f"{compiling:.1f} s, peak {peak_memory():.2f} GiB; noise {float(params['noise']):.4f}, "
+        f"variance {float(params['variance']):.3f}"
+    )
+    score(params, state)
+
+
 def main():
     """Run a benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["product", "ratios"])
+    parser.add_argument("what", choices=["product", "step", "ratios", "value", "fit"])
     parser.add_argument("--data", default="pol")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
@@ -186,6 +343,15 @@ def main():
     parser.add_argument("--batch-size", type=int, default=500)
     parser.add_argument("--rank", type=int, default=100, help="preconditioner of cg; 0 for none")
     parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--lengthscale", type=float, default=1.0, help="of value and step")
+    parser.add_argument("--noise", type=float, default=0.01, help="variance, of value and step")
+    parser.add_argument("--num-logdet-probes", type=int, default=8)
+    parser.add_argument("--draws", type=int, default=2, help="of value")
+    parser.add_argument("--peer", action="store_true", help="GPyTorch beside step")
+    parser.add_argument("--standard", action="store_true", help="Hutchinson's estimator in fit")
+    parser.add_argument("--rate", type=float, default=0.1)
+    parser.add_argument("--every", type=int, default=10, help="steps between lines of fit")
+    parser.add_argument("--score-every", type=int, default=50)
     parser.add_argument("--out", help="file for the epochs of each step")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", arguments.float64)

@@ -24,7 +24,7 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
     and the seeds of their prior draws. A loaded posterior predicts without another solve.
 
     Args:
-        path: the file, by custom `*.npz`; it is overwritten.
+        path: the file, by convention `*.npz`; it is overwritten.
         fitted: the object: this package's, Equinox modules, or dicts, lists and tuples of them and
             of arrays.
 

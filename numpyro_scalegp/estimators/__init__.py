@@ -1,5 +1,6 @@
 """Log marginal likelihoods and their gradients, exact or with known error."""
 
+from numpyro_scalegp.estimators.audit import Audit, audit
 from numpyro_scalegp.estimators.base import AbstractEstimator
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.hutchinson import Hutchinson
@@ -10,9 +11,11 @@ from numpyro_scalegp.estimators.state import SolverState
 __all__ = [
     "AbstractEstimator",
     "AbstractIterative",
+    "Audit",
     "Cholesky",
     "Estimate",
     "Hutchinson",
     "Pathwise",
     "SolverState",
+    "audit",
 ]

@@ -44,7 +44,7 @@ class Hutchinson(AbstractIterative):
 
     solver: AbstractSolver
     num_probes: int = eqx.field(static=True, default=64)
-    num_logdet_probes: int = eqx.field(static=True, default=8, kw_only=True)
+    num_logdet_probes: int = eqx.field(static=True, default=16, kw_only=True)
     logdet_epochs: int = eqx.field(static=True, default=30, kw_only=True)
     num_features: int = eqx.field(static=True, default=2000, kw_only=True)
 

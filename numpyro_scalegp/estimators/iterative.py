@@ -98,8 +98,8 @@ class AbstractIterative(AbstractEstimator):
             operator: H.
             residual: observations minus the mean, shape (n, m).
             key: a typed JAX key for the probes.
-            guess: where the solutions start, shape (n, m + num_probes) or, for the best combination of
-                several, (p, n, m + num_probes).
+            guess: where the solutions start, shape (n, m + num_probes) or, for the best
+                combination of several, (p, n, m + num_probes).
             solver_key: a typed JAX key for the solver's own draws, by default from `key`.
 
         Returns:
@@ -156,6 +156,19 @@ class AbstractIterative(AbstractEstimator):
         Raises:
             ValueError: if there is neither a key nor a state, or the state has another shape.
         """
+        return self.evaluate(kernel, X, noise_variance, residual, key=key, state=state)[0]
+
+    def evaluate(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        noise_variance: Float[Array, "..."],
+        residual: Float[Array, "*batch n"],
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+    ) -> tuple[Float[Array, "*batch"], Estimate]:
+        """What `log_prob` returns, with its gradient, and the `Estimate` that it rests on."""
         operator = KernelOperator(kernel, X, noise_variance)
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
         guess = solver_key = None
@@ -187,7 +200,7 @@ class AbstractIterative(AbstractEstimator):
             self._record(state, operator, rows[0], found, key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
         value = _with_gradient(found.value, differentiable, rows, (rest, found))
-        return value.reshape(residual.shape[:-1])
+        return value.reshape(residual.shape[:-1]), found
 
     def condition(
         self,
@@ -310,7 +323,7 @@ def _warn(converged: ArrayLike) -> None:
             "a linear solve ended above its tolerance, and a result rests on it. Raise the "
             "solver's `max_epochs`, start from a `sgp.solver_state`, use a stronger "
             "preconditioner, or keep the noise variance from becoming very small (a prior does "
-            "that). The residuals are in the posterior's `diagnostics` and the state's `history()`.",
+            "that). Residuals are in the posterior's `diagnostics` and the state's `history()`.",
             RuntimeWarning,
             stacklevel=1,
         )

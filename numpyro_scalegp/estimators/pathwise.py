@@ -10,12 +10,12 @@ from numpyro_scalegp.solvers import AbstractSolver
 
 
 class Pathwise(AbstractIterative):
-    """The pathwise estimator: tr(H^-1 dH) ~ mean_j u_j'dH u_j with u_j = H^-1 xi_j, xi_j ~ N(0, H).
+    """The pathwise estimator: tr(H^-1 dH) ~ mean_j u_j'dH u_j with H u_j = xi_j ~ N(0, H).
 
     The right-hand sides xi_j = f_j(X) + sqrt(noise) w_j are noisy observations of prior draws. Their
     solutions lie closer to zero than those of `Hutchinson`, at a distance that does not grow as the
-    noise falls, and each is a posterior sample, (f_j + k(., X)(v - u_j)): predictions need no
-    further solve.
+    noise falls, and each is a posterior sample, f_j + k(., X)(v - u_j): predictions need no further
+    solve.
 
     The gradient is unbiased up to the solver's tolerance. Value, cost and use are as for
     `Hutchinson`: see there.
@@ -45,7 +45,7 @@ class Pathwise(AbstractIterative):
     solver: AbstractSolver
     num_probes: int = eqx.field(static=True, default=64)
     num_features: int = eqx.field(static=True, default=2000)
-    num_logdet_probes: int = eqx.field(static=True, default=8, kw_only=True)
+    num_logdet_probes: int = eqx.field(static=True, default=16, kw_only=True)
     logdet_epochs: int = eqx.field(static=True, default=30, kw_only=True)
 
     @property

@@ -1,6 +1,7 @@
 """Objectives for variational inference, and draws from its result."""
 
+from numpyro_scalegp.infer.initialisation import initial_hyperparameters
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
 
-__all__ = ["Draws", "Predictive", "QuadratureELBO"]
+__all__ = ["Draws", "Predictive", "QuadratureELBO", "initial_hyperparameters"]

@@ -85,8 +85,8 @@ class AbstractKernel(eqx.Module):
         E[phi(x)'phi(z)] = k(x, z) over keys. A stationary kernel has pairs of a cosine and a sine
         with frequencies from its spectral density; sums, products and mapped inputs combine the
         features of their parts, and a linear kernel has its own, exact ones. With the same key, the
-        frequencies follow the hyperparameters continuously, and each row's features depend on that
-        row alone.
+        frequencies follow the hyperparameters (in steps where the spectrum is discrete, as that of
+        `Periodic`), and each row's features depend on that row alone.
 
         Args:
             key: a typed JAX key; the features of other rows belong together if drawn with the same.
@@ -158,8 +158,9 @@ class Sum(AbstractKernel):
     ) -> Float[Array, "n p"]:
         """Both kernels' features, half of the number each, side by side."""
         left_key, right_key = jax.random.split(key)
-        left = self.left.random_features(left_key, X, num_features // 2)
-        right = self.right.random_features(right_key, X, num_features // 2)
+        share = max(2, num_features // 2)
+        left = self.left.random_features(left_key, X, share)
+        right = self.right.random_features(right_key, X, share)
         return jnp.concatenate([left, right], axis=1)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:

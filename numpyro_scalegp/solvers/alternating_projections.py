@@ -59,7 +59,7 @@ class AlternatingProjections(AbstractSolver):
 
     block_size: int = eqx.field(static=True, default=1000)
     tolerance: float = eqx.field(static=True, default=1e-2)
-    max_epochs: float = eqx.field(static=True, default=100)
+    max_epochs: int | float = eqx.field(static=True, default=100)
 
     def __check_init__(self) -> None:
         if self.block_size < 1:

@@ -1,6 +1,7 @@
 """The interface of a solver, and what all iterative ones share."""
 
 import abc
+import math
 from typing import NamedTuple
 
 import equinox as eqx
@@ -112,10 +113,10 @@ def _best_combination(
     return value, B - jnp.einsum("nik,ki->nk", images, weights, precision="highest")
 
 
-def num_iterations(max_epochs: float, guess: Array | None, per_epoch: float) -> int:
+def num_iterations(max_epochs: int | float, guess: Array | None, per_epoch: float) -> int:
     """The iterations that a budget allows, at least one; the residual of a guess is one epoch."""
     left = max_epochs - (0 if guess is None else 1)
-    return max(1, int(left * per_epoch))
+    return max(1, math.floor(left * per_epoch + 1e-6))
 
 
 def largest_norm(R: Float[Array, "n k"]) -> Float[Array, ""]:
@@ -138,7 +139,7 @@ def finish(
     )
 
 
-def check_budget(tolerance: float, max_epochs: float) -> None:
+def check_budget(tolerance: float, max_epochs: int | float) -> None:
     """Raise unless the tolerance is in [0, 1) and the budget positive."""
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(

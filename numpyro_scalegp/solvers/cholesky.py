@@ -7,7 +7,14 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.solvers.base import AbstractSolver, Solution, finish, start, without_gradient
+from numpyro_scalegp.solvers.base import (
+    AbstractSolver,
+    Solution,
+    check_budget,
+    finish,
+    start,
+    without_gradient,
+)
 
 
 class Cholesky(AbstractSolver):
@@ -16,12 +23,18 @@ class Cholesky(AbstractSolver):
     Args:
         tolerance: relative residual up to which a column counts as solved.
 
+    Raises:
+        ValueError: if the tolerance is not in [0, 1).
+
     Example:
         >>> import numpyro_scalegp as sgp
         >>> solver = sgp.solvers.Cholesky()
     """
 
     tolerance: float = eqx.field(static=True, default=1e-2)
+
+    def __check_init__(self) -> None:
+        check_budget(self.tolerance, 1)
 
     def solve(
         self,

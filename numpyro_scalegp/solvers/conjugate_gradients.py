@@ -74,7 +74,7 @@ class ConjugateGradients(AbstractSolver):
     """
 
     tolerance: float = eqx.field(static=True, default=1e-2)
-    max_epochs: float = eqx.field(static=True, default=100)
+    max_epochs: int | float = eqx.field(static=True, default=100)
     preconditioner: AbstractPreconditioner = PivotedCholesky(100)
 
     def __check_init__(self) -> None:

@@ -68,7 +68,7 @@ class StochasticGradientDescent(AbstractSolver):
     learning_rate: float | None = eqx.field(static=True, default=None)
     momentum: float = eqx.field(static=True, default=0.9)
     tolerance: float = eqx.field(static=True, default=1e-2)
-    max_epochs: float = eqx.field(static=True, default=100)
+    max_epochs: int | float = eqx.field(static=True, default=100)
 
     def __check_init__(self) -> None:
         if self.batch_size < 1:
@@ -146,7 +146,7 @@ def _largest_eigenvalue(
         rows = jax.random.choice(key, operator.size, (batch_size,), replace=False)
         H = operator.block(rows, rows)
 
-        def power(_: int, v: Array) -> Array:
+        def power(_: Array, v: Array) -> Array:
             image = matmul(H, v)
             return image / jnp.linalg.norm(image)
 

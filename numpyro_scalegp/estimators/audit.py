@@ -1,0 +1,222 @@
+"""How wrong and how noisy an estimator is, measured against Cholesky on a subset of the data."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.estimators.cholesky import Cholesky
+from numpyro_scalegp.estimators.iterative import AbstractIterative
+from numpyro_scalegp.kernels import AbstractKernel
+
+
+class AuditRow(NamedTuple):
+    """One number that an estimator estimates: log p(y), or an entry of its gradient."""
+
+    estimator: str
+    quantity: str  # "log_prob", or the path of a hyperparameter
+    exact: float
+    bias: float  # mean over draws minus exact
+    standard_error: float  # of the bias
+    standard_deviation: float  # of a single draw
+
+
+class Cost(NamedTuple):
+    """What one evaluation of value and gradient takes."""
+
+    epochs: float  # of the solver, mean over draws
+    seconds: float
+    converged: float  # share of the draws whose solves reached their tolerance
+
+
+class Audit(NamedTuple):
+    """The result of `audit`: numbers, a table and a plot."""
+
+    rows: list[AuditRow]
+    costs: dict[str, Cost]
+    num_rows: int
+    num_draws: int
+
+    def __str__(self) -> str:
+        """The table: for each estimator its cost, then one line a quantity."""
+        lines = [f"{self.num_draws} draws on {self.num_rows} rows, against Cholesky"]
+        head = f"  {'quantity':<24}{'exact':>12}{'bias':>12}{'std. error':>12}{'std. dev.':>12}"
+        for name, cost in self.costs.items():
+            lines.append(
+                f"{name}: {cost.epochs:.1f} epochs, {cost.seconds:.3g} s an evaluation, "
+                f"{cost.converged:.0%} converged"
+            )
+            lines.append(head)
+            for row in self.rows:
+                if row.estimator == name:
+                    # A star marks a bias that chance does not explain.
+                    star = " *" if abs(row.bias) > 4.0 * row.standard_error else ""
+                    lines.append(
+                        f"  {row.quantity:<24}{row.exact:>12.5g}{row.bias:>12.3g}"
+                        f"{row.standard_error:>12.3g}{row.standard_deviation:>12.3g}{star}"
+                    )
+        return "\n".join(lines)
+
+    def plot(self) -> Any:
+        """Biases with four standard errors, and single draws' standard deviations.
+
+        Returns:
+            A matplotlib figure: one panel for the value, per observation, and one for the gradient,
+            in units of the exact gradient's norm.
+        """
+        from matplotlib.figure import Figure
+
+        names = list(self.costs)
+        figure = Figure(figsize=(9.0, 1.5 + 0.5 * len(names)), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        exact = [row.exact for row in self._of(names[0]) if row.quantity != "log_prob"]
+        norm = float(np.linalg.norm(exact))
+        for place, name in enumerate(names):
+            rows = self._of(name)
+            value = [row for row in rows if row.quantity == "log_prob"]
+            gradient = [row for row in rows if row.quantity != "log_prob"]
+            for panel, some, unit in (
+                (panels[0], value, self.num_rows),
+                (panels[1], gradient, norm),
+            ):
+                heights = place + 0.5 * (np.arange(len(some)) + 1) / (len(some) + 1) - 0.25
+                bias, error, spread = (
+                    np.array([getattr(row, field) for row in some]) / unit
+                    for field in ("bias", "standard_error", "standard_deviation")
+                )
+                panel.errorbar(bias, heights, xerr=spread, fmt="none", ecolor="0.8", elinewidth=5)
+                panel.errorbar(bias, heights, xerr=4.0 * error, fmt=".", color="C0", capsize=2)
+        titles = ("error of log p(y) per observation", "error of the gradient / its norm")
+        for panel, title in zip(panels, titles, strict=True):
+            panel.axvline(0.0, color="k", linewidth=0.8)
+            panel.set_xlabel(title)
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].invert_yaxis()
+        return figure
+
+    def _of(self, name: str) -> list[AuditRow]:
+        return [row for row in self.rows if row.estimator == name]
+
+
+def audit(
+    estimators: AbstractIterative | Mapping[str, AbstractIterative],
+    kernel: AbstractKernel,
+    X: Float[ArrayLike, "n d"],
+    y: Float[ArrayLike, " n"],
+    noise_variance: Float[ArrayLike, "..."],
+    *,
+    key: Key[Array, ""],
+    num_draws: int = 50,
+    max_rows: int = 2000,
+) -> Audit:
+    """Measure bias, standard deviation and cost of estimators of log p(y) and its gradient.
+
+    Each estimator is evaluated with `num_draws` independent keys on the same rows, and compared
+    with the exact value and gradient from Cholesky there. Run it before a long fit, at the
+    hyperparameters where you expect to end: solves are hardest at small noise.
+
+    Args:
+        estimators: one, or several by name.
+        kernel: covariance function with the hyperparameters to audit at.
+        X: inputs, shape (n, d).
+        y: observations minus their mean, shape (n,).
+        noise_variance: shape () or (n,).
+        key: a typed JAX key, for the rows and the draws.
+        num_draws: evaluations of each estimator, at least 2.
+        max_rows: a random subset of at most as many rows is used.
+
+    Returns:
+        An `Audit`: print it for a table, `.plot()` it for a figure. Gradients are with respect to
+        each entry of the kernel's floating-point leaves and to the noise variance. Time
+        O(max_rows^3) for the exact answer, memory O(max_rows^2).
+
+    Raises:
+        ValueError: if `num_draws` is less than 2, or shapes do not match.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 50)[:, None]
+        >>> estimator = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients(), num_probes=8)
+        >>> result = sgp.estimators.audit(
+        ...     estimator, sgp.kernels.Matern32(0.3), X, jnp.sin(6.0 * X[:, 0]), 0.1,
+        ...     key=jax.random.key(0), num_draws=4,
+        ... )
+        >>> [row.quantity for row in result.rows]
+        ['log_prob', 'lengthscale', 'variance', 'noise_variance']
+    """
+    if num_draws < 2:
+        raise ValueError(f"`num_draws` must be at least 2, got {num_draws}.")
+    if isinstance(estimators, AbstractIterative):
+        estimators = {type(estimators).__name__: estimators}
+    X, y, noise = checks.inputs("X", X), checks.as_float(y), checks.as_float(noise_variance)
+    checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
+    checks.shape("noise_variance", noise, (), X.shape[:1])
+    row_key, draw_key = jax.random.split(key)
+    if X.shape[0] > max_rows:
+        rows = jax.random.choice(row_key, X.shape[0], (max_rows,), replace=False)
+        X, y, noise = X[rows], y[rows], noise if noise.ndim == 0 else noise[rows]
+    parameters, rest = eqx.partition((kernel, noise), eqx.is_inexact_array)
+
+    def exact(parameters: Any) -> Array:
+        kernel, noise = eqx.combine(parameters, rest)
+        return Cholesky().log_prob(kernel, X, noise, y)
+
+    truth = _flat(jax.jit(jax.value_and_grad(exact))(parameters))
+    names = ["log_prob", *_names(parameters)]
+    found, costs = [], {}
+    for name, estimator in estimators.items():
+
+        def draw(key: Array, estimator: AbstractIterative = estimator) -> tuple[Array, ...]:
+            def value(parameters: Any) -> tuple[Array, Any]:
+                kernel, noise = eqx.combine(parameters, rest)
+                value, estimate = estimator.evaluate(kernel, X, noise, y, key=key)
+                return value, (estimate.solution.epochs, estimate.solution.converged)
+
+            (result, (epochs, converged)), slope = jax.value_and_grad(value, has_aux=True)(
+                parameters
+            )
+            return _flat((result, slope)), epochs, converged
+
+        keys = jax.random.split(draw_key, num_draws)
+        compiled = jax.jit(lambda keys, draw=draw: jax.lax.map(draw, keys)).lower(keys).compile()
+        start = time.perf_counter()
+        draws, epochs, converged = jax.block_until_ready(compiled(keys))
+        seconds = (time.perf_counter() - start) / num_draws
+        costs[name] = Cost(float(jnp.mean(epochs)), seconds, float(jnp.mean(converged)))
+        errors = np.asarray(draws - truth)
+        deviations = errors.std(axis=0, ddof=1)
+        for i, quantity in enumerate(names):
+            spread = float(deviations[i])
+            found.append(
+                AuditRow(
+                    name,
+                    quantity,
+                    float(truth[i]),
+                    float(errors[:, i].mean()),
+                    spread / num_draws**0.5,
+                    spread,
+                )
+            )
+    return Audit(found, costs, X.shape[0], num_draws)
+
+
+def _flat(value_and_gradient: Any) -> Float[Array, " p"]:
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(value_and_gradient)])
+
+
+def _names(parameters: Any) -> list[str]:
+    """One name for each entry of the kernel's and the noise's leaves."""
+    names = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
+        base = jax.tree_util.keystr(path[1:]).strip(".") or "noise_variance"
+        indices = np.ndindex(leaf.shape)
+        names += [base + (f"[{','.join(map(str, i))}]" if i else "") for i in indices]
+    return names

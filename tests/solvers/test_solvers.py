@@ -1,0 +1,493 @@
+"""Every solver against NumPy in float64: accuracy, budgets, starts and failures."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_scalegp.estimators.quadrature import log_determinant
+from numpyro_scalegp.kernels import Matern32
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers import (
+    AlternatingProjections,
+    Cholesky,
+    ConjugateGradients,
+    StochasticGradientDescent,
+)
+
+N = 50  # no multiple of a block
+BLOCK = 16
+
+# solver = factory(tolerance, max_epochs)
+ITERATIVE = {
+    "cg": lambda tolerance, epochs: ConjugateGradients(
+        tolerance, float(epochs), PivotedCholesky(20)
+    ),
+    "plain_cg": lambda tolerance, epochs: ConjugateGradients(tolerance, float(epochs), Identity()),
+    "ap": lambda tolerance, epochs: AlternatingProjections(BLOCK, tolerance, float(epochs)),
+    "sgd": lambda tolerance, epochs: StochasticGradientDescent(
+        BLOCK, tolerance=tolerance, max_epochs=float(epochs)
+    ),
+}
+SOLVERS = {"cholesky": lambda tolerance, _: Cholesky(tolerance), **ITERATIVE}
+# Tolerances for errors below 1e-8, whatever the noise of a test. One for each solver, so that tests
+# share what they compile: tolerances are static.
+TIGHT = {"cholesky": 1e-8, "cg": 1e-16, "plain_cg": 1e-16, "ap": 1e-11, "sgd": 1e-11}
+# What an iteration may cost, in epochs.
+STEPS = {"cg": 1.0, "plain_cg": 1.0, "ap": BLOCK / N, "sgd": BLOCK / N}
+
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+every_iterative_solver = pytest.mark.parametrize("name", ITERATIVE)
+quiet = pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
+
+
+def rows(n=N, seed=0):
+    return jnp.array(np.random.default_rng(seed).normal(size=(n, 2)))
+
+
+def targets(n=N, seed=0):
+    """Columns whose norms lie twelve orders of magnitude apart, and one of zeros."""
+    B = np.random.default_rng(100 + seed).normal(size=(n, 4))
+    return jnp.array(B * np.array([1.0, 1e6, 0.0, 1e-6]))
+
+
+def operator(noise=0.3, lengthscale=0.7, n=N):
+    return KernelOperator(Matern32(lengthscale, 1.3), rows(n), jnp.asarray(noise))
+
+
+def dense(H):
+    noise = np.broadcast_to(np.asarray(H.noise_variance, np.float64), (H.size,))
+    X = np.asarray(H.X, np.float64) / np.float64(H.kernel.lengthscale)
+    r = np.sqrt(3.0 * np.sum(np.square(X[:, None] - X[None]), axis=-1))
+    return np.float64(H.kernel.variance) * (1.0 + r) * np.exp(-r) + np.diag(noise)
+
+
+# Only compilation takes long here, so the compiler may leave its optimisations out.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@compiled
+def solve(solver, H, B, guess=None):
+    return solver.solve(H, B, guess=guess, key=jax.random.key(7))
+
+
+def solve_tightly(name, H, B, guess=None):
+    return solve(SOLVERS[name](TIGHT[name], 5000), H, B, guess)
+
+
+def true_residual(H, B, value):
+    """||b - H v|| / ||b|| column by column; ||H v|| where b is zero."""
+    B, value = np.asarray(B, np.float64), np.asarray(value, np.float64)
+    norm = np.linalg.norm(B, axis=0)
+    return np.linalg.norm(B - dense(H) @ value, axis=0) / np.where(norm > 0, norm, 1.0)
+
+
+def assert_solved(H, B, solution, bound=1e-8):
+    """Each column within `bound` of NumPy's, relative to that column's own norm."""
+    exact = np.linalg.solve(dense(H), np.asarray(B, np.float64))
+    error = np.linalg.norm(solution.value - exact, axis=0)
+    assert np.all(error <= bound * np.linalg.norm(exact, axis=0)), error
+    assert solution.converged
+
+
+# Accuracy
+
+
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [(name, noise) for name in ("cholesky", "cg", "plain_cg") for noise in (1e-6, 1e-3, 0.1, 10.0)]
+    + [(name, noise) for name in ("ap", "sgd") for noise in (0.05, 0.3, 10.0)],
+)
+def test_numpy_agrees(name, noise, x64):
+    H, B = operator(noise), targets()
+    solution = solve_tightly(name, H, B)
+    assert_solved(H, B, solution)
+    np.testing.assert_array_equal(solution.value[:, 2], np.zeros(N))
+    assert solution.residual.shape == (4,)
+    assert np.all(solution.residual <= TIGHT[name])
+
+
+@every_solver
+def test_noise_of_each_row(name, x64):
+    H, B = operator(np.linspace(0.1, 2.0, N)), targets()
+    assert_solved(H, B, solve_tightly(name, H, B))
+
+
+@every_solver
+def test_duplicate_rows(name, x64):
+    X = jnp.concatenate([rows(30), rows(20)])
+    H, B = KernelOperator(Matern32(0.7), X, 0.3), targets()
+    assert_solved(H, B, solve_tightly(name, H, B))
+
+
+@every_solver
+@pytest.mark.parametrize("n", [1, BLOCK - 3])
+def test_fewer_rows_than_a_block(name, n, x64):
+    H, B = operator(n=n), targets(n)
+    assert_solved(H, B, solve_tightly(name, H, B))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.95])
+def test_sgd_with_a_rate_of_its_own(momentum, x64):
+    H, B = operator(), targets()
+    rate = 0.3 * (1 - momentum)
+    solver = StochasticGradientDescent(
+        10, learning_rate=rate, momentum=momentum, tolerance=1e-11, max_epochs=5000.0
+    )
+    assert_solved(H, B, solve(solver, H, B))
+
+
+@every_solver
+def test_float32(name):
+    H, B = operator(), targets()
+    solution = solve(SOLVERS[name](1e-2, 500), H, B)
+    assert {solution.value.dtype, solution.residual.dtype, solution.epochs.dtype} == {
+        jnp.dtype("float32")
+    }
+    assert solution.converged
+    # Stochastic gradient descent knows an estimate only.
+    assert np.all(true_residual(H, B, solution.value) <= (3e-2 if name == "sgd" else 1.01e-2))
+
+
+@every_solver
+def test_residual_is_that_of_the_solution(name, x64):
+    H, B = operator(0.05), targets()[:, jnp.array([0, 1, 3])]
+    largest = []
+    for epochs in (2, 6):
+        solution = solve(SOLVERS[name](0.0, epochs), H, B)
+        largest.append(np.max(solution.residual))
+        expected = true_residual(H, B, solution.value)
+        if name == "cholesky":
+            assert np.all(expected < 1e-13)
+            assert np.all(solution.residual < 1e-13)
+        elif name == "sgd":
+            assert np.all((solution.residual < 3 * expected) & (expected < 3 * solution.residual))
+        else:
+            assert np.all(expected > 1e-8)
+            np.testing.assert_allclose(solution.residual, expected, rtol=1e-6)
+    # A larger budget helps, except where the first one did it all.
+    assert largest[1] < 0.8 * largest[0] or name == "cholesky"
+
+
+def test_the_worst_column_decides(x64):
+    # A column in the span of few eigenvectors is solved long before one of noise.
+    H = operator(1e-3)
+    _, vectors = np.linalg.eigh(dense(H))
+    B = jnp.array(np.stack([vectors[:, -1], np.random.default_rng(0).normal(size=N)], axis=1))
+    for name in ("plain_cg", "ap"):
+        alone = solve(ITERATIVE[name](1e-6, 5000), H, B[:, :1])
+        both = solve(ITERATIVE[name](1e-6, 5000), H, B)
+        assert alone.iterations < both.iterations
+        assert np.all(true_residual(H, B, both.value) <= 1.001e-6)
+
+
+# Starts
+
+
+@every_iterative_solver
+def test_a_guess_at_the_solution_takes_no_iterations(name, x64):
+    H, B = operator(), targets()
+    exact = jnp.array(np.linalg.solve(dense(H), B))
+    solution = solve(ITERATIVE[name](1e-8, 5000), H, B, exact)
+    assert (solution.iterations, solution.epochs) == (0, 1)  # for the residual of the guess
+    np.testing.assert_allclose(solution.value, exact, rtol=1e-14)
+    assert solution.converged
+    assert np.all(solution.residual < 1e-12)
+
+
+@every_solver
+def test_warm_and_cold_starts_end_alike(name, x64):
+    H, B = operator(), targets()
+    cold = solve_tightly(name, H, B)
+    near = solve_tightly(name, operator(0.32), B)
+    warm = solve_tightly(name, H, B, near.value)
+    assert_solved(H, B, warm)
+    # A bad guess costs time alone, also for the column of zeros.
+    scale = np.linalg.norm(cold.value, axis=0) + 1.0
+    guess = 10 * scale * np.random.default_rng(5).normal(size=B.shape)
+    far = solve_tightly(name, H, B, jnp.array(guess))
+    exact = np.linalg.solve(dense(H), B)
+    assert np.all(np.linalg.norm(far.value - exact, axis=0) <= 1e-8 * scale)
+    assert far.converged
+
+
+@every_iterative_solver
+def test_the_best_combination_of_several_guesses(name, x64):
+    H, B = operator(), targets()
+    exact = np.linalg.solve(dense(H), B)
+    norms = np.linalg.norm(exact, axis=0)
+    other = np.random.default_rng(5).normal(size=B.shape) * np.where(norms > 0, norms, 1.0)
+    # Candidates that span the solution, one of them twice and one of zeros.
+    parts = (exact + 3 * other, exact - other, exact - other, 0 * other)
+    solution = solve(ITERATIVE[name](1e-6, 5000), H, B, jnp.array(np.stack(parts)))
+    assert (solution.iterations, solution.epochs) == (0, 1)
+    np.testing.assert_allclose(solution.residual, 0, atol=1e-6)
+    error = np.linalg.norm(solution.value - exact, axis=0)
+    assert np.all(error <= 1e-5 * np.where(norms > 0, norms, 1.0))
+
+
+@every_iterative_solver
+def test_a_good_guess_saves_iterations(name, x64):
+    H, B = operator(), targets()
+    cold = solve_tightly(name, H, B)
+    guess = cold.value * (1 + 1e-4)
+    warm = solve_tightly(name, H, B, guess)
+    assert 0 < warm.iterations < cold.iterations
+
+
+# Budgets
+
+
+@every_iterative_solver
+@pytest.mark.parametrize(
+    ("warm", "max_epochs"), [(False, 0.1), (False, 3.7), (True, 1.0), (True, 3.7)]
+)
+def test_budget(name, warm, max_epochs, x64):
+    H, B = operator(0.05), targets()
+    guess = 0.1 * B if warm else None
+    solution = solve(ITERATIVE[name](0.0, max_epochs), H, B, guess)
+    assert not solution.converged
+    assert solution.iterations >= 1
+    spent = float(warm) + float(solution.iterations) * STEPS[name]
+    np.testing.assert_allclose(solution.epochs, spent, rtol=1e-12)
+    # The first iteration is made even if the residual of the guess took all of the budget.
+    assert solution.epochs <= max(max_epochs, float(warm) + STEPS[name]) + 1e-9
+    assert solution.epochs > max_epochs - STEPS[name] - 1e-9  # and the budget is used
+
+
+def test_cholesky_counts_one_epoch(x64):
+    solution = solve(Cholesky(), operator(), targets())
+    assert (solution.iterations, solution.epochs) == (1, 1)
+
+
+@every_iterative_solver
+def test_the_loop_ends_at_the_tolerance(name, x64):
+    H, B = operator(), targets()
+    loose, tight = solve(ITERATIVE[name](1e-2, 5000), H, B), solve_tightly(name, H, B)
+    assert loose.converged
+    assert loose.iterations < tight.iterations
+    assert TIGHT[name] < np.max(loose.residual) <= 1e-2
+
+
+# Failures are values
+
+
+@quiet
+@every_solver
+@pytest.mark.parametrize("broken", ["lengthscale", "noise", "target"])
+def test_not_a_number(name, broken, x64):
+    H, B = operator(), targets()
+    bad = jnp.array(jnp.nan)
+    # Past the checks of concrete values, like a NaN that comes up inside `jit`.
+    H = {
+        "lengthscale": eqx.tree_at(lambda H: H.kernel.lengthscale, H, bad),
+        "noise": eqx.tree_at(lambda H: H.noise_variance, H, bad),
+        "target": H,
+    }[broken]
+    solution = solve_tightly(name, H, B.at[3, 0].set(jnp.nan) if broken == "target" else B)
+    assert not solution.converged
+    assert solution.iterations <= 2
+    assert not np.all(np.isfinite(solution.residual))
+
+
+# Transformations
+
+
+@every_solver
+def test_vmap_over_hyperparameters(name, x64):
+    B = targets()
+
+    def run(lengthscale, noise):
+        return solve_tightly(name, operator(noise, lengthscale), B)
+
+    lengthscales, noises = jnp.array([0.4, 0.7, 1.1]), jnp.array([0.3, 1.0, 0.5])
+    batch = jax.vmap(run)(lengthscales, noises)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], batch)
+        assert_solved(operator(noises[i], lengthscales[i]), B, one)
+
+
+@every_solver
+def test_compiles_once(name, x64):
+    traces = 0
+
+    @compiled
+    def run(solver, H, B, guess):
+        nonlocal traces
+        traces += 1
+        return solver.solve(H, B, guess=guess, key=jax.random.key(0))
+
+    for noise, seed in ((0.3, 0), (0.5, 1)):
+        H, B = operator(noise, 0.5 + noise), targets(seed=seed)
+        assert_solved(H, B, run(SOLVERS[name](TIGHT[name], 5000), H, B, 0.1 * B))
+    assert traces == 1
+
+
+@every_solver
+def test_nothing_is_differentiated(name, x64):
+    def value(lengthscale, noise, B, guess):
+        solution = SOLVERS[name](1e-3, 20).solve(
+            operator(noise, lengthscale), B, guess=guess, key=jax.random.key(0)
+        )
+        return jnp.sum(solution.value**2) + jnp.sum(solution.residual)
+
+    args = jnp.array(0.7), jnp.array(0.3), targets(), 0.1 * targets()
+    result, gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2, 3)))(*args)
+    assert result > 0
+    for leaf in gradient:
+        np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
+
+
+def test_keys_change_the_path_of_sgd_alone(x64):
+    H, B = operator(0.05), targets()
+
+    @compiled
+    def run(solver, seed):
+        return solver.solve(H, B, key=jax.random.key(seed)).value
+
+    for name in ("cg", "ap", "sgd"):
+        one, again, other = (run(ITERATIVE[name](0.0, 4), seed) for seed in (0, 0, 1))
+        np.testing.assert_array_equal(one, again)
+        assert np.array_equal(one, other) == (name != "sgd")
+
+
+# Probes for the log-determinant
+
+
+@functools.partial(compiled, static_argnums=3)
+def solve_with_probes(solver, H, B, num_probes, guess=None):
+    solution, coefficients = solver.solve_with_probes(
+        H, B, jax.random.key(11), num_probes, guess=guess
+    )
+    return solution, coefficients, log_determinant(coefficients, H.size)
+
+
+PRECONDITIONERS = {
+    "plain": Identity(),
+    "rank_5": PivotedCholesky(5),
+    "rank_20": PivotedCholesky(20),
+}
+
+
+@pytest.mark.parametrize("noise", [1e-3, 0.1, 10.0])
+@pytest.mark.parametrize("name", PRECONDITIONERS)
+def test_log_determinant(name, noise, x64):
+    H, B = operator(noise), targets()
+    solver = ConjugateGradients(1e-10, 200.0, PRECONDITIONERS[name])
+    solution, coefficients, estimate = solve_with_probes(solver, H, B, 64)
+    exact = np.linalg.slogdet(dense(H))[1]
+    assert abs(estimate.value - exact) < 4 * estimate.standard_error
+    assert estimate.standard_error < 0.1 * N
+    assert coefficients.alpha.shape == coefficients.beta.shape == (200, 64)
+    assert np.all(coefficients.alpha[int(solution.iterations) :] == 0)
+    assert np.all(coefficients.residual < 1e-6)
+    assert_solved(H, B, solution, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "rank_5"])
+def test_the_quadrature_converges_with_many_probes(name, x64):
+    H = operator(0.1, n=12)
+    solver = ConjugateGradients(1e-12, 40.0, PRECONDITIONERS[name])
+    exact = np.linalg.slogdet(dense(H))[1]
+    _, _, few = solve_with_probes(solver, H, jnp.zeros((12, 0)), 20)
+    _, _, many = solve_with_probes(solver, H, jnp.zeros((12, 0)), 20 * 256)
+    assert 8 < few.standard_error / many.standard_error < 32  # a sixteenth is expected
+    assert abs(many.value - exact) < 4 * many.standard_error < 1.0
+
+
+def test_few_steps_overestimate_the_log_determinant(x64):
+    H = operator(1e-2)
+    exact = np.linalg.slogdet(dense(H))[1]
+    errors = []
+    for steps in (3, 6, 60):
+        solver = ConjugateGradients(1e-10, float(steps), Identity())
+        solution, _, estimate = solve_with_probes(solver, H, targets(), 512)
+        assert solution.iterations == min(steps, solution.iterations)
+        errors.append((estimate.value - exact) / estimate.standard_error)
+    assert errors[0] > errors[1] > 4  # Gauss quadrature of a function with odd derivatives > 0
+    assert abs(errors[2]) < 4
+
+
+def test_an_exact_preconditioner_leaves_no_error(x64):
+    # Where P = H, a single step gives log|H| = log|P| without any error.
+    H = operator(0.1)
+    solver = ConjugateGradients(1e-8, 50.0, PivotedCholesky(N))
+    _, coefficients, estimate = solve_with_probes(solver, H, targets(), 4)
+    exact = np.linalg.slogdet(dense(H))[1]
+    np.testing.assert_allclose(coefficients.log_determinant, exact, rtol=1e-10)
+    np.testing.assert_allclose(estimate.value, exact, rtol=1e-8)
+
+
+def test_probes_do_not_disturb_the_solution(x64):
+    H, B = operator(), targets()
+    solver = ITERATIVE["cg"](1e-6, 200)
+    alone = solve(solver, H, B, 0.1 * B)
+    together, _, estimate = solve_with_probes(solver, H, B, 8, 0.1 * B)
+    np.testing.assert_allclose(together.value, alone.value, rtol=1e-9, atol=1e-18)
+    assert (together.iterations, together.epochs) == (alone.iterations, alone.epochs)
+    # The probes start at zero whatever the guess is.
+    _, _, without_guess = solve_with_probes(solver, H, B, 8)
+    np.testing.assert_allclose(estimate.value, without_guess.value, rtol=1e-3)
+
+
+def test_probes_alone(x64):
+    H = operator()
+    solver = ITERATIVE["plain_cg"](1e-6, 200)
+    solution, coefficients, _ = solve_with_probes(solver, H, jnp.zeros((N, 0)), 8)
+    assert solution.value.shape == (N, 0)
+    assert solution.iterations > 3
+    assert np.all((coefficients.residual > 0) & (coefficients.residual <= 1e-6))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "kind", [ConjugateGradients, AlternatingProjections, StochasticGradientDescent]
+)
+def test_bad_tolerances_and_budgets(kind, unchecked):
+    for tolerance in (-1e-3, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"`tolerance` must be in \[0, 1\), got {tolerance}"):
+            kind(tolerance=tolerance)
+    for epochs in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"`max_epochs` must be positive, got {epochs}"):
+            kind(max_epochs=epochs)
+
+
+def test_bad_options(unchecked):
+    with pytest.raises(ValueError, match="`block_size` must be at least 1, got 0"):
+        AlternatingProjections(0)
+    with pytest.raises(ValueError, match="`batch_size` must be at least 1, got -2"):
+        StochasticGradientDescent(-2)
+    for rate in (0.0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=f"`learning_rate` must be positive, got {rate}"):
+            StochasticGradientDescent(learning_rate=rate)
+    for momentum in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"`momentum` must be in \[0, 1\), got {momentum}"):
+            StochasticGradientDescent(momentum=momentum)
+
+
+@every_solver
+def test_bad_right_hand_sides(name, unchecked):
+    solver = SOLVERS[name](1e-2, 10)
+    for B, shape in ((jnp.ones(N), r"\(50,\)"), (jnp.ones((N + 1, 2)), r"\(51, 2\)")):
+        with pytest.raises(ValueError, match=rf"`B` must have shape \(50, k\), got {shape}"):
+            jax.eval_shape(solve, solver, operator(), B)
+
+
+@every_iterative_solver
+def test_bad_guesses(name, unchecked):
+    solver = ITERATIVE[name](1e-2, 10)
+    for guess, shape in ((jnp.ones((N, 3)), r"\(50, 3\)"), (jnp.ones(N), r"\(50,\)")):
+        message = rf"`guess` must have shape \(50, 4\), got {shape}: one start"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(solve, solver, operator(), targets(), guess)
+
+
+def test_sgd_needs_a_key():
+    with pytest.raises(ValueError, match="`key` must be given: the batches are drawn at random"):
+        StochasticGradientDescent(max_epochs=100.0).solve(operator(), targets())
