@@ -112,6 +112,7 @@ def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
             state = state._replace(mutable_state={"solver": solver})
         state, loss = update(state, X, y)
         if each is not None:
+            jax.block_until_ready(loss)
             each(step, state, loss, time.perf_counter() - start)
     jax.block_until_ready(state)
     return svi.get_params(state), state, compiling, time.perf_counter() - start

@@ -1,7 +1,6 @@
 """The collapsed family: a distribution over observations with the function integrated out."""
 
 import math
-import warnings
 from collections.abc import Callable
 
 import jax
@@ -90,9 +89,8 @@ class GaussianProcess(RowsDistribution):
         self.mean_function = _as_mean_function(mean)
         self.estimator = Cholesky() if estimator is None else estimator
         if key is None and self.estimator.is_stochastic:
-            with warnings.catch_warnings():  # outside of a model it has none, and says so
-                warnings.simplefilter("ignore")
-                key = numpyro.prng_key()
+            # Outside of a model there is none, and NumPyro would warn.
+            key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None
         self.key = key if key is None else _typed(key)
         self.state = state
         if state is not None and isinstance(self.estimator, AbstractIterative):
@@ -180,6 +178,7 @@ class GaussianProcess(RowsDistribution):
         *,
         key: Array | None = None,
         num_samples: int | None = None,
+        max_epochs: int | float | None = None,
     ) -> ExactPosterior | PathwisePosterior:
         """The posterior of f given observations.
 
@@ -188,6 +187,8 @@ class GaussianProcess(RowsDistribution):
             key: a typed JAX key for an iterative estimator, by default the distribution's own.
             num_samples: posterior samples to store with an iterative estimator, by default its
                 `num_probes`.
+            max_epochs: budget of the solve with an iterative estimator, by default the solver's: a
+                budget that suits a step of training may be too small for the final result.
 
         Returns:
             With `Cholesky` an `ExactPosterior`, from one factorisation in O(n^3). With an iterative
@@ -212,6 +213,7 @@ class GaussianProcess(RowsDistribution):
                 key=self.key if key is None else _typed(key),
                 state=self.state,
                 num_samples=num_samples,
+                max_epochs=max_epochs,
             )
         estimator = self._exact()
         H = estimator.covariance(self.kernel, self.X, self.noise_variance)

@@ -1,6 +1,7 @@
 """What the estimators that solve linear systems iteratively have in common."""
 
 import abc
+import dataclasses
 import math
 import warnings
 from typing import NamedTuple
@@ -210,6 +211,7 @@ class AbstractIterative(AbstractEstimator):
         key: Key[Array, ""] | None,
         state: SolverState | None,
         num_samples: int | None = None,
+        max_epochs: int | float | None = None,
     ) -> tuple[Solution, PriorDraws]:
         """Solve H [v, u_1 .. u_s] = [y, xi_1 .. xi_s] for pathwise posterior samples.
 
@@ -222,6 +224,7 @@ class AbstractIterative(AbstractEstimator):
             key: a typed JAX key; not needed with a state.
             state: the state of the steps before.
             num_samples: s, `num_probes` by default.
+            max_epochs: the budget, the solver's own by default.
 
         Returns:
             The solution and the prior draws that its columns after the first belong to.
@@ -241,13 +244,16 @@ class AbstractIterative(AbstractEstimator):
                 "`GaussianProcess` a `key=` or a `state=`."
             )
         probe_key, _, solver_key = _split(key)
+        solver = self.solver
+        if max_epochs is not None and hasattr(solver, "max_epochs"):
+            solver = dataclasses.replace(solver, max_epochs=max_epochs)
         count = self.num_probes if num_samples is None else num_samples
         draws = PriorDraws.from_key(probe_key, count, self.num_features)
 
         def solve(guess: Array | None) -> Solution:
             xi = draws.observations(operator.kernel, operator.X, operator.noise())
             B = jnp.concatenate([residual[:, None], xi.astype(operator.dtype)], axis=1)
-            return self.solver.solve(operator, B, guess=guess, key=solver_key)
+            return solver.solve(operator, B, guess=guess, key=solver_key)
 
         if memory is None:
             return solve(None), draws
