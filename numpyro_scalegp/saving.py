@@ -46,7 +46,8 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
     arrays: dict[str, np.ndarray] = {}
     structure = json.dumps(_encode(fitted, arrays))
     with open(path, "wb") as file:
-        np.savez(file, **{_STRUCTURE: np.array(structure)}, **arrays)
+        named: dict[str, Any] = {_STRUCTURE: np.array(structure), **arrays}
+        np.savez(file, **named)
 
 
 def load(path: str | os.PathLike[str]) -> Any:

@@ -246,7 +246,7 @@ class AbstractIterative(AbstractEstimator):
         probe_key, _, solver_key = _split(key)
         solver = self.solver
         if max_epochs is not None and hasattr(solver, "max_epochs"):
-            solver = dataclasses.replace(solver, max_epochs=max_epochs)
+            solver = dataclasses.replace(solver, **{"max_epochs": max_epochs})
         count = self.num_probes if num_samples is None else num_samples
         draws = PriorDraws.from_key(probe_key, count, self.num_features)
 

@@ -13,9 +13,9 @@ class Pathwise(AbstractIterative):
     """The pathwise estimator: tr(H^-1 dH) ~ mean_j u_j'dH u_j with H u_j = xi_j ~ N(0, H).
 
     The right-hand sides xi_j = f_j(X) + sqrt(noise) w_j are noisy observations of prior draws.
-    Their solutions lie closer to zero than those of `Hutchinson`, at a distance that does not grow as the
-    noise falls, and each is a posterior sample, f_j + k(., X)(v - u_j): predictions need no further
-    solve.
+    Their solutions lie closer to zero than those of `Hutchinson`, at a distance that does not grow
+    as the noise falls, and each is a posterior sample, f_j + k(., X)(v - u_j): predictions need no
+    further solve.
 
     The gradient is unbiased up to the solver's tolerance. Value, cost and use are as for
     `Hutchinson`: see there.

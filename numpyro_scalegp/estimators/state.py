@@ -169,12 +169,19 @@ class SolverState:
         old = (begin.solutions, begin.target, begin.kernel, begin.noise_variance)
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         place = begin.step % self.num_records
-        failed = Records(*(jnp.inf,) * 3, False, jnp.inf)
-        records = [
-            ring.at[place].set(jnp.where(jnp.isfinite(entry), entry, failure).astype(ring.dtype))
-            for ring, entry, failure in zip(begin.records, record, failed, strict=True)
-        ]
-        memory = Memory(*kept, begin.seed, begin.step + 1, Records(*records))
+        # What is not finite counts as infinite, so that no NaN is ever kept.
+        records = Records(
+            *(
+                ring.at[place].set(
+                    jnp.where(jnp.isfinite(entry), entry, jnp.inf).astype(ring.dtype)
+                )
+                for ring, entry in zip(begin.records, record, strict=True)
+            )
+        )
+        solutions, target, kernel, noise_variance = kept
+        memory = Memory(
+            solutions, target, kernel, noise_variance, begin.seed, begin.step + 1, records
+        )
         self._written, _ = _refuse_batches(jax.lax.stop_gradient((memory, key)))
 
     def last(

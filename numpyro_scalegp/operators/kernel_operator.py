@@ -1,6 +1,7 @@
 """The covariance of noisy observations, H = K(X, X) + noise, in blocks."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -179,7 +180,7 @@ class KernelOperator(eqx.Module):
             return jax.tree.map(jnp.add, total, slope), dX
 
         def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
-            total, dX = totals
+            total, slope_X = totals
             i, j = index
 
             def gram(kernel: AbstractKernel, Xi: Array, Xj: Array) -> Array:
@@ -191,11 +192,11 @@ class KernelOperator(eqx.Module):
             rights = jnp.concatenate([right[j], left[j]], axis=1)
             slope, dXi, dXj = pullback(matmul(lefts, rights.T))
             total = jax.tree.map(jnp.add, total, slope)
-            return (total, dX.at[i].add(dXi).at[j].add(dXj)), None
+            return (total, slope_X.at[i].add(dXi).at[j].add(dXj)), None
 
-        total = jax.tree.map(jnp.zeros_like, kernel)
-        total, dX = jax.lax.scan(of_diagonal, total, (blocks.X, left, right))
-        (total, dX), _ = jax.lax.scan(of_pair, (total, dX), blocks.pairs())
+        zeros = jax.tree.map(jnp.zeros_like, kernel)
+        totals: Any = jax.lax.scan(of_diagonal, zeros, (blocks.X, left, right))
+        (total, dX), _ = jax.lax.scan(of_pair, totals, blocks.pairs())
         dnoise = jnp.sum(U * V, axis=1).astype(self.noise_variance.dtype)
         if self.noise_variance.ndim == 0:
             dnoise = jnp.sum(dnoise)

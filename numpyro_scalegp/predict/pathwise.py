@@ -143,6 +143,12 @@ class PathwisePosterior(AbstractPosterior):
 
         return chunks.map_rows(chunk, Xs, chunk_size)
 
+    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
+        """The posterior covariance of f, shape (m, m), from the stored samples' deviations."""
+        Xs = self._check(Xs)
+        deviations = self._deviations(Xs, self._rows(None))
+        return matmul(deviations, deviations.T) / self.num_samples
+
     def sample(
         self,
         key: Key[Array, ""],
@@ -197,7 +203,7 @@ class PathwisePosterior(AbstractPosterior):
         warn_unless(found.converged)
         value = jnp.concatenate([self.solution.value[:, :1], found.value], axis=1)
         residual = jnp.concatenate([self.solution.residual[:1], found.residual])
-        converged = found.converged & (residual[0] <= self.estimator.solver.tolerance)
+        converged = found.converged & self.solution.converged
         solution = found._replace(value=value, residual=residual, converged=converged)
         return eqx.tree_at(lambda p: (p.solution, p.draws), self, (solution, draws))
 

@@ -18,7 +18,6 @@ from numpyro_scalegp.solvers.base import (
     largest_norm,
     num_iterations,
     start,
-    without_gradient,
 )
 
 
@@ -75,7 +74,7 @@ class AlternatingProjections(AbstractSolver):
         key: Key[Array, ""] | None = None,
     ) -> Solution:
         """Solve H V = B; see `AbstractSolver.solve`. No key is needed."""
-        operator, (B, guess) = without_gradient(operator, B, guess)
+        operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
         begin = start(operator, B, guess)
         n = operator.size
         size = min(self.block_size, n)

@@ -5,7 +5,6 @@ import math
 from typing import NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -29,8 +28,6 @@ class AbstractSolver(eqx.Module):
     All columns share each evaluation of the kernel, so that 64 cost little more than 16. Nothing
     here is differentiated: gradients come from the estimators, which hold solutions fixed.
     """
-
-    tolerance: eqx.AbstractVar[float]
 
     @abc.abstractmethod
     def solve(
@@ -148,10 +145,3 @@ def check_budget(tolerance: float, max_epochs: int | float) -> None:
         )
     if not max_epochs > 0:
         raise ValueError(f"`max_epochs` must be positive, got {max_epochs}.")
-
-
-def without_gradient(
-    operator: KernelOperator, *arrays: Array | None
-) -> tuple[KernelOperator, tuple[Array | None, ...]]:
-    """Cut all derivatives: a solver's iterations are never differentiated through."""
-    return jax.lax.stop_gradient((operator, arrays))

@@ -17,7 +17,6 @@ from numpyro_scalegp.solvers.base import (
     largest_norm,
     num_iterations,
     start,
-    without_gradient,
 )
 
 # Steps of the probes that are recorded: far more than a quadrature of log|H| needs.
@@ -115,7 +114,7 @@ class ConjugateGradients(AbstractSolver):
         Returns:
             The solution for B, and the coefficients of the probes.
         """
-        operator, (B, guess) = without_gradient(operator, B, guess)
+        operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
         factor = self.preconditioner.factorise(operator)
         probes = factor.sample(key, num_probes)
         begin = start(operator, B, guess)

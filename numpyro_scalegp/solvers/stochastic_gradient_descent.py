@@ -17,7 +17,6 @@ from numpyro_scalegp.solvers.base import (
     largest_norm,
     num_iterations,
     start,
-    without_gradient,
 )
 
 _NUM_PROBED_BATCHES = 4
@@ -94,7 +93,7 @@ class StochasticGradientDescent(AbstractSolver):
         """
         if key is None:
             raise ValueError("`key` must be given: the batches are drawn at random.")
-        operator, (B, guess) = without_gradient(operator, B, guess)
+        operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
         rate_key, batch_key = jax.random.split(key)
         begin = start(operator, B, guess)
         targets = B.astype(begin.residual.dtype) / begin.scale
@@ -102,8 +101,9 @@ class StochasticGradientDescent(AbstractSolver):
         size = min(self.batch_size, n)
         batches_per_epoch = n // size
         max_iterations = num_iterations(self.max_epochs, guess, n / size)
-        rate = self.learning_rate
-        if rate is None:
+        if self.learning_rate is not None:
+            rate = jnp.asarray(self.learning_rate, operator.dtype)
+        else:
             # Smooth modes, shared by all rows, follow the average over batches, where heavy-ball
             # momentum allows (2 + 2 momentum) / eigenvalue. Modes of single rows wait for their
             # next visit while the momentum plays out, 1 / (1 - momentum) times a step.
