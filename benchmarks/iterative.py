@@ -75,7 +75,7 @@ def make_solver(arguments, name=None):
     return SOLVERS[name](**options)
 
 
-def make_model(estimator, warm):
+def make_model(estimator, num_solutions=2):
     """A GP with point estimates of all hyperparameters, from 1.0."""
 
     def positive(name, start):
@@ -86,19 +86,20 @@ def make_model(estimator, warm):
             positive("lengthscale", jnp.ones(X.shape[1])), positive("variance", jnp.ones(()))
         )
         noise = jnp.square(positive("noise", jnp.ones(())))
-        state = sgp.solver_state("solver") if warm else None
+        state = sgp.solver_state("solver", num_solutions=num_solutions)
         gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state=state)
         numpyro.sample("y", gp, obs=y)
 
     return model
 
 
-def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
+def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, num_solutions=2, each=None):
     """Train by stock SVI; returns parameters, the state and seconds, compilation apart.
 
     With `cold`, the state's solution is set to zero before each step: the probes stay the same.
     """
-    svi = SVI(make_model(estimator, True), lambda X, y: None, optax.adam(rate), Trace_ELBO())
+    model = make_model(estimator, num_solutions)
+    svi = SVI(model, lambda X, y: None, optax.adam(rate), Trace_ELBO())
     state = svi.init(jax.random.key(0), X, y)
     start = time.perf_counter()
     update = jax.jit(svi.update).lower(state, X, y).compile()
@@ -107,8 +108,8 @@ def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
     for step in range(num_steps):
         if cold:
             memory = state.mutable_state["solver"].memory
-            memory = memory._replace(solution=jnp.zeros_like(memory.solution))
-            solver = sgp.estimators.SolverState(memory=memory)
+            memory = memory._replace(solutions=jnp.zeros_like(memory.solutions))
+            solver = sgp.estimators.SolverState(num_solutions=num_solutions, memory=memory)
             state = state._replace(mutable_state={"solver": solver})
         state, loss = update(state, X, y)
         if each is not None:
@@ -141,11 +142,15 @@ def ratios(arguments):
     X, y, *_ = load(arguments)
     epochs = {}
     for kind in ("standard", "pathwise"):
-        for start in ("cold", "warm"):
+        for start, num_solutions in (("cold", 1), ("warm", 1), ("extrapolated", 2)):
+            if arguments.ends and (kind == "standard") != (start == "cold"):
+                continue
             family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
             estimator = family(make_solver(arguments), num_logdet_probes=0)
             cold = start == "cold"
-            _, state, _, elapsed = train(X, y, estimator, arguments.steps, cold=cold)
+            _, state, _, elapsed = train(
+                X, y, estimator, arguments.steps, cold=cold, num_solutions=num_solutions
+            )
             history = state.mutable_state["solver"].history()
             # A cold start needs no product for the residual of its guess.
             each = np.asarray(history["epochs"]) - cold
@@ -353,6 +358,7 @@ def main():
     parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--every", type=int, default=10, help="steps between lines of fit")
     parser.add_argument("--score-every", type=int, default=50)
+    parser.add_argument("--ends", action="store_true", help="ratios: the two ends alone")
     parser.add_argument("--out", help="file for the epochs of each step")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", arguments.float64)

@@ -94,6 +94,19 @@ def test_heteroscedastic(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    pytest.importorskip("arviz")
+    monkeypatch.delenv("SCALEGP_DATA", raising=False)
+    scores, data = load("exact_large").main(400, num_steps=15, num_draws=3, folder=tmp_path)
+    assert scores["rmse"] < scores["rmse of the mean"]
+    assert data.sample_stats["epochs"].shape == (1, 15)
+    assert data.posterior["lengthscale"].shape[:2] == (1, 3)
+    assert (tmp_path / "fit.png").stat().st_size > 0
+    assert (tmp_path / "posterior.npz").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report

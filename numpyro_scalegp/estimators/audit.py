@@ -55,8 +55,9 @@ class Audit(NamedTuple):
             lines.append(head)
             for row in self.rows:
                 if row.estimator == name:
-                    # A star marks a bias that chance does not explain.
-                    star = " *" if abs(row.bias) > 4.0 * row.standard_error else ""
+                    # A star marks a bias that neither chance nor rounding explains.
+                    chance = 4.0 * row.standard_error + 1e-5 * abs(row.exact)
+                    star = " *" if abs(row.bias) > chance else ""
                     lines.append(
                         f"  {row.quantity:<24}{row.exact:>12.5g}{row.bias:>12.3g}"
                         f"{row.standard_error:>12.3g}{row.standard_deviation:>12.3g}{star}"

@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key, UInt
 
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.linalg import matmul
@@ -24,7 +24,7 @@ class PriorDraws(eqx.Module):
         Wilson et al. (2020), Efficiently Sampling Functions from Gaussian Process Posteriors.
     """
 
-    seed: Int[Array, " 2"]
+    seed: UInt[Array, " 2"]
     num_draws: int = eqx.field(static=True)
     num_features: int = eqx.field(static=True)
 

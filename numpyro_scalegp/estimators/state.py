@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import Solution
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     target: Float[Array, " n"]  # the right-hand side of the newest's first column
     kernel: AbstractKernel  # the hyperparameters that the newest belongs to
     noise_variance: Float[Array, "..."]
-    seed: Int[Array, " 2"]  # of the probes
+    seed: UInt[Array, " 2"]  # of the probes
     step: Int[Array, ""]
     records: Records
 

@@ -112,7 +112,7 @@ def test_collapsed_site_is_replicated_from_its_posterior(noise, x64):
     precision = np.linalg.inv(H)
     held_out = dist.Normal(y - precision @ y / precision.diagonal(), precision.diagonal() ** -0.5)
     np.testing.assert_allclose(draws.log_likelihood["y"][0], held_out.log_prob(y), rtol=1e-8)
-    np.testing.assert_array_equal(draws.jitter["y"], np.zeros(4000))
+    np.testing.assert_array_equal(draws.diagnostics["y"]["jitter"], np.zeros(4000))
     np.testing.assert_array_equal(draws.observed["y"][17], y)
     density = draws.log_predictive_density()["y"]
     np.testing.assert_allclose(density, held_out.log_prob(y), rtol=1e-8)
@@ -133,7 +133,7 @@ def test_draws_lie_on_the_host_and_hold_every_kind_of_site():
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(draws))
     assert set(draws.sites) == {"slope", "line"}
     assert set(draws.predictive) == set(draws.log_likelihood) == set(draws.observed) == {"y"}
-    assert draws.jitter == {}
+    assert draws.diagnostics == {}
     expected = dist.Normal(draws.sites["line"], 0.5).log_prob(Y)
     np.testing.assert_allclose(draws.log_likelihood["y"], expected, rtol=1e-5)
     density = np.log(np.mean(np.exp(np.asarray(expected, np.float64)), axis=0))

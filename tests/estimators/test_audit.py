@@ -1,0 +1,87 @@
+"""The audit: it finds a bias that is there, and none where there is none."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import Audit, Pathwise
+from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers import ConjugateGradients
+
+
+def data() -> tuple[jax.Array, jax.Array]:
+    X = jax.random.normal(jax.random.key(0), (120, 2))
+    return X, jnp.sin(2.0 * X[:, 0]) + 0.1 * jax.random.normal(jax.random.key(1), (120,))
+
+
+KERNEL = sgp.kernels.Matern32([0.8, 1.2], 1.1)
+NAMES = ["log_prob", "lengthscale[0]", "lengthscale[1]", "variance", "noise_variance"]
+
+
+@functools.cache
+def result() -> Audit:
+    estimators = {
+        "solved": Pathwise(ConjugateGradients(1e-6, 200, PivotedCholesky(10)), 8),
+        "cut short": Pathwise(ConjugateGradients(1e-6, 3, Identity()), 8),
+    }
+    X, y = data()
+    with pytest.warns(RuntimeWarning, match="above its tolerance"):
+        return sgp.estimators.audit(
+            estimators, KERNEL, X, y, 0.05, key=jax.random.key(2), num_draws=40, max_rows=80
+        )
+
+
+def test_tells_biased_from_unbiased():
+    rows = {
+        name: [row for row in result().rows if row.estimator == name] for name in result().costs
+    }
+    assert [row.quantity for row in rows["solved"]] == NAMES
+    for row in rows["solved"]:
+        assert abs(row.bias) < 4.0 * row.standard_error, row
+        assert row.standard_error == pytest.approx(row.standard_deviation / 40**0.5)
+    assert max(abs(row.bias) / row.standard_error for row in rows["cut short"]) > 10.0
+
+
+def test_compares_with_the_exact_values_on_the_same_rows():
+    X, y = data()
+    rows = jax.random.choice(jax.random.split(jax.random.key(2))[0], 120, (80,), replace=False)
+
+    def exact(kernel: sgp.kernels.Matern32, noise: float) -> jax.Array:
+        return sgp.GaussianProcess(kernel, X[rows], noise).log_prob(y[rows])
+
+    value, (kernel, noise) = jax.value_and_grad(exact, argnums=(0, 1))(KERNEL, 0.05)
+    expected = [value, *kernel.lengthscale, kernel.variance, noise]
+    found = [row.exact for row in result().rows[: len(NAMES)]]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert result().num_rows == 80
+
+
+def test_costs_table_and_plot():
+    costs = result().costs
+    assert costs["cut short"].epochs == 3.0 < costs["solved"].epochs
+    assert (costs["cut short"].converged, costs["solved"].converged) == (0.0, 1.0)
+    assert all(cost.seconds > 0 for cost in costs.values())
+    table = str(result())
+    starred = [line for line in table.splitlines() if line.endswith("*")]
+    solved, cut = table.split("cut short:")
+    assert starred
+    assert "*" not in solved
+    assert all(f"  {name} " in cut for name in NAMES)
+    pytest.importorskip("matplotlib")
+    figure = result().plot()
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(costs)
+
+
+def test_rejects_bad_arguments():
+    X, y = data()
+    audit = functools.partial(sgp.estimators.audit, Pathwise(ConjugateGradients()), KERNEL, X)
+    with pytest.raises(ValueError, match="`num_draws` must be at least 2, got 1"):
+        audit(y, 0.1, key=jax.random.key(0), num_draws=1)
+    with pytest.raises(ValueError, match=r"`y` must have shape \(120,\), got \(119,\)"):
+        audit(y[1:], 0.1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"`noise_variance` must have shape \(\) or \(120,\)"):
+        audit(y, jnp.ones(7), key=jax.random.key(0))
