@@ -3,6 +3,7 @@
     python benchmarks/iterative.py product                      # K V beside a resident matrix
     python benchmarks/iterative.py step --data elevators        # one gradient beside GPyTorch
     python benchmarks/iterative.py ratios --data pol            # epochs: estimators and warm starts
+    python benchmarks/iterative.py plot a.npz b.npz --out figure.svg  # what ratios wrote
     python benchmarks/iterative.py value --data pol             # log p(y) beside Cholesky's
     python benchmarks/iterative.py fit --data   elevators       # test error after training
 
@@ -14,6 +15,8 @@ import argparse
 import functools
 import resource
 import time
+import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -332,12 +335,30 @@ def fit(arguments):
     score(params, state)
 
 
+def plot(arguments):
+    """Draw the files that `ratios` wrote: epochs spent up to each step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.2 * len(arguments.files), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(arguments.files), squeeze=False)[0]
+    for panel, file in zip(panels, arguments.files, strict=True):
+        with np.load(file) as epochs:
+            for name, values in epochs.items():
+                panel.semilogy(np.arange(1, len(values) + 1), values, label=name)
+        panel.set_title(Path(file).stem.replace("_", ", "))
+        panel.set_xlabel("step")
+        panel.legend(fontsize="small")
+    panels[0].set_ylabel("epochs so far")
+    figure.savefig(arguments.out)
+
+
 def main():
     """Run a benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["product", "step", "ratios", "value", "fit"])
+    parser.add_argument("what", choices=["product", "step", "ratios", "value", "fit", "plot"])
+    parser.add_argument("files", nargs="*", help="of plot: what ratios wrote, one panel each")
     parser.add_argument("--data", default="pol")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
@@ -359,7 +380,7 @@ def main():
     parser.add_argument("--every", type=int, default=10, help="steps between lines of fit")
     parser.add_argument("--score-every", type=int, default=50)
     parser.add_argument("--ends", action="store_true", help="ratios: the two ends alone")
-    parser.add_argument("--out", help="file for the epochs of each step")
+    parser.add_argument("--out", help="file for epochs of each step, or for the plot")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", arguments.float64)
     globals()[arguments.what](arguments)
