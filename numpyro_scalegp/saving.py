@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -96,7 +97,16 @@ def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         return {"kind": "partial", "class": _name(type(value)), "parts": parts}
     if isinstance(value, eqx.Module):
         present = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        fields = {name: encode(getattr(value, name)) for name in present}
+        defaults = inspect.signature(type(value)).parameters
+        fields = {}
+        for name in present:
+            field = getattr(value, name)
+            # Equinox's networks have anonymous functions as defaults.
+            is_default = name in defaults and defaults[name].default is field
+            if callable(field) and is_default:
+                fields[name] = {"kind": "default", "class": _name(type(value)), "name": name}
+            else:
+                fields[name] = encode(field)
         return {"kind": "module", "class": _name(type(value)), "fields": fields}
     if callable(value):
         return {"kind": "name", "name": _name(value)}
@@ -124,6 +134,8 @@ def _decode(code: Any, arrays: Any) -> Any:
     of = _find(code["class"])
     if kind == "namedtuple":
         return of(*map(decode, code["items"]))
+    if kind == "default":
+        return inspect.signature(of).parameters[code["name"]].default
     if kind == "partial":
         function, args, keywords = decode(code["parts"])
         return of(function, *args, **keywords)

@@ -15,8 +15,10 @@ from jaxtyping import Array
 from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import AbstractEstimator
 from numpyro_scalegp.guides import AbstractGPGuide
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.solvers import AbstractSolver
 
 # Input columns that the kernels below expect.
 NUM_COLUMNS = 4
@@ -110,10 +112,36 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ),
 ]  # fmt: skip
 
+# solver = factory(): solutions of linear systems with a handful of rows.
+SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
+    ("cholesky", lambda: sgp.solvers.Cholesky(1e-3)),
+    (
+        "conjugate_gradients",
+        lambda: sgp.solvers.ConjugateGradients(1e-3, 50, sgp.preconditioners.PivotedCholesky(3)),
+    ),
+    (
+        "plain_conjugate_gradients",
+        lambda: sgp.solvers.ConjugateGradients(1e-3, 50, sgp.preconditioners.Identity()),
+    ),
+    ("alternating_projections", lambda: sgp.solvers.AlternatingProjections(3, 1e-3, 500)),
+    (
+        "stochastic_gradient_descent",
+        lambda: sgp.solvers.StochasticGradientDescent(4, tolerance=1e-3, max_epochs=1000),
+    ),
+]
+
+
+def _tight() -> AbstractSolver:
+    # Within reach of float32.
+    return sgp.solvers.ConjugateGradients(1e-5, 50, sgp.preconditioners.PivotedCholesky(4))
+
+
 # estimator = factory(): log marginal likelihoods for `sgp.GaussianProcess`.
-ESTIMATORS: list[tuple[str, Callable[[], sgp.estimators.Cholesky]]] = [
+ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("cholesky", sgp.estimators.Cholesky),
     ("cholesky_with_jitter", lambda: sgp.estimators.Cholesky(jitter=1e-6)),
+    ("hutchinson", lambda: sgp.estimators.Hutchinson(_tight(), 4)),
+    ("pathwise", lambda: sgp.estimators.Pathwise(_tight(), 4, num_features=32)),
 ]
 
 

@@ -1,9 +1,10 @@
-"""What every kernel, estimator, latent family and GP guide must do; see `registry.py`."""
+"""What every kernel, solver, estimator, latent family and GP guide must do; see `registry.py`."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,8 @@ from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.kernels import AbstractKernel
-from tests.registry import ESTIMATORS, GUIDES, KERNELS, LATENT_FAMILIES, NUM_COLUMNS
+from numpyro_scalegp.operators import KernelOperator
+from tests.registry import ESTIMATORS, GUIDES, KERNELS, LATENT_FAMILIES, NUM_COLUMNS, SOLVERS
 
 
 def each(name: str, registry: list[tuple[str, Any]]) -> pytest.MarkDecorator:
@@ -46,6 +48,8 @@ def assert_round_trip(tree: Any) -> None:
     leaves_again, structure_again = jax.tree.flatten(again)
     assert structure_again == structure
     for one, other in zip(leaves, leaves_again, strict=True):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(one, other)
 
 
@@ -175,12 +179,77 @@ def test_kernel_rejects_bad_inputs(kernel, unchecked):
             k.diag(broken)
 
 
+# Solvers
+
+
+def system(lengthscale: float = 1.0) -> tuple[KernelOperator, Array]:
+    operator = KernelOperator(sgp.kernels.Matern32(lengthscale, 1.5), inputs(), 0.5)
+    return operator, jnp.stack([jnp.sin(jnp.arange(7.0)), jnp.ones(7), jnp.zeros(7)], axis=1)
+
+
+@each("solver", SOLVERS)
+def test_solver_goes_through_transformations(solver, dtype):
+    # A solver is structure alone, unless it holds something with arrays.
+    leaves, structure = jax.tree.flatten(solver())
+    assert jax.tree.unflatten(structure, leaves) == solver()
+    assert hash(solver()) == hash(solver())
+    key = jax.random.key(0)
+    compiled = Compiled(
+        lambda solver, operator, B, guess: solver.solve(operator, B, guess=guess, key=key)
+    )
+    for lengthscale in (1.0, 1.4):
+        operator, B = system(lengthscale)
+        solution = compiled(solver(), operator, B, jnp.zeros_like(B))
+        assert solution.value.shape == B.shape
+        assert solution.residual.shape == (3,)
+        assert (solution.value.dtype, solution.residual.dtype) == (dtype, dtype)
+        assert solution.epochs.dtype == dtype
+        assert jnp.issubdtype(solution.iterations.dtype, jnp.integer)
+        assert solution.converged.dtype == bool
+        assert_all_finite(solution)
+        assert solution.converged
+        H = operator.kernel.covariance(operator.X) + 0.5 * jnp.eye(7)
+        error = np.linalg.norm(B - H @ solution.value, axis=0)
+        assert np.all(error <= 5e-3 * np.linalg.norm(B, axis=0))
+    assert compiled.traces == 1
+
+
+@each("solver", SOLVERS)
+def test_solver_has_no_derivative(solver, dtype):
+    def total(operator: KernelOperator, B: Array) -> Array:
+        return jnp.sum(solver().solve(operator, B, key=jax.random.key(0)).value)
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1)))(*system())
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
+
+
+@each("solver", SOLVERS)
+def test_solver_promotes_no_types(solver, dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        operator, B = system()
+
+        def solutions(operator: KernelOperator, B: Array) -> Any:
+            key = jax.random.key(0)
+            guesses = None, B, jnp.stack([B, 2 * B])
+            return [solver().solve(operator, B, guess=guess, key=key) for guess in guesses]
+
+        for solution in jax.eval_shape(solutions, operator, B):
+            assert solution.value.dtype == solution.residual.dtype == solution.epochs.dtype == dtype
+
+
 # Estimators
 
 
 def collapsed(estimator: Any, lengthscale: float = 1.0) -> sgp.GaussianProcess:
     kernel = sgp.kernels.Matern32(lengthscale, 1.5)
-    return sgp.GaussianProcess(kernel, inputs(), 0.1, mean=0.3, estimator=estimator)
+    key = jax.random.key(0) if estimator.is_stochastic else None
+    return sgp.GaussianProcess(kernel, inputs(), 0.1, mean=0.3, estimator=estimator, key=key)
+
+
+def gradient_of(gp: sgp.GaussianProcess, y: Array) -> sgp.GaussianProcess:
+    """The derivatives of the log marginal likelihood; None for the key, which has none."""
+    parameters, rest = eqx.partition(gp, eqx.is_inexact_array)
+    return jax.jit(jax.grad(lambda p: eqx.combine(p, rest).log_prob(y)))(parameters)
 
 
 @each("estimator", ESTIMATORS)
@@ -203,9 +272,12 @@ def test_estimator_goes_through_transformations(estimator, dtype):
 def test_estimator_has_finite_derivatives(estimator, dtype):
     y = jnp.sin(jnp.arange(7.0))
     gp = collapsed(estimator())
-    gradient = jax.jit(jax.grad(lambda gp: gp.log_prob(y)))(gp)
+    gradient = gradient_of(gp, y)
     assert_all_finite(gradient)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradient))
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(gradient))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(gradient)]
+    assert shapes == [leaf.shape for leaf in jax.tree.leaves(gp) if eqx.is_inexact_array(leaf)]
 
 
 @each("estimator", ESTIMATORS)

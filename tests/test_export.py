@@ -13,7 +13,8 @@ import optax
 import pytest
 import scipy.stats
 from jaxtyping import Array
-from numpyro.infer import MCMC, NUTS, SVI
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_scalegp as sgp
 
@@ -185,6 +186,50 @@ def test_replicates_follow_the_function():
     noise = values(exported("svi"), "posterior_predictive", "y")[0] - f
     assert abs(noise.mean()) < 4 * 0.3 / np.sqrt(noise.size)
     assert abs(noise.std() - 0.3) < 4 * 0.3 / np.sqrt(2 * noise.size)
+
+
+STEPS = 7
+
+
+def iterative(X: Array, y: Array) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    solver = sgp.solvers.ConjugateGradients(1e-3, 30, sgp.preconditioners.PivotedCholesky(4))
+    estimator = sgp.estimators.Pathwise(solver, 8, num_features=32)
+    state = sgp.solver_state("solver")
+    kernel = sgp.kernels.Matern32(lengthscale)
+    gp = sgp.GaussianProcess(kernel, X, NOISE, estimator=estimator, state=state)
+    numpyro.sample("y", gp, obs=y)
+
+
+def test_iterative_estimator_with_a_state():
+    """Records of each step of the fit, and of the solve of each draw."""
+    guide = AutoNormal(iterative)
+    svi = SVI(iterative, guide, optax.adam(0.05), Trace_ELBO())
+    result = svi.run(KEY, STEPS, *data(), progress_bar=False)
+    found = sgp.to_arviz(
+        result, iterative, guide, key=jax.random.key(1), model_args=data(), num_samples=5
+    )
+    history = result.state.mutable_state["solver"].history()
+    statistics = found["sample_stats"]
+    assert statistics["loss"].shape == (1, STEPS)
+    for name in ("residual", "probe_residual", "epochs", "converged", "standard_error"):
+        assert statistics[name].dims == ("chain", "solver_step")
+        assert statistics[name].shape == (1, STEPS)
+        np.testing.assert_array_equal(np.asarray(statistics[name])[0], history[name])
+        assert np.isfinite(np.asarray(statistics[name])).all()
+    assert np.asarray(statistics["converged"]).all()
+    for name in ("residual", "sample_residual", "epochs", "converged"):
+        assert statistics[f"draw_{name}"].dims == ("chain", "draw")
+        assert statistics[f"draw_{name}"].shape == (1, 5)
+    assert np.asarray(statistics["draw_converged"]).all()
+    # Each draw has a lengthscale of its own, and takes a solve.
+    assert np.all(np.asarray(statistics["draw_epochs"]) >= 1)
+    assert np.all(values(found, "sample_stats", "draw_residual") <= 1e-3)
+    for group in ("log_likelihood", "posterior_predictive"):
+        assert values(found, group, "y").shape == (1, 5, N)
+        assert np.isfinite(values(found, group, "y")).all()
+    np.testing.assert_array_equal(values(found, "observed_data", "y"), data()[1])
+    assert {str(name) for name in found["posterior"].data_vars} == {"lengthscale"}
 
 
 def test_sites_to_keep():

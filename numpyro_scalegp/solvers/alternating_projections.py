@@ -105,5 +105,5 @@ class AlternatingProjections(AbstractSolver):
 
         state = _State(jnp.zeros((), int), begin.value, begin.residual)
         state = jax.lax.while_loop(goes_on, step, state)
-        epochs = state.iteration * (size / n)
+        epochs = state.iteration.astype(operator.dtype) * (size / n)
         return finish(begin, state.value, state.residual, state.iteration, epochs, self.tolerance)

@@ -133,7 +133,7 @@ class StochasticGradientDescent(AbstractSolver):
         zeros = jnp.zeros_like(begin.value)
         state = _State(jnp.zeros((), int), begin.value, begin.residual, zeros)
         state = jax.lax.while_loop(goes_on, step, state)
-        epochs = state.iteration * (size / n)
+        epochs = state.iteration.astype(operator.dtype) * (size / n)
         return finish(begin, state.value, state.residual, state.iteration, epochs, self.tolerance)
 
 

@@ -81,6 +81,53 @@ def test_sample_moments(dtype):
     assert process().sample(jax.random.key(0)).shape == (N,)
 
 
+def iterative(noise: Any = 0.1, **options: Any) -> sgp.GaussianProcess:
+    solver = sgp.solvers.ConjugateGradients(1e-3, 30, sgp.preconditioners.PivotedCholesky(5))
+    options = {"estimator": sgp.estimators.Pathwise(solver, 3, num_features=200), **options}
+    kernel = sgp.kernels.RBF(LENGTHSCALE, VARIANCE)
+    return sgp.GaussianProcess(kernel, jnp.array(data()[0]), noise, mean=trend, **options)
+
+
+def test_sample_moments_with_an_iterative_estimator(dtype):
+    """By random features: groups of draws share some, so the covariance holds over many."""
+    X, _, _ = data()
+    gp = iterative(PER_ROW)
+    draws = jax.jit(lambda key: gp.sample(key, (5, 4000)))(jax.random.key(0))
+    assert draws.shape == (5, 4000, N)
+    assert draws.dtype == dtype
+    assert_within_standard_errors(draws.reshape(-1, N), trend(X), rbf(X, X) + np.diag(PER_ROW))
+    assert iterative().sample(jax.random.key(0)).shape == (N,)
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "pathwise"])
+def test_key_and_state(estimator, x64):
+    """A key or a state makes a random estimator a function; both go through `jit`."""
+    y = jnp.array(data()[1])
+    solver = sgp.solvers.ConjugateGradients(1e-6, 30, sgp.preconditioners.PivotedCholesky(2))
+    kinds = {"hutchinson": sgp.estimators.Hutchinson, "pathwise": sgp.estimators.Pathwise}
+    options = {"estimator": kinds[estimator](solver, 3, num_features=16)}
+    gp = iterative(**options, key=jax.random.key(1))
+    assert gp.state is None
+    log_prob = jax.jit(lambda gp: gp.log_prob(y))
+    assert log_prob(gp) == log_prob(iterative(**options, key=jax.random.key(1)))
+    assert log_prob(gp) != log_prob(iterative(**options, key=jax.random.key(2)))
+
+    state = sgp.solver_state("solver", num_records=3)
+    gp = iterative(**options, key=jax.random.key(1), state=state)
+    assert state.memory.solutions.shape == (2, N, 4)
+    evaluate = jax.jit(lambda gp: (gp.log_prob(y), gp.state))
+    value, after = evaluate(gp)
+    assert (state.memory.step, after.memory.step) == (0, 1)
+    # The state holds the probes' seed: the key no longer matters.
+    again, _ = evaluate(iterative(**options, key=jax.random.key(2), state=state))
+    assert again == value
+    value, after = evaluate(iterative(**options, state=after))
+    assert after.memory.step == 2
+    assert after.history()["epochs"].shape == (2,)
+    with pytest.raises(ValueError, match=r"a new solver state needs a `key` for its probes"):
+        iterative(**options, state=sgp.solver_state("solver"))
+
+
 class Trend(eqx.Module):
     """The same trend as an Equinox module of one row."""
 

@@ -78,7 +78,7 @@ def test_duplicate_rows(rank, dtype):
     assert (factor.dtype, factor.shape) == (dtype, (rank, 20))
     assert len(set(pivots.tolist())) == rank
     copies = np.asarray(factor[:, 12:])
-    np.testing.assert_allclose(copies, factor[:, :8], rtol=0, atol=50 * jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(copies, factor[:, :8], rtol=0, atol=float(50 * jnp.finfo(dtype).eps))
     if rank >= 12:
         bound = 100 * float(jnp.finfo(dtype).eps)
         np.testing.assert_allclose(factor.T @ factor, kernel(X, X), rtol=0, atol=bound)

@@ -1,0 +1,407 @@
+"""Stochastic log marginal likelihoods: means over many keys against the exact ones."""
+
+import functools
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jaxtyping import Array
+from numpyro import handlers
+from numpyro.infer import Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import Hutchinson, Pathwise
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers import (
+    AlternatingProjections,
+    ConjugateGradients,
+    StochasticGradientDescent,
+)
+
+N, D, NUM_KEYS = 60, 2, 200
+KEY = jax.random.key(0)
+
+ESTIMATORS = {"hutchinson": Hutchinson, "pathwise": Pathwise}
+# Pairs of a solver that goes on to a small residual, and the noise at which it does so soon.
+SOLVERS = {
+    "cg": (ConjugateGradients(1e-9, 60, PivotedCholesky(10)), 0.05),
+    "ap": (AlternatingProjections(20, 1e-8, 1000), 0.5),
+    "sgd": (StochasticGradientDescent(20, tolerance=1e-8, max_epochs=1000), 0.5),
+}
+CG = SOLVERS["cg"][0]
+
+every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
+every_solver = pytest.mark.parametrize("solver", SOLVERS)
+# Only compilation takes long here, so the compiler may leave its optimisations out.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def data(n: int = N) -> tuple[Array, Array]:
+    """Inputs of which the last five rows repeat the first ones, and observations."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(n - 5, D))
+    X = np.concatenate([X, X[:5]])
+    return jnp.array(X), jnp.array(np.sin(2 * X.sum(axis=1)) + 0.3 * rng.normal(size=n))
+
+
+def make(estimator: str, solver: Any = CG, num_probes: int = 6, **options: Any) -> Any:
+    return ESTIMATORS[estimator](solver, num_probes, num_features=32, **options)
+
+
+def ard() -> sgp.kernels.AbstractKernel:
+    return sgp.kernels.Matern32(jnp.array([0.7, 1.3]), 1.4)
+
+
+def parameters(noise: Any = 0.05, kernel: Any = None) -> dict[str, Any]:
+    X, y = data()
+    kernel = ard() if kernel is None else kernel
+    return {
+        "kernel": kernel, "noise": jnp.asarray(noise), "X": X, "y": y, "level": jnp.array(0.4),
+    }  # fmt: skip
+
+
+def log_prob(p: dict[str, Any], estimator: Any, key: Array | None = None) -> Array:
+    gp = sgp.GaussianProcess(
+        p["kernel"], p["X"], p["noise"], mean=p["level"], estimator=estimator, key=key
+    )
+    return gp.log_prob(p["y"])
+
+
+def over_keys(p: dict[str, Any], estimator: str, solver: Any = CG) -> Any:
+    """Gradients under many keys, with a leading axis of keys."""
+    # The gradient is the same without the log-determinant: tested below.
+    one = make(estimator, solver, num_logdet_probes=0)
+    keys = jax.random.split(KEY, NUM_KEYS)
+    gradient = jax.grad(log_prob)
+    return compiled(lambda p: jax.lax.map(lambda key: gradient(p, one, key), keys))(p)
+
+
+@compiled
+def exact(p: dict[str, Any]) -> Any:
+    return jax.grad(log_prob)(p, sgp.estimators.Cholesky())
+
+
+def scores(draws: Any, expected: Any) -> dict[str, np.ndarray]:
+    """Distances of means from what they should be, in standard errors, leaf by leaf."""
+
+    def score(draws: Array, expected: Array) -> np.ndarray:
+        spread = np.std(draws, axis=0, ddof=1)
+        assert np.all(spread > 0)
+        return (np.mean(draws, axis=0) - expected) / (spread / math.sqrt(len(draws)))
+
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    return {
+        jax.tree_util.keystr(path): score(some, leaf)
+        for some, (path, leaf) in zip(jax.tree.leaves(draws), paths, strict=True)
+    }
+
+
+def assert_unbiased(draws: Any, expected: Any) -> None:
+    for name, score in scores(draws, expected).items():
+        assert np.max(np.abs(score)) < 4.5, name
+        # All entries together, too: their squares average to about one.
+        assert np.mean(np.square(score)) < 1 + 6 * math.sqrt(2 / score.size), name
+
+
+def stochastic(gradient: dict[str, Any]) -> dict[str, Any]:
+    return {name: gradient[name] for name in ("kernel", "noise", "X")}
+
+
+# The gradient
+
+
+@every_solver
+@every_estimator
+def test_gradient_is_unbiased(estimator, solver, x64):
+    solver, noise = SOLVERS[solver]
+    p = parameters(noise)
+    draws = over_keys(p, estimator, solver)
+    expected = exact(p)
+    assert expected["kernel"].lengthscale.shape == (D,)
+    assert_unbiased(stochastic(draws), stochastic(expected))
+    # The data's part has no noise.
+    for name in ("y", "level"):
+        error = np.abs(draws[name] - expected[name]).max()
+        assert error < 1e-6 * np.abs(expected[name]).max(), name
+
+
+KERNELS = {
+    "rbf": sgp.kernels.RBF,
+    "matern12": sgp.kernels.Matern12,
+    "matern32": sgp.kernels.Matern32,
+    "matern52": sgp.kernels.Matern52,
+    "rational_quadratic": functools.partial(sgp.kernels.RationalQuadratic, alpha=0.8),
+    "periodic": functools.partial(sgp.kernels.Periodic, period=2.5),
+    "sum_with_linear": lambda s: sgp.kernels.RBF(s) + sgp.kernels.Linear(0.3, bias=0.2),
+    "mapped": lambda s: sgp.kernels.FeatureMapped(
+        sgp.kernels.Matern52(1.0), functools.partial(lambda w, X: jnp.tanh(X @ w), jnp.eye(D) / s)
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@every_estimator
+def test_gradient_is_unbiased_for_every_kernel(estimator, kernel, x64):
+    p = parameters(0.1, KERNELS[kernel](0.9))
+    draws = over_keys(p, estimator)
+    assert_unbiased(stochastic(draws), stochastic(exact(p)))
+
+
+@every_estimator
+def test_gradient_is_unbiased_with_noise_of_each_row(estimator, x64):
+    p = parameters(np.linspace(0.05, 0.5, N))
+    draws = over_keys(p, estimator)
+    expected = exact(p)
+    assert expected["noise"].shape == (N,)
+    assert_unbiased(stochastic(draws), stochastic(expected))
+
+
+@pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
+@every_estimator
+def test_solves_cut_short_give_a_bias_that_the_check_sees(estimator, x64):
+    p = parameters()
+    draws = over_keys(p, estimator, ConjugateGradients(1e-9, 2, Identity()))
+    hyperparameters = {name: draws[name] for name in ("kernel", "noise")}
+    expected = {name: exact(p)[name] for name in hyperparameters}
+    found = np.concatenate([np.ravel(s) for s in scores(hyperparameters, expected).values()])
+    assert np.max(np.abs(found)) > 10
+
+
+# The value
+
+
+@functools.cache
+def estimates(solver: str) -> tuple[Any, Array]:
+    """Estimates under many keys and the exact value, where the preconditioner is not exact."""
+    X, y = data(130)  # more rows than the 100 of the default preconditioner
+    kernel, noise = sgp.kernels.Matern12(0.3, 1.4), jnp.array(0.5)
+    solver = {
+        "cg": ConjugateGradients(1e-5, 50, PivotedCholesky(5)),
+        "ap": AlternatingProjections(45, 1e-5, 300),
+        "sgd": StochasticGradientDescent(45, tolerance=1e-5, max_epochs=500),
+    }[solver]
+    estimator = make("hutchinson", solver, 1, num_logdet_probes=8)
+    operator = KernelOperator(kernel, X, noise)
+
+    def one(key: Array) -> Any:
+        found = estimator.estimate(operator, y[:, None], key=key)
+        return found.value[0], found.standard_error
+
+    draws = compiled(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_KEYS))
+    return draws, sgp.GaussianProcess(kernel, X, noise).log_prob(y)
+
+
+@every_solver
+def test_value_is_unbiased_and_its_standard_error_is_right(solver, x64):
+    (values, errors), expected = estimates(solver)
+    spread = np.std(values, ddof=1)
+    assert spread > 1e-3  # otherwise the preconditioner left nothing to estimate
+    assert abs(np.mean(values) - expected) < 4 * spread / math.sqrt(len(values))
+    ratio = math.sqrt(np.mean(np.square(errors))) / spread
+    assert 1 / 1.5 < ratio < 1.5
+
+
+@every_estimator
+def test_value_of_log_prob_is_that_of_the_estimate(estimator, x64):
+    p = parameters()
+    one = make(estimator)
+    operator = KernelOperator(p["kernel"], p["X"], p["noise"])
+    residual = p["y"] - p["level"]
+
+    @compiled
+    def both(p: dict[str, Any]) -> Any:
+        return log_prob(p, one, KEY), one.estimate(operator, residual[:, None], key=KEY)
+
+    value, found = both(p)
+    assert found.value.shape == (1,)
+    assert found.solution.value.shape == (N, 1 + one.num_probes)
+    np.testing.assert_allclose(value, found.value[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "solver"), [("pathwise", "cg"), *(("hutchinson", solver) for solver in SOLVERS)]
+)
+def test_without_probes_for_it_the_log_determinant_is_left_out(estimator, solver, x64):
+    solver, noise = SOLVERS[solver]
+    p = parameters(noise)
+    without, full = make(estimator, solver, num_logdet_probes=0), make(estimator, solver)
+    operator = KernelOperator(p["kernel"], p["X"], p["noise"])
+    residual = p["y"] - p["level"]
+
+    @compiled
+    def both(p: dict[str, Any]) -> Any:
+        evaluate = jax.value_and_grad(log_prob)
+        found = without.estimate(operator, residual[:, None], key=KEY)
+        return evaluate(p, without, KEY), evaluate(p, full, KEY), found.standard_error
+
+    (value, gradient), (complete, same), error = both(p)
+    H = np.asarray(p["kernel"].covariance(p["X"])) + noise * np.eye(N)
+    expected = -0.5 * (residual @ np.linalg.solve(H, residual) + N * math.log(2 * math.pi))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert abs(complete - value) > 0.1
+    assert error == np.inf
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, gradient, same)
+
+
+# Batches, keys and models
+
+
+@every_estimator
+def test_batch_of_observations_equals_single_ones(estimator, x64):
+    p = parameters()
+    slopes = jnp.array([1.0, 2.0, -0.5])
+    batch = {**p, "y": jnp.stack([p["y"], jnp.cos(p["y"]), 3 * p["y"] - 1])}
+
+    def weighted(p: dict[str, Any], slopes: Array) -> tuple[Array, Array]:
+        values = log_prob(p, make(estimator), KEY)
+        return jnp.sum(slopes * values), values
+
+    evaluate = compiled(jax.grad(weighted, has_aux=True))
+    gradient, values = evaluate(batch, slopes)
+    assert values.shape == (3,)
+    singles = [evaluate({**p, "y": batch["y"][i]}, slopes[i]) for i in range(3)]
+    np.testing.assert_allclose(values, [single[1] for single in singles], rtol=1e-8)
+    for name in ("kernel", "noise", "X", "level"):
+        total = jax.tree.map(lambda *g: sum(g), *(single[0][name] for single in singles))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8),
+            gradient[name],
+            total,
+        )
+    each = jnp.stack([single[0]["y"] for single in singles])
+    np.testing.assert_allclose(gradient["y"], each, rtol=1e-6, atol=1e-8)
+
+
+def test_higher_batch_shapes(x64):
+    p = parameters()
+    batch = jnp.arange(1.0, 7.0).reshape(2, 3, 1) * p["y"]
+    evaluate = compiled(lambda y: log_prob({**p, "y": y}, make("hutchinson"), KEY))
+    values = evaluate(batch)
+    assert values.shape == (2, 3)
+    np.testing.assert_allclose(values[1, 2], evaluate(batch[1, 2]), rtol=1e-8)
+
+
+@every_estimator
+def test_a_key_gives_one_number(estimator):
+    p = parameters(0.1)
+    one = make(estimator, ConjugateGradients(1e-3, 100, PivotedCholesky(10)))
+    evaluate = compiled(lambda key: jax.value_and_grad(log_prob)(p, one, key))
+    first, again, other = (evaluate(jax.random.key(seed)) for seed in (3, 3, 4))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert first[0] != other[0]
+    assert first[1]["noise"] != other[1]["noise"]
+
+
+@every_estimator
+def test_without_a_key(estimator):
+    p = parameters(0.1)
+    name = type(make(estimator)).__name__
+    message = rf"`{name}` draws at random: give the `GaussianProcess` a `key=` or a `state=`"
+    with pytest.raises(ValueError, match=message):
+        log_prob(p, make(estimator))
+
+
+def test_in_a_model_the_key_is_the_next_of_its_seed(x64):
+    p = parameters()
+    one = make("hutchinson")
+
+    def model() -> None:
+        gp = sgp.GaussianProcess(p["kernel"], p["X"], p["noise"], estimator=one)
+        numpyro.sample("y", gp, obs=p["y"])
+
+    @compiled
+    def value(key: Array) -> Array:
+        trace = handlers.trace(handlers.seed(model, key)).get_trace()
+        return trace["y"]["fn"].log_prob(p["y"])
+
+    assert value(jax.random.key(1)) == value(jax.random.key(1)) != value(jax.random.key(2))
+
+
+def test_a_raw_key_is_a_key_too(x64):
+    evaluate = compiled(lambda key: log_prob(parameters(), make("hutchinson"), key))
+    assert evaluate(jax.random.key_data(KEY)) == evaluate(KEY)
+
+
+@every_estimator
+def test_gradient_of_an_svi_loss(estimator, x64):
+    """With a constant key NumPyro's loss is a function of the parameters, so compare exactly."""
+    p = parameters()
+    prior = dist.LogNormal(0.0, 0.5)
+    one = make(estimator)
+
+    def model(X: Array, y: Array) -> None:
+        lengthscale = numpyro.sample("lengthscale", prior)
+        noise = numpyro.sample("noise", prior)
+        kernel = sgp.kernels.Matern32(lengthscale, 1.4)
+        gp = sgp.GaussianProcess(kernel, X, noise, mean=p["level"], estimator=one, key=KEY)
+        numpyro.sample("y", gp, obs=y)
+
+    guide = AutoDelta(model)
+    with handlers.seed(rng_seed=0):
+        guide(p["X"], p["y"])
+    params = {"lengthscale_auto_loc": jnp.array(0.8), "noise_auto_loc": jnp.array(0.2)}
+
+    @compiled
+    @jax.value_and_grad
+    def loss(params: dict[str, Array]) -> Array:
+        return Trace_ELBO().loss(jax.random.key(9), params, model, guide, p["X"], p["y"])
+
+    @compiled
+    @jax.value_and_grad
+    def expected(params: dict[str, Array]) -> Array:
+        lengthscale, noise = params["lengthscale_auto_loc"], params["noise_auto_loc"]
+        kernel = sgp.kernels.Matern32(lengthscale, 1.4)
+        likelihood = log_prob({**p, "kernel": kernel, "noise": noise}, one, KEY)
+        return -(likelihood + prior.log_prob(lengthscale) + prior.log_prob(noise))
+
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-8), loss(params), expected(params)
+    )
+
+
+# Warnings and errors
+
+
+@every_estimator
+def test_solves_that_end_above_the_tolerance_warn_once(estimator):
+    p = parameters(0.1)  # in float32 a tolerance of 1e-3 is within reach
+    for max_epochs, expected in ((2, 1), (60, 0)):
+        one = make(estimator, ConjugateGradients(1e-3, max_epochs, PivotedCholesky(5)))
+        evaluate = compiled(lambda key, one=one: log_prob(p, one, key))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("default")
+            for seed in range(3):
+                assert np.isfinite(evaluate(jax.random.key(seed)))
+            jax.effects_barrier()
+        assert len(seen) == expected
+        for warning in seen:
+            assert warning.category is RuntimeWarning
+            text = str(warning.message)
+            assert text.startswith("a linear solve ended above its tolerance")
+            for remedy in ("`max_epochs`", "`sgp.solver_state`", "preconditioner", "noise var"):
+                assert remedy in text
+
+
+@pytest.mark.parametrize("estimator", [Hutchinson, Pathwise])
+def test_bad_arguments(estimator, unchecked):
+    with pytest.raises(ValueError, match=r"`num_probes` must be at least 1, got 0\."):
+        estimator(CG, 0)
+    for bad in (0, 1, 7):
+        with pytest.raises(ValueError, match=rf"`num_features` must be even .* 2, got {bad}\."):
+            estimator(CG, num_features=bad)
+    with pytest.raises(ValueError, match=r"`num_logdet_probes` must not be negative, got -1\."):
+        estimator(CG, num_logdet_probes=-1)
+    with pytest.raises(ValueError, match=r"`logdet_epochs` must be at least 1, got 0\."):
+        estimator(CG, logdet_epochs=0)
+    for bad, name in (("cg", "str"), (sgp.estimators.Cholesky(), "Cholesky")):
+        with pytest.raises(ValueError, match=rf"must be one of `sgp.solvers`, got {name}\."):
+            estimator(bad)
