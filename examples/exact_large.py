@@ -1,9 +1,9 @@
 """An exact GP on thousands of rows, without its covariance matrix: warm-started linear solves.
 
-Elevators from the UCI collection (New York flights where no UCI folder is given): a Matern-3/2 kernel
-with a lengthscale for each column, priors on all hyperparameters, and SVI with the pathwise gradient
-estimator. Every step goes on from the last one's solutions, within a budget of epochs; the last
-solutions are posterior functions, so that predictions need no factorisation.
+Elevators from the UCI collection (New York flights where no UCI folder is given): a Matern-3/2
+kernel with a lengthscale for each column, priors on all hyperparameters, and SVI with the pathwise
+gradient estimator. Every step goes on from the last one's solutions, within a budget of epochs; the
+last solutions are posterior functions, so that predictions need no factorisation.
 
     SCALEGP_DATA=path/to/uci python examples/exact_large.py --num-rows 5000
 """

@@ -75,15 +75,23 @@ class SolverState:
         self._written: Memory | None = None
 
     @property
-    def memory(self) -> Memory | None:
-        """What the last step wrote, or else what the state was given."""
+    def _newest(self) -> Memory | None:
         return self.begin if self._written is None else self._written
+
+    @property
+    def memory(self) -> Memory:
+        """What the last step wrote, or else what the state was given.
+
+        Raises:
+            ValueError: if the state is empty.
+        """
+        return _present(self._newest)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Flatten to what the last step wrote."""
         key = jax.tree_util.GetAttrKey("memory")
         static = (self.num_records, self.fresh_probes, self.num_solutions)
-        return ((key, self.memory),), static
+        return ((key, self._newest),), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "SolverState":
@@ -128,9 +136,7 @@ class SolverState:
         Raises:
             ValueError: if the state belongs to data or probes of another shape.
         """
-        memory = self.memory if last else self.begin
-        if memory is None:
-            raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
+        memory = _present(self._newest if last else self.begin)
         if memory.solutions.shape[1:] != shape:
             raise ValueError(
                 f"the solver state holds a solution of shape {memory.solutions.shape[1:]}, but the "
@@ -161,8 +167,7 @@ class SolverState:
         Raises:
             ValueError: if the step runs under `jax.vmap`, as with `num_particles > 1`.
         """
-        begin = self.begin
-        assert begin is not None
+        begin = _present(self.begin)
         finite = jnp.all(jnp.isfinite(solution))
         solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
         new = (solutions, target, kernel, noise_variance)
@@ -192,7 +197,6 @@ class SolverState:
     ) -> tuple[Bool[Array, ""], Solution]:
         """The last solution, and whether it is the one for these hyperparameters and data."""
         memory = self.memory
-        assert memory is not None
         pairs = zip(
             jax.tree.leaves((memory.kernel, memory.noise_variance, memory.target)),
             jax.tree.leaves((kernel, noise_variance, target)),
@@ -215,8 +219,6 @@ class SolverState:
             (min(steps, num_records),).
         """
         memory = self.memory
-        if memory is None:
-            return {name: jnp.zeros(0) for name in Records._fields}
         steps = int(memory.step)
         shift = -(steps % self.num_records) if steps > self.num_records else 0
         kept = min(steps, self.num_records)
@@ -224,6 +226,12 @@ class SolverState:
             name: jnp.roll(ring, shift)[:kept]
             for name, ring in zip(Records._fields, memory.records, strict=True)
         }
+
+
+def _present(memory: Memory | None) -> Memory:
+    if memory is None:
+        raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
+    return memory
 
 
 @jax.custom_batching.custom_vmap

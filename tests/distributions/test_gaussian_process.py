@@ -104,7 +104,10 @@ def test_key_and_state(estimator, x64):
     """A key or a state makes a random estimator a function; both go through `jit`."""
     y = jnp.array(data()[1])
     solver = sgp.solvers.ConjugateGradients(1e-6, 30, sgp.preconditioners.PivotedCholesky(2))
-    kinds = {"hutchinson": sgp.estimators.Hutchinson, "pathwise": sgp.estimators.Pathwise}
+    kinds: dict[str, Any] = {
+        "hutchinson": sgp.estimators.Hutchinson,
+        "pathwise": sgp.estimators.Pathwise,
+    }
     options = {"estimator": kinds[estimator](solver, 3, num_features=16)}
     gp = iterative(**options, key=jax.random.key(1))
     assert gp.state is None
@@ -117,7 +120,7 @@ def test_key_and_state(estimator, x64):
     assert state.memory.solutions.shape == (2, N, 4)
     evaluate = jax.jit(lambda gp: (gp.log_prob(y), gp.state))
     value, after = evaluate(gp)
-    assert (state.memory.step, after.memory.step) == (0, 1)
+    assert [int(s.memory.step) for s in (state, after)] == [0, 1]
     # The state holds the probes' seed: the key no longer matters.
     again, _ = evaluate(iterative(**options, key=jax.random.key(2), state=state))
     assert again == value

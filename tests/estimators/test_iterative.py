@@ -29,7 +29,7 @@ from numpyro_scalegp.solvers import (
 N, D, NUM_KEYS = 60, 2, 200
 KEY = jax.random.key(0)
 
-ESTIMATORS = {"hutchinson": Hutchinson, "pathwise": Pathwise}
+ESTIMATORS: dict[str, Any] = {"hutchinson": Hutchinson, "pathwise": Pathwise}
 # Pairs of a solver that goes on to a small residual, and the noise at which it does so soon.
 SOLVERS = {
     "cg": (ConjugateGradients(1e-9, 60, PivotedCholesky(10)), 0.05),

@@ -36,7 +36,7 @@ SOLVERS = {
     "ap": AlternatingProjections(5, TOLERANCE, 400),
     "sgd": StochasticGradientDescent(10, tolerance=TOLERANCE, max_epochs=1000),
 }
-ESTIMATORS = {"hutchinson": Hutchinson, "pathwise": Pathwise}
+ESTIMATORS: dict[str, Any] = {"hutchinson": Hutchinson, "pathwise": Pathwise}
 # Only compilation takes long here, so the compiler may leave its optimisations out.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
