@@ -224,8 +224,9 @@ def step(arguments):
     found = estimate(operator, key=jax.random.key(1))
     print(
         f"ours, {arguments.solver}: {min(times):.2f} s a step, "
-        f"{float(found.solution.epochs):.1f} epochs, largest residual {float(found.solution.residual.max()):.4f}, compiled in "
-        f"{compiling:.1f} s, peak {peak_memory():.2f} GiB",
+        f"{float(found.solution.epochs):.1f} epochs, "
+        f"largest residual {float(found.solution.residual.max()):.4f}, "
+        f"compiled in {compiling:.1f} s, peak {peak_memory():.2f} GiB",
         flush=True,
     )
     if arguments.peer:
