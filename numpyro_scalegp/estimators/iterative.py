@@ -140,7 +140,7 @@ class AbstractIterative(AbstractEstimator):
             solution = solver.solve(operator, B, guess=guess, key=solver_key)
             lanczos = ConjugateGradients(max_epochs=self.logdet_epochs)
             _, coefficients = lanczos.solve_with_probes(operator, B[:, :0], logdet_key, num_probes)
-        return solution, log_determinant(coefficients, operator.size)
+        return solution, log_determinant(coefficients, operator.size, num_probes)
 
     def log_prob(
         self,

@@ -1,11 +1,13 @@
 """Stochastic Lanczos quadrature: log-determinants from the coefficients of conjugate gradients."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.solvers import Coefficients
 
 
@@ -16,43 +18,59 @@ class LogDeterminant(NamedTuple):
     standard_error: Float[Array, ""]  # from the spread over probes; the quadrature's bias is not in
 
 
-def log_determinant(coefficients: Coefficients, n: int) -> LogDeterminant:
+def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogDeterminant:
     """Estimate log|H| = log|P| + tr log(P^-1/2 H P^-1/2) from probes of conjugate gradients.
 
-    A probe's coefficients make up a tridiagonal T, and tr log ~ n e_1' log(T) e_1: Gauss quadrature
-    for the probe's direction, times n. (Directions of normal vectors are uniform, so that n instead
-    of their squared norms leaves the mean unchanged and takes variance away.)
+    The steps of a group of probes make up a block tridiagonal T. With C the probes in terms of the
+    process's first basis, tr log ~ n c_j'F c_j / c_j'c_j for each column c_j of C, where F is the
+    first block of log(T): Gauss quadrature in the direction of the probe, times n. (Directions of
+    normal vectors are uniform, so that n instead of their squared norms leaves the mean unchanged
+    and takes variance away.)
 
     Args:
-        coefficients: of s probes, drawn from N(0, P) and started at zero.
+        coefficients: of probes drawn from N(0, P) and started at zero.
         n: size of H.
+        num_probes: how many columns of the groups are probes; others are filling.
 
     Returns:
-        Mean and standard error over probes; NaN where there are none. The quadrature has one node
-        for each iteration made, and errs on the large side where they are few. Time O(s steps^3).
+        Mean and standard error over probes; NaN where there are none. Each group's quadrature has
+        as many nodes as iterations times probes, and errs on the large side where they are few.
+        Time O(steps^3 s^3) for a group of s.
 
     References:
         Ubaru, Chen and Saad (2017), Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature;
-        Golub and Meurant (2010), section 4.1, for T from conjugate gradients.
+        Golub and Meurant (2010), chapter 8, for block quadrature.
     """
-    estimates = jax.vmap(_first_entry_of_log, in_axes=1)(coefficients.alpha, coefficients.beta)
-    s = estimates.size
-    spread = jnp.std(estimates, ddof=1) if s > 1 else jnp.full((), jnp.nan, estimates.dtype)
+    by_group = jnp.moveaxis(coefficients.curvature, 1, 0), jnp.moveaxis(coefficients.triangle, 1, 0)
+    estimates = jax.lax.map(lambda group: _of_group(*group), (*by_group, coefficients.start))
+    estimates = estimates.reshape(-1)[:num_probes]
+    spread = (
+        jnp.std(estimates, ddof=1) if num_probes > 1 else jnp.full((), jnp.nan, estimates.dtype)
+    )
     return LogDeterminant(
-        coefficients.log_determinant + n * jnp.mean(estimates), n * spread / jnp.sqrt(s)
+        coefficients.log_determinant + n * jnp.mean(estimates),
+        n * spread / math.sqrt(num_probes),
     )
 
 
-def _first_entry_of_log(alpha: Float[Array, " steps"], beta: Float[Array, " steps"]) -> Array:
-    """e_1' log(T) e_1; steps that were not made stay apart as ones on the diagonal."""
-    made = alpha > 0
-    alpha = jnp.where(made, alpha, 1.0)
-    carried = jnp.concatenate([jnp.zeros(1, alpha.dtype), beta[:-1] / alpha[:-1]])
-    diagonal = jnp.where(made, 1.0 / alpha + carried, 1.0)
-    linked = made[:-1] & made[1:]
-    off = jnp.where(linked, jnp.sqrt(jnp.maximum(beta[:-1], 0.0)) / alpha[:-1], 0.0)
-    T = jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
-    nodes, vectors = jnp.linalg.eigh(T)
+def _of_group(
+    curvature: Float[Array, "steps g g"],
+    triangle: Float[Array, "steps g g"],
+    start: Float[Array, "g g"],
+) -> Float[Array, " g"]:
+    """C'F c / c'c for each column c of `start`."""
+    steps, g, _ = curvature.shape
+    # T = L D L' with -triangle below the unit diagonal of L, block by block.
+    carried = jnp.einsum("sij,sjk,slk->sil", triangle, curvature, triangle, precision="highest")
+    diagonal = curvature.at[1:].add(carried[:-1])
+    below = -matmul(triangle, curvature)[:-1]
+    T = jnp.zeros((steps, g, steps, g), curvature.dtype)
+    i = jnp.arange(steps)
+    T = T.at[i, :, i, :].set(diagonal)
+    T = T.at[i[1:], :, i[:-1], :].set(below)
+    T = T.at[i[:-1], :, i[1:], :].set(jnp.swapaxes(below, 1, 2))
+    nodes, vectors = jnp.linalg.eigh(T.reshape(steps * g, steps * g))
     # Rounding may take the smallest node of a hard system below zero.
     nodes = jnp.maximum(nodes, jnp.finfo(nodes.dtype).tiny)
-    return jnp.sum(jnp.square(vectors[0]) * jnp.log(nodes))
+    weights = jnp.square(matmul(start.T, vectors[:g]))
+    return matmul(weights, jnp.log(nodes)) / jnp.sum(jnp.square(start), axis=0)

@@ -24,18 +24,23 @@ from numpyro_scalegp.solvers.base import (
     start,
 )
 
-# Steps of the probes that are recorded: far more than a quadrature of log|H| needs.
-_MAX_RECORDED = 200
+# Probes that share a Krylov space, and the order of the tridiagonal matrix recorded for them: its
+# eigenvectors take a fraction of a second.
+_PROBE_GROUP = 16
+_MAX_ORDER = 800
 
 
 class Coefficients(NamedTuple):
-    """The step sizes of probe columns that started at zero: a Lanczos process of P^-1/2 H P^-1/2.
+    """The steps of probe columns that started at zero: a block Lanczos process of P^-1/2 H P^-1/2.
 
-    Steps that were not made have `alpha` zero.
+    Its block tridiagonal matrix is L D L', with the curvatures on the diagonal of D and the
+    negative triangles below the unit diagonal of L. Steps that were not made have unit curvature
+    and zero triangles.
     """
 
-    alpha: Float[Array, "steps s"]  # along the search directions
-    beta: Float[Array, "steps s"]  # of the next direction on the last
+    curvature: Float[Array, "steps groups g g"]  # S'H S
+    triangle: Float[Array, "steps groups g g"]  # to the next residuals' basis
+    start: Float[Array, "groups g g"]  # the probes in terms of the first basis
     log_determinant: Float[Array, ""]  # log|P| of the preconditioner
     residual: Float[Array, " s"]  # of the probes at the end, relative
 
@@ -54,8 +59,8 @@ class _State(NamedTuple):
     data: _Krylov
     probes: _Krylov
     norms: Float[Array, " k"]  # of the residuals of what counts
-    alpha: Float[Array, "steps s"]
-    beta: Float[Array, "steps s"]
+    curvature: Float[Array, "steps groups g g"]
+    turn: Float[Array, "steps groups g g"]
 
 
 class ConjugateGradients(AbstractSolver):
@@ -172,23 +177,27 @@ class ConjugateGradients(AbstractSolver):
             image = operator.matmul(jnp.concatenate(directions, axis=1))
             of_data, of_probes = image[:, :width], image[:, width:]
             data, _, _ = advance(state.data, split(of_data, size))
-            probes, alpha, beta = advance(state.probes, split(of_probes, 1))
+            probes, curvature, turn = advance(state.probes, split(of_probes, probe_size))
             return _State(
                 state.iteration + 1,
                 data,
                 probes,
                 norms(data, probes),
-                state.alpha.at[state.iteration].set(alpha[:, 0, 0]),
-                state.beta.at[state.iteration].set(jnp.square(beta[:, 0, 0])),
+                state.curvature.at[state.iteration].set(curvature),
+                state.turn.at[state.iteration].set(turn),
             )
 
         # A group that nearly spans the whole space has no orthonormal basis in finite precision.
         size = max(1, min(self.group_size, k, operator.size // 4))
         data = from_residual(begin.value, begin.residual, size)
-        probes = from_residual(riders.value, riders.residual, 1)
-        nothing = jnp.zeros((min(max_iterations, _MAX_RECORDED), num_probes), operator.dtype)
+        probe_size = max(1, min(_PROBE_GROUP, num_probes, operator.size // 4))
+        probes = from_residual(riders.value, riders.residual, probe_size)
+        order = min(_MAX_ORDER, operator.size + probe_size)
+        num_steps = min(max_iterations, order // probe_size)
+        no_turns = jnp.zeros((num_steps, *probes.triangle.shape), operator.dtype)
+        unit = no_turns + jnp.eye(probe_size, dtype=operator.dtype)
         iteration = jnp.zeros((), int)
-        state = _State(iteration, data, probes, norms(data, probes), nothing, nothing)
+        state = _State(iteration, data, probes, norms(data, probes), unit, no_turns)
         state = jax.lax.while_loop(goes_on, step, state)
         epochs = state.iteration.astype(operator.dtype)
         residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
@@ -196,8 +205,13 @@ class ConjugateGradients(AbstractSolver):
         solution = finish(begin, value, residual, state.iteration, epochs, self.tolerance)
         left = jnp.linalg.norm(matmul(state.probes.basis, state.probes.triangle), axis=1)
         log_determinant = factor.log_determinant()
-        coefficients = Coefficients(state.alpha, state.beta, log_determinant, left.reshape(-1))
-        return solution, coefficients
+        return solution, Coefficients(
+            state.curvature,
+            state.turn,
+            probes.triangle,
+            log_determinant,
+            left.reshape(-1)[:num_probes],
+        )
 
 
 def _advance(
@@ -208,7 +222,8 @@ def _advance(
     The step minimises over the span of S, so that errors never grow, whatever rounding or dependent
     columns do to the factors; S'Q, which is the identity in exact arithmetic, sees to that.
     """
-    W = _inverse_factor(matmul(krylov.direction.T, image))[1]
+    curvature = matmul(krylov.direction.T, image)
+    W = _inverse_factor(curvature)[1]
     inverse = matmul(W.T, W)
     step = matmul(inverse, matmul(krylov.direction.T, krylov.basis))
     value = krylov.value + matmul(krylov.direction, matmul(step, krylov.triangle))
@@ -217,7 +232,7 @@ def _advance(
     direction = preconditioned + matmul(krylov.direction, triangle.T)
     return (
         _Krylov(value, basis, direction, matmul(triangle, krylov.triangle)),
-        inverse,
+        0.5 * (curvature + curvature.T),
         triangle,
     )
 

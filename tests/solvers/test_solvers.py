@@ -363,7 +363,7 @@ def solve_with_probes(solver, H, B, num_probes, guess=None):
     solution, coefficients = solver.solve_with_probes(
         H, B, jax.random.key(11), num_probes, guess=guess
     )
-    return solution, coefficients, log_determinant(coefficients, H.size)
+    return solution, coefficients, log_determinant(coefficients, H.size, num_probes)
 
 
 PRECONDITIONERS = {
@@ -382,8 +382,10 @@ def test_log_determinant(name, noise, x64):
     exact = np.linalg.slogdet(dense(H))[1]
     assert abs(estimate.value - exact) < 4 * estimate.standard_error
     assert estimate.standard_error < 0.1 * N
-    assert coefficients.alpha.shape == coefficients.beta.shape == (200, 64)
-    assert np.all(coefficients.alpha[int(solution.iterations) :] == 0)
+    steps, groups, g, _ = coefficients.curvature.shape
+    assert coefficients.triangle.shape == (steps, groups, g, g)
+    assert groups * g >= 64
+    assert np.all(coefficients.triangle[int(solution.iterations) :] == 0)
     assert np.all(coefficients.residual < 1e-2)
     assert_solved(H, B, solution, 1e-6)
 
@@ -403,7 +405,7 @@ def test_few_steps_overestimate_the_log_determinant(x64):
     H = operator(1e-2)
     exact = np.linalg.slogdet(dense(H))[1]
     errors = []
-    for steps in (3, 6, 60):
+    for steps in (1, 2, 60):
         solver = ConjugateGradients(1e-10, float(steps), Identity())
         solution, _, estimate = solve_with_probes(solver, H, targets(), 512)
         assert solution.iterations == min(steps, solution.iterations)
