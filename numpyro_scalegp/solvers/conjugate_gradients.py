@@ -26,7 +26,7 @@ from numpyro_scalegp.solvers.base import (
 
 # Probes that share a Krylov space, and the order of the tridiagonal matrix recorded for them: its
 # eigenvectors take a fraction of a second.
-_PROBE_GROUP = 16
+_PROBE_GROUP = 8
 _MAX_ORDER = 800
 
 
