@@ -71,6 +71,7 @@ def make_solver(arguments, name=None):
     if name == "sgd":
         options["batch_size"] = arguments.batch_size
     if name == "cg":
+        options["group_size"] = arguments.group_size
         rank = arguments.rank
         options["preconditioner"] = (
             sgp.preconditioners.PivotedCholesky(rank) if rank else sgp.preconditioners.Identity()
@@ -369,6 +370,7 @@ def main():
     parser.add_argument("--block-size", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=500)
     parser.add_argument("--rank", type=int, default=100, help="preconditioner of cg; 0 for none")
+    parser.add_argument("--group-size", type=int, default=128, help="of cg; 1 for textbook CG")
     parser.add_argument("--float64", action="store_true")
     parser.add_argument("--lengthscale", type=float, default=1.0, help="of value and step")
     parser.add_argument("--noise", type=float, default=0.01, help="variance, of value and step")
