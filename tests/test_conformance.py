@@ -258,7 +258,9 @@ def test_estimator_goes_through_transformations(estimator, dtype):
     y = jnp.sin(jnp.arange(7.0))
     assert_round_trip(gp)
     compiled = Compiled(lambda gp: gp.log_prob(y))
-    close = functools.partial(np.testing.assert_allclose, rtol=100 * jnp.finfo(dtype).eps)
+    # Rounding may decide whether an iterative solve takes one step more.
+    rtol = 0.01 if gp.estimator.is_stochastic else 100 * jnp.finfo(dtype).eps
+    close = functools.partial(np.testing.assert_allclose, rtol=rtol)
     expected = jnp.stack([compiled(gp), compiled(other)])
     assert compiled.traces == 1
     assert expected.dtype == dtype

@@ -76,7 +76,7 @@ def test_costs_table_and_plot():
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(costs)
 
 
-def test_rejects_bad_arguments():
+def test_rejects_bad_arguments(unchecked):
     X, y = data()
     audit = functools.partial(sgp.estimators.audit, Pathwise(ConjugateGradients()), KERNEL, X)
     with pytest.raises(ValueError, match="`num_draws` must be at least 2, got 1"):
