@@ -37,7 +37,7 @@ SOLVERS = {
     "ap": (AlternatingProjections(20, 1e-8, 1000), 0.5),
     "sgd": (StochasticGradientDescent(20, tolerance=1e-8, max_epochs=1000), 0.5),
 }
-CG = SOLVERS["cg"][0]
+CG: Any = SOLVERS["cg"][0]
 
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
