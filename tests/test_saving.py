@@ -132,7 +132,7 @@ def test_solver_state(tmp_path):
         np.testing.assert_array_equal(again.history()[name], values)
     assert np.all(again.history()["converged"])
     empty = round_trip(tmp_path, SolverState(7, fresh_probes=True))
-    assert empty.memory is None
+    assert empty.begin is None
     assert (empty.num_records, empty.fresh_probes) == (7, True)
 
 
