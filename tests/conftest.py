@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 # Two processes whose thread pools both span all cores wait for each other: with several workers,
 # each keeps to a core of its own. XLA sizes its pools by the affinity it finds.
@@ -11,6 +12,13 @@ if worker and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 # On a GPU every worker would otherwise claim most of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Compilation is most of the time that tests take. JAX 0.10 can still do without the emitters that
+# take most of it; newer lines end the process at a flag that they do not know, so they run as users
+# do.
+if version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    )
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +28,13 @@ import pytest
 # Shapes and types of public signatures are checked at run time in the tests only. The hook must
 # stand before the first import of the package.
 jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled() -> Iterator[None]:
+    """Free what a module has compiled: a process may only map so many regions of memory."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

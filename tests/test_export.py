@@ -178,7 +178,9 @@ def test_pointwise_log_likelihood_of_a_collapsed_site(chain):
 def test_pointwise_log_likelihood_of_a_latent_site(kind):
     f = values(exported(kind), "posterior", "f")
     expected = scipy.stats.norm(f, 0.3).logpdf(np.asarray(data()[1]))
-    np.testing.assert_allclose(values(exported(kind), "log_likelihood", "y"), expected, rtol=1e-3)
+    np.testing.assert_allclose(
+        values(exported(kind), "log_likelihood", "y"), expected, rtol=1e-3, atol=1e-6
+    )
 
 
 def test_replicates_follow_the_function():

@@ -204,16 +204,23 @@ class GaussianProcess(RowsDistribution):
         if residual.ndim != 1:
             raise ValueError(f"`y` must have shape {self.event_shape}, got {residual.shape}.")
         if isinstance(self.estimator, AbstractIterative):
-            return PathwisePosterior.solve(
+            solution, draws = self.estimator.condition(
                 self._operator(),
-                y,
                 residual,
-                self.mean_function,
-                self.estimator,
                 key=self.key if key is None else _typed(key),
                 state=self.state,
                 num_samples=num_samples,
                 max_epochs=max_epochs,
+            )
+            return PathwisePosterior(
+                self.kernel,
+                self.X,
+                jnp.asarray(y),
+                self.noise_variance,
+                self.mean_function,
+                self.estimator,
+                solution,
+                draws,
             )
         estimator = self._exact()
         H = estimator.covariance(self.kernel, self.X, self.noise_variance)

@@ -172,29 +172,27 @@ class AbstractIterative(AbstractEstimator):
         """What `log_prob` returns, with its gradient, and the `Estimate` that it rests on."""
         operator = KernelOperator(kernel, X, noise_variance)
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
-        guess = solver_key = None
+        probe_key, guess, solver_key = key, None, None
         if state is not None:
             if rows.shape[0] != 1:
                 raise ValueError(
                     f"`y` must have shape ({rows.shape[1]},) where a solver state is used, got "
                     f"{residual.shape}."
                 )
-            shape = (operator.size, 1 + self.num_probes)
-            memory = state.read(shape)
+            memory = state.read((operator.size, 1 + self.num_probes))
             guess = memory.solutions
-            if not state.fresh_probes:
-                fixed = memory.key()
-                # The solver's own draws need not be the same again.
-                solver_key = jax.random.fold_in(jax.random.fold_in(fixed, 1), memory.step)
-            else:
+            if state.fresh_probes:
                 guess = guess.at[:, :, 1:].set(0.0)
-        used_key = key if state is None or state.fresh_probes else fixed
-        if used_key is None:
+            else:
+                probe_key = memory.key()
+                # The solver's own draws need not be the same again.
+                solver_key = jax.random.fold_in(jax.random.fold_in(probe_key, 1), memory.step)
+        if probe_key is None:
             raise ValueError(
                 f"`{type(self).__name__}` draws at random: give the `GaussianProcess` a `key=` or "
                 "a `state=`, or run the model under `numpyro.handlers.seed`."
             )
-        found = self.estimate(operator, rows.T, key=used_key, guess=guess, solver_key=solver_key)
+        found = self.estimate(operator, rows.T, key=probe_key, guess=guess, solver_key=solver_key)
         if state is None:
             warn_unless(found.solution.converged)
         else:
@@ -216,7 +214,7 @@ class AbstractIterative(AbstractEstimator):
         """Solve H [v, u_1 .. u_s] = [y, xi_1 .. xi_s] for pathwise posterior samples.
 
         A state whose solution belongs to these very hyperparameters, data and draws is taken as it
-        is; any other state is where the solve starts.
+        is; any other state is where the solve starts. A solution above its tolerance warns once.
 
         Args:
             operator: H.
@@ -255,14 +253,16 @@ class AbstractIterative(AbstractEstimator):
             B = jnp.concatenate([residual[:, None], xi.astype(operator.dtype)], axis=1)
             return solver.solve(operator, B, guess=guess, key=solver_key)
 
-        if memory is None:
-            return solve(None), draws
-        assert state is not None
-        if self.stores_samples and not state.fresh_probes and count == self.num_probes:
+        if state is None or memory is None:
+            solution = solve(None)
+        elif self.stores_samples and not state.fresh_probes and count == self.num_probes:
             same, last = state.last(operator.kernel, operator.noise_variance, residual)
-            return jax.lax.cond(same, lambda: last, lambda: solve(memory.solutions)), draws
-        guess = jnp.zeros((operator.size, 1 + count), operator.dtype)
-        return solve(guess.at[:, 0].set(memory.solutions[0, :, 0])), draws
+            solution = jax.lax.cond(same, lambda: last, lambda: solve(memory.solutions))
+        else:
+            guess = jnp.zeros((operator.size, 1 + count), operator.dtype)
+            solution = solve(guess.at[:, 0].set(memory.solutions[0, :, 0]))
+        warn_unless(solution.converged)
+        return solution, draws
 
     def _record(
         self,

@@ -64,6 +64,10 @@ class PriorDraws(eqx.Module):
         noise: Float[Array, " n"],
     ) -> Float[Array, "n num_draws"]:
         """Noisy values of the draws at X, xi_j = f_j(X) + sqrt(noise) w_j ~ N(0, H)."""
-        draws = self(kernel, X)
-        normal = jax.random.normal(self._keys()[1], draws.shape, draws.dtype)
-        return draws + jnp.sqrt(noise)[:, None] * normal
+        return self(kernel, X) + self.errors(noise.astype(X.dtype))
+
+    def errors(self, noise: Float[Array, " n"]) -> Float[Array, "n num_draws"]:
+        """The observations' errors, sqrt(noise) w_j, shape (n, num_draws)."""
+        shape = (noise.size, self.num_draws)
+        normal = jax.random.normal(self._keys()[1], shape, noise.dtype)
+        return jnp.sqrt(noise)[:, None] * normal

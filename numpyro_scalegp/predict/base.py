@@ -90,17 +90,3 @@ class AbstractPosterior(eqx.Module):
         L = linalg.cholesky(covariance + jitter * jnp.eye(mean.size, dtype=covariance.dtype))
         noise = jax.random.normal(key, (num_samples, mean.size), covariance.dtype)
         return mean[None, :] + linalg.matmul(noise, L.T)
-
-
-def own_noise(
-    own: Float[Array, "..."], given: Float[ArrayLike, "..."] | None
-) -> Float[ArrayLike, "..."]:
-    """The noise variance of new observations: what is given, or else the model's own scalar."""
-    if given is not None:
-        return given
-    if jnp.ndim(own) > 0:
-        raise ValueError(
-            "`noise_variance` must be given: the model has one noise variance for each "
-            f"training row (shape {own.shape}) and none for new inputs."
-        )
-    return own

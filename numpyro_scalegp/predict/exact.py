@@ -7,14 +7,14 @@ import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, chunks, linalg
+from numpyro_scalegp.core import chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.base import AbstractPosterior, own_noise
+from numpyro_scalegp.predict.conditioned import AbstractConditioned
 
 
-class ExactPosterior(AbstractPosterior):
+class ExactPosterior(AbstractConditioned):
     """The posterior f | y of an exact Gaussian process, from one factorisation of its covariance.
 
     With H = K(X, X) + noise = L L' and a = H^-1 (y - m(X)):
@@ -56,22 +56,8 @@ class ExactPosterior(AbstractPosterior):
         """What the factorisation took: `jitter`, in the units of the covariance."""
         return {"jitter": self.factor.jitter}
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        return checks.inputs("Xs", Xs, width=self.X.shape[1])
-
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._mean(self._check(Xs), self._rows(chunk_size))
-
-    @eqx.filter_jit
-    def _mean(self, Xs: Array, chunk_size: int) -> Array:
-        def chunk(rows: Array) -> Array:
-            explained = matmul(self.kernel(rows, self.X), self.representer_weights)
-            return self.mean_function(rows) + explained
-
-        return chunks.map_rows(chunk, Xs, chunk_size)
+    def _weights(self) -> Float[Array, " n"]:
+        return self.representer_weights
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
@@ -87,9 +73,6 @@ class ExactPosterior(AbstractPosterior):
             return jnp.maximum(self.kernel.diag(rows) - explained, 0.0)
 
         return chunks.map_rows(chunk, Xs, chunk_size)
-
-    def _rows(self, chunk_size: int | None) -> int:
-        return chunks.rows_per_chunk(self.X.shape[0]) if chunk_size is None else chunk_size
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
@@ -107,23 +90,6 @@ class ExactPosterior(AbstractPosterior):
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         prior = self.kernel.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
-
-    def predictive(
-        self,
-        Xs: Float[ArrayLike, "m d"],
-        noise_variance: Float[ArrayLike, "..."] | None = None,
-        *,
-        chunk_size: int | None = None,
-    ) -> dist.Normal:
-        """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
-
-        By default the noise is the model's own, if that is a scalar.
-
-        Raises:
-            ValueError: if the model's noise is one value a row and `noise_variance` is not given.
-        """
-        noise_variance = own_noise(self.noise_variance, noise_variance)
-        return super().predictive(Xs, noise_variance, chunk_size=chunk_size)
 
     def at_data(self) -> dist.Normal:
         """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core import chunks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators import AbstractIterative
@@ -14,11 +14,11 @@ from numpyro_scalegp.estimators.iterative import warn_unless
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.predict.base import AbstractPosterior, own_noise
+from numpyro_scalegp.predict.conditioned import AbstractConditioned
 from numpyro_scalegp.solvers import Solution
 
 
-class PathwisePosterior(AbstractPosterior):
+class PathwisePosterior(AbstractConditioned):
     """The posterior f | y as functions: prior draws plus kernel functions at the data.
 
     With H v = y - m(X) and H u_j = xi_j, the prior draw f_j observed with noise at X:
@@ -37,47 +37,15 @@ class PathwisePosterior(AbstractPosterior):
     kernel: AbstractKernel
     X: Float[Array, "n d"]
     y: Float[Array, " n"]
-    residual: Float[Array, " n"]  # y - m(X)
     noise_variance: Float[Array, "..."]
     mean_function: RowsFunction
     estimator: AbstractIterative
     solution: Solution  # columns v, u_1 .. u_s
     draws: PriorDraws
 
-    @classmethod
-    def solve(
-        cls,
-        operator: KernelOperator,
-        y: Float[ArrayLike, " n"],
-        residual: Float[Array, " n"],
-        mean_function: RowsFunction,
-        estimator: AbstractIterative,
-        *,
-        warn: bool = True,
-        **options: object,
-    ) -> "PathwisePosterior":
-        """Solve, or take the state's last solution; `options` as of `AbstractIterative.condition`.
-
-        A solve that ends above its tolerance warns once, unless `warn` is off.
-        """
-        solution, draws = estimator.condition(operator, residual, **options)  # type: ignore[arg-type]
-        if warn:
-            warn_unless(solution.converged)
-        return cls(
-            operator.kernel,
-            operator.X,
-            jnp.asarray(y),
-            residual.astype(operator.dtype),
-            operator.noise_variance,
-            mean_function,
-            estimator,
-            solution,
-            draws,
-        )
-
     @property
     def representer_weights(self) -> Float[Array, " n"]:
-        """V = H^-1 (y - m(X)), shape (n,)."""
+        """The solution v = H^-1 (y - m(X)), shape (n,)."""
         return self.solution.value[:, 0]
 
     @property
@@ -101,25 +69,8 @@ class PathwisePosterior(AbstractPosterior):
             "converged": self.solution.converged,
         }
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        return checks.inputs("Xs", Xs, width=self.X.shape[1])
-
-    def _rows(self, chunk_size: int | None) -> int:
-        return chunks.rows_per_chunk(self.X.shape[0]) if chunk_size is None else chunk_size
-
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._mean(self._check(Xs), self._rows(chunk_size))
-
-    @eqx.filter_jit
-    def _mean(self, Xs: Array, chunk_size: int) -> Array:
-        def chunk(rows: Array) -> Array:
-            explained = matmul(self.kernel(rows, self.X), self.representer_weights)
-            return self.mean_function(rows) + explained
-
-        return chunks.map_rows(chunk, Xs, chunk_size)
+    def _weights(self) -> Float[Array, " n"]:
+        return self.representer_weights
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
@@ -207,38 +158,16 @@ class PathwisePosterior(AbstractPosterior):
         solution = found._replace(value=value, residual=residual, converged=converged)
         return eqx.tree_at(lambda p: (p.solution, p.draws), self, (solution, draws))
 
-    def predictive(
-        self,
-        Xs: Float[ArrayLike, "m d"],
-        noise_variance: Float[ArrayLike, "..."] | None = None,
-        *,
-        chunk_size: int | None = None,
-    ) -> dist.Normal:
-        """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
-
-        By default the noise is the model's own, if that is a scalar.
-
-        Raises:
-            ValueError: if the model's noise is one value a row and `noise_variance` is not given.
-        """
-        noise_variance = own_noise(self.noise_variance, noise_variance)
-        return super().predictive(Xs, noise_variance, chunk_size=chunk_size)
-
     def at_data(self) -> dist.Normal:
         """The predictive distribution at the training inputs, for replicates of y; shape (n,).
 
         K v = (y - m(X)) - noise v gives moments without another evaluation of the kernel, O(n s).
         """
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
-        deviations = self._data_deviations()
+        # Likewise f_j(X) - K u_j = noise u_j - sqrt(noise) w_j: the draws themselves cancel.
+        deviations = noise[:, None] * self.solution.value[:, 1:] - self.draws.errors(noise)
         mean = self.y - noise * self.representer_weights
         return dist.Normal(mean, jnp.sqrt(jnp.mean(jnp.square(deviations), axis=1) + noise))
-
-    def _data_deviations(self) -> Float[Array, "n s"]:
-        noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
-        draws = self.draws(self.kernel, self.X)
-        targets = self.draws.observations(self.kernel, self.X, noise)
-        return draws - (targets - noise[:, None] * self.solution.value[:, 1:])
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.
@@ -253,7 +182,7 @@ class PathwisePosterior(AbstractPosterior):
             Rasmussen and Williams (2006), eq. 5.12.
         """
         precision = jnp.mean(jnp.square(self.solution.value[:, 1:]), axis=1)
-        # H has at least the noise as an eigenvalue and at most its diagonal in the i-th inverse.
+        # The variance of y_i given the rest lies between the noise and the prior's variance.
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
         precision = jnp.clip(precision, 1.0 / (noise + self.kernel.diag(self.X)), 1.0 / noise)
         mean = self.y - self.representer_weights / precision

@@ -14,8 +14,7 @@ from numpyro_scalegp.solvers.base import (
     AbstractSolver,
     Solution,
     check_budget,
-    finish,
-    largest_norm,
+    iterate,
     num_iterations,
     start,
 )
@@ -81,7 +80,6 @@ class AlternatingProjections(AbstractSolver):
         num_blocks = -(-n // size)
         first = jnp.minimum(jnp.arange(num_blocks) * size, n - size)
         blocks = first[:, None] + jnp.arange(size)[None, :]
-        max_iterations = num_iterations(self.max_epochs, guess, n / size)
 
         def whiten(rows: Array) -> Array:
             # An approximate factor, with jitter where it takes some, only slows convergence down.
@@ -89,10 +87,6 @@ class AlternatingProjections(AbstractSolver):
             return linalg.triangular_inverse(factor.tril)
 
         whiteners = jax.lax.map(whiten, blocks)
-
-        def goes_on(state: _State) -> Array:
-            unsolved = largest_norm(state.residual) > self.tolerance
-            return (state.iteration < max_iterations) & unsolved
 
         def step(state: _State) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
@@ -104,6 +98,11 @@ class AlternatingProjections(AbstractSolver):
             return _State(state.iteration + 1, value, residual)
 
         state = _State(jnp.zeros((), int), begin.value, begin.residual)
-        state = jax.lax.while_loop(goes_on, step, state)
-        epochs = state.iteration.astype(operator.dtype) * (size / n)
-        return finish(begin, state.value, state.residual, state.iteration, epochs, self.tolerance)
+        return iterate(
+            step,
+            state,
+            begin,
+            max_iterations=num_iterations(self.max_epochs, guess, n / size),
+            epochs_per_iteration=size / n,
+            tolerance=self.tolerance,
+        )

@@ -2,9 +2,11 @@
 
 import abc
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -116,11 +118,6 @@ def num_iterations(max_epochs: int | float, guess: Array | None, per_epoch: floa
     return max(1, math.floor(left * per_epoch + 1e-6))
 
 
-def largest_norm(R: Float[Array, "n k"]) -> Float[Array, ""]:
-    """The largest norm of a column."""
-    return jnp.sqrt(jnp.max(jnp.sum(jnp.square(R), axis=0)))
-
-
 def finish(
     begin: Start,
     value: Float[Array, "n k"],
@@ -134,6 +131,29 @@ def finish(
     return Solution(
         value * begin.scale, norms, iterations, epochs + begin.epochs, jnp.all(norms <= tolerance)
     )
+
+
+def iterate(
+    step: Callable[[Any], Any],
+    state: Any,
+    begin: Start,
+    *,
+    max_iterations: int,
+    epochs_per_iteration: float,
+    tolerance: float,
+) -> Solution:
+    """Step until every column is within the tolerance, or the budget ends.
+
+    The state has fields `iteration`, `value` and `residual`, whatever else it has.
+    """
+
+    def goes_on(state: Any) -> Array:
+        largest = jnp.sqrt(jnp.max(jnp.sum(jnp.square(state.residual), axis=0)))
+        return (state.iteration < max_iterations) & (largest > tolerance)
+
+    state = jax.lax.while_loop(goes_on, step, state)
+    epochs = state.iteration.astype(state.value.dtype) * epochs_per_iteration
+    return finish(begin, state.value, state.residual, state.iteration, epochs, tolerance)
 
 
 def check_budget(tolerance: float, max_epochs: int | float) -> None:

@@ -58,7 +58,6 @@ class _State(NamedTuple):
     iteration: Int[Array, ""]
     data: _Krylov
     probes: _Krylov
-    norms: Float[Array, " k"]  # of the residuals of what counts
     curvature: Float[Array, "steps groups g g"]
     turn: Float[Array, "steps groups g g"]
 
@@ -163,12 +162,9 @@ class ConjugateGradients(AbstractSolver):
             )(split(residual, size))
             return _Krylov(split(value, size), basis, direction, triangle)
 
-        def norms(data: _Krylov, probes: _Krylov) -> Array:
-            counted = data if k else probes
-            return jnp.linalg.norm(matmul(counted.basis, counted.triangle), axis=1).reshape(-1)
-
         def goes_on(state: _State) -> Array:
-            unsolved = jnp.max(state.norms) > self.tolerance
+            counted = state.data if k else state.probes
+            unsolved = jnp.max(_norms(counted)) > self.tolerance
             return (state.iteration < max_iterations) & unsolved
 
         def step(state: _State) -> _State:
@@ -182,7 +178,6 @@ class ConjugateGradients(AbstractSolver):
                 state.iteration + 1,
                 data,
                 probes,
-                norms(data, probes),
                 state.curvature.at[state.iteration].set(curvature),
                 state.turn.at[state.iteration].set(turn),
             )
@@ -197,21 +192,24 @@ class ConjugateGradients(AbstractSolver):
         no_turns = jnp.zeros((num_steps, *probes.triangle.shape), operator.dtype)
         unit = no_turns + jnp.eye(probe_size, dtype=operator.dtype)
         iteration = jnp.zeros((), int)
-        state = _State(iteration, data, probes, norms(data, probes), unit, no_turns)
+        state = _State(iteration, data, probes, unit, no_turns)
         state = jax.lax.while_loop(goes_on, step, state)
         epochs = state.iteration.astype(operator.dtype)
         residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
         value = join(state.data.value)[:, :k]
         solution = finish(begin, value, residual, state.iteration, epochs, self.tolerance)
-        left = jnp.linalg.norm(matmul(state.probes.basis, state.probes.triangle), axis=1)
-        log_determinant = factor.log_determinant()
         return solution, Coefficients(
             state.curvature,
             state.turn,
             probes.triangle,
-            log_determinant,
-            left.reshape(-1)[:num_probes],
+            factor.log_determinant(),
+            _norms(state.probes)[:num_probes],
         )
+
+
+def _norms(krylov: _Krylov) -> Float[Array, " k"]:
+    """The norms of all residuals, those of filling columns included."""
+    return jnp.linalg.norm(matmul(krylov.basis, krylov.triangle), axis=1).reshape(-1)
 
 
 def _advance(

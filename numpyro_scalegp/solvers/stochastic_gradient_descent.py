@@ -13,8 +13,7 @@ from numpyro_scalegp.solvers.base import (
     AbstractSolver,
     Solution,
     check_budget,
-    finish,
-    largest_norm,
+    iterate,
     num_iterations,
     start,
 )
@@ -28,6 +27,7 @@ class _State(NamedTuple):
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
     momentum: Float[Array, "n k"]
+    order: Int[Array, " n"]  # in which this pass visits the rows
 
 
 class StochasticGradientDescent(AbstractSolver):
@@ -100,7 +100,6 @@ class StochasticGradientDescent(AbstractSolver):
         n = operator.size
         size = min(self.batch_size, n)
         batches_per_epoch = n // size
-        max_iterations = num_iterations(self.max_epochs, guess, n / size)
         if self.learning_rate is not None:
             rate = jnp.asarray(self.learning_rate, operator.dtype)
         else:
@@ -111,14 +110,14 @@ class StochasticGradientDescent(AbstractSolver):
             rough = (1.0 - self.momentum) / jnp.max(operator.diagonal())
             rate = jnp.minimum(smooth, rough)
 
-        def goes_on(state: _State) -> Array:
-            unsolved = largest_norm(state.residual) > self.tolerance
-            return (state.iteration < max_iterations) & unsolved
-
         def step(state: _State) -> _State:
             # Each pass visits rows without repetition, in an order of its own.
             number, place = jnp.divmod(state.iteration, batches_per_epoch)
-            order = jax.random.permutation(jax.random.fold_in(batch_key, number), n)
+            order = jax.lax.cond(
+                place == 0,
+                lambda: jax.random.permutation(jax.random.fold_in(batch_key, number), n),
+                lambda: state.order,
+            )
             batch = jax.lax.dynamic_slice_in_dim(order, place * size, size)
             residual = targets[batch] - operator.rows_matmul(batch, state.value)
             momentum = self.momentum * state.momentum
@@ -128,13 +127,19 @@ class StochasticGradientDescent(AbstractSolver):
                 state.value + momentum,
                 state.residual.at[batch].set(residual),
                 momentum,
+                order,
             )
 
         zeros = jnp.zeros_like(begin.value)
-        state = _State(jnp.zeros((), int), begin.value, begin.residual, zeros)
-        state = jax.lax.while_loop(goes_on, step, state)
-        epochs = state.iteration.astype(operator.dtype) * (size / n)
-        return finish(begin, state.value, state.residual, state.iteration, epochs, self.tolerance)
+        state = _State(jnp.zeros((), int), begin.value, begin.residual, zeros, jnp.arange(n))
+        return iterate(
+            step,
+            state,
+            begin,
+            max_iterations=num_iterations(self.max_epochs, guess, n / size),
+            epochs_per_iteration=size / n,
+            tolerance=self.tolerance,
+        )
 
 
 def _largest_eigenvalue(
