@@ -128,16 +128,16 @@ class AbstractIterative(AbstractEstimator):
         solver_key: Key[Array, ""],
     ) -> tuple[Solution, LogDeterminant]:
         solver, num_probes = self.solver, self.num_logdet_probes
-        if num_probes == 0:
-            zero = jnp.zeros((), operator.dtype)
-            solution = solver.solve(operator, B, guess=guess, key=solver_key)
-            return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf))
-        if isinstance(solver, ConjugateGradients):
+        averaged = self.num_probes
+        if isinstance(solver, ConjugateGradients) and num_probes > 0:
             solution, coefficients = solver.solve_with_probes(
-                operator, B, logdet_key, num_probes, guess=guess
+                operator, B, logdet_key, num_probes, guess=guess, num_averaged=averaged
             )
         else:
-            solution = solver.solve(operator, B, guess=guess, key=solver_key)
+            solution = solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=averaged)
+            if num_probes == 0:
+                zero = jnp.zeros((), operator.dtype)
+                return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf))
             lanczos = ConjugateGradients(max_epochs=self.logdet_epochs)
             _, coefficients = lanczos.solve_with_probes(operator, B[:, :0], logdet_key, num_probes)
         return solution, log_determinant(coefficients, operator.size, num_probes)
@@ -251,7 +251,7 @@ class AbstractIterative(AbstractEstimator):
         def solve(guess: Array | None) -> Solution:
             xi = draws.observations(operator.kernel, operator.X, operator.noise())
             B = jnp.concatenate([residual[:, None], xi.astype(operator.dtype)], axis=1)
-            return solver.solve(operator, B, guess=guess, key=solver_key)
+            return solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=count)
 
         if state is None or memory is None:
             solution = solve(None)

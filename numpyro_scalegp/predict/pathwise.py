@@ -150,7 +150,9 @@ class PathwisePosterior(AbstractConditioned):
         solver_key, draw_key = jax.random.split(key)
         draws = PriorDraws.from_key(draw_key, num_samples, self.draws.num_features)
         targets = draws.observations(self.kernel, self.X, operator.noise())
-        found = self.estimator.solver.solve(operator, targets, key=solver_key)
+        found = self.estimator.solver.solve(
+            operator, targets, key=solver_key, num_averaged=targets.shape[1]
+        )
         warn_unless(found.converged)
         value = jnp.concatenate([self.solution.value[:, :1], found.value], axis=1)
         residual = jnp.concatenate([self.solution.residual[:1], found.residual])

@@ -38,7 +38,7 @@ class AlternatingProjections(AbstractSolver):
         block_size: rows of a block; at most n are used. The last block overlaps the one before it
             where n is no multiple.
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
-            loop goes on until every column is.
+            loop goes on until all are, averaged columns in their mean.
         max_epochs: work at most, in units of n^2 entries of H; at least one iteration is made.
 
     Raises:
@@ -71,6 +71,7 @@ class AlternatingProjections(AbstractSolver):
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
+        num_averaged: int = 0,
     ) -> Solution:
         """Solve H V = B; see `AbstractSolver.solve`. No key is needed."""
         operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
@@ -105,4 +106,5 @@ class AlternatingProjections(AbstractSolver):
             max_iterations=num_iterations(self.max_epochs, guess, n / size),
             epochs_per_iteration=size / n,
             tolerance=self.tolerance,
+            num_averaged=num_averaged,
         )

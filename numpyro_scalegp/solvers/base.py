@@ -21,7 +21,7 @@ class Solution(NamedTuple):
     residual: Float[Array, " k"]  # ||b - H v|| / ||b|| for each column
     iterations: Int[Array, ""]  # steps of the solver
     epochs: Float[Array, ""]  # entries of H computed, in units of n^2
-    converged: Bool[Array, ""]  # whether every column's residual is within the tolerance
+    converged: Bool[Array, ""]  # whether the residuals are within the tolerance
 
 
 class AbstractSolver(eqx.Module):
@@ -39,6 +39,7 @@ class AbstractSolver(eqx.Module):
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
+        num_averaged: int = 0,
     ) -> Solution:
         """Solve H V = B.
 
@@ -49,13 +50,15 @@ class AbstractSolver(eqx.Module):
                 (p, n, k), each column starts at the linear combination of its own that minimises
                 v'Hv / 2 - b'v. Any guess but None costs one epoch of the budget.
             key: a typed JAX key, for solvers that draw at random; others ignore it.
+            num_averaged: how many of the last columns count together, by the mean of their relative
+                residuals, as those of an estimator's probes do; every other column counts alone.
 
         Returns:
             A `Solution`; `converged` is False where the budget ended first, and values are NaN
             where H is not positive definite.
 
         Raises:
-            ValueError: if `B` or `guess` has the wrong shape.
+            ValueError: if `B` or `guess` has the wrong shape, or `num_averaged` is out of range.
         """
 
 
@@ -125,12 +128,24 @@ def finish(
     iterations: Int[Array, ""],
     epochs: Float[Array, ""],
     tolerance: float,
+    num_averaged: int,
 ) -> Solution:
     """Undo the normalisation and judge the residuals."""
     norms = jnp.linalg.norm(residual, axis=0)
-    return Solution(
-        value * begin.scale, norms, iterations, epochs + begin.epochs, jnp.all(norms <= tolerance)
-    )
+    converged = largest(norms, num_averaged) <= tolerance
+    return Solution(value * begin.scale, norms, iterations, epochs + begin.epochs, converged)
+
+
+def largest(norms: Float[Array, " k"], num_averaged: int) -> Float[Array, ""]:
+    """The largest residual that counts: one column's, or the mean of the last `num_averaged`."""
+    single = norms.shape[0] - num_averaged
+    if single < 0 or num_averaged < 0:
+        raise ValueError(
+            f"`num_averaged` must be from 0 to the number of columns, {norms.shape[0]}, got "
+            f"{num_averaged}."
+        )
+    alone = jnp.max(norms[:single], initial=0.0)
+    return jnp.maximum(alone, jnp.mean(norms[single:])) if num_averaged else alone
 
 
 def iterate(
@@ -141,19 +156,22 @@ def iterate(
     max_iterations: int,
     epochs_per_iteration: float,
     tolerance: float,
+    num_averaged: int,
 ) -> Solution:
-    """Step until every column is within the tolerance, or the budget ends.
+    """Step until the residuals are within the tolerance, or the budget ends.
 
     The state has fields `iteration`, `value` and `residual`, whatever else it has.
     """
 
     def goes_on(state: Any) -> Array:
-        largest = jnp.sqrt(jnp.max(jnp.sum(jnp.square(state.residual), axis=0)))
-        return (state.iteration < max_iterations) & (largest > tolerance)
+        unsolved = largest(jnp.linalg.norm(state.residual, axis=0), num_averaged) > tolerance
+        return (state.iteration < max_iterations) & unsolved
 
     state = jax.lax.while_loop(goes_on, step, state)
     epochs = state.iteration.astype(state.value.dtype) * epochs_per_iteration
-    return finish(begin, state.value, state.residual, state.iteration, epochs, tolerance)
+    return finish(
+        begin, state.value, state.residual, state.iteration, epochs, tolerance, num_averaged
+    )
 
 
 def check_budget(tolerance: float, max_epochs: int | float) -> None:

@@ -42,6 +42,7 @@ class Cholesky(AbstractSolver):
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
+        num_averaged: int = 0,
     ) -> Solution:
         """Solve H V = B; see `AbstractSolver.solve`. The guess and the key are not used."""
         operator, B = jax.lax.stop_gradient((operator, B))
@@ -50,4 +51,4 @@ class Cholesky(AbstractSolver):
         value = jax.scipy.linalg.cho_solve((linalg.factorise(H).tril, True), begin.residual)
         residual = begin.residual - linalg.matmul(H, value)
         one = jnp.ones((), H.dtype)
-        return finish(begin, value, residual, jnp.ones((), int), one, self.tolerance)
+        return finish(begin, value, residual, jnp.ones((), int), one, self.tolerance, num_averaged)

@@ -20,6 +20,7 @@ from numpyro_scalegp.solvers.base import (
     Solution,
     check_budget,
     finish,
+    largest,
     num_iterations,
     start,
 )
@@ -73,7 +74,7 @@ class ConjugateGradients(AbstractSolver):
 
     Args:
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
-            loop goes on until every column is.
+            loop goes on until all are, averaged columns in their mean.
         max_epochs: iterations at most.
         preconditioner: by default a pivoted Cholesky factor of rank 100.
         group_size: right-hand sides that share a Krylov space; 1 for one each, the textbook method.
@@ -111,9 +112,12 @@ class ConjugateGradients(AbstractSolver):
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
+        num_averaged: int = 0,
     ) -> Solution:
         """Solve H V = B; see `AbstractSolver.solve`. No key is needed."""
-        return self.solve_with_probes(operator, B, jax.random.key(0), 0, guess=guess)[0]
+        return self.solve_with_probes(
+            operator, B, jax.random.key(0), 0, guess=guess, num_averaged=num_averaged
+        )[0]
 
     def solve_with_probes(
         self,
@@ -123,6 +127,7 @@ class ConjugateGradients(AbstractSolver):
         num_probes: int,
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
+        num_averaged: int = 0,
     ) -> tuple[Solution, Coefficients]:
         """Solve H V = B while extra columns ride along, for the log-determinant of H.
 
@@ -135,6 +140,7 @@ class ConjugateGradients(AbstractSolver):
             key: a typed JAX key for the probes.
             num_probes: how many probes ride along.
             guess: where the solution of B starts, shape (n, k) or (p, n, k).
+            num_averaged: how many of the last columns of B count together, by their mean.
 
         Returns:
             The solution for B, and the coefficients of the probes.
@@ -163,8 +169,8 @@ class ConjugateGradients(AbstractSolver):
             return _Krylov(split(value, size), basis, direction, triangle)
 
         def goes_on(state: _State) -> Array:
-            counted = state.data if k else state.probes
-            unsolved = jnp.max(_norms(counted)) > self.tolerance
+            norms = _norms(state.data)[:k] if k else _norms(state.probes)
+            unsolved = largest(norms, num_averaged) > self.tolerance
             return (state.iteration < max_iterations) & unsolved
 
         def step(state: _State) -> _State:
@@ -197,7 +203,9 @@ class ConjugateGradients(AbstractSolver):
         epochs = state.iteration.astype(operator.dtype)
         residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
         value = join(state.data.value)[:, :k]
-        solution = finish(begin, value, residual, state.iteration, epochs, self.tolerance)
+        solution = finish(
+            begin, value, residual, state.iteration, epochs, self.tolerance, num_averaged
+        )
         return solution, Coefficients(
             state.curvature,
             state.turn,

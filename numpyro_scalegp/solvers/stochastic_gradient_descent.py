@@ -47,7 +47,7 @@ class StochasticGradientDescent(AbstractSolver):
             few batches at each call, and h the largest entry on the diagonal of H.
         momentum: in [0, 1).
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
-            loop goes on until every column is.
+            loop goes on until all are, averaged columns in their mean.
         max_epochs: work at most, in units of n^2 entries of H; at least one iteration is made.
 
     Raises:
@@ -85,6 +85,7 @@ class StochasticGradientDescent(AbstractSolver):
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
+        num_averaged: int = 0,
     ) -> Solution:
         """Solve H V = B; see `AbstractSolver.solve`.
 
@@ -139,6 +140,7 @@ class StochasticGradientDescent(AbstractSolver):
             max_iterations=num_iterations(self.max_epochs, guess, n / size),
             epochs_per_iteration=size / n,
             tolerance=self.tolerance,
+            num_averaged=num_averaged,
         )
 
 

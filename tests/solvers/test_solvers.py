@@ -70,9 +70,9 @@ def dense(H):
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@compiled
-def solve(solver, H, B, guess=None):
-    return solver.solve(H, B, guess=guess, key=jax.random.key(7))
+@functools.partial(compiled, static_argnums=4)
+def solve(solver, H, B, guess=None, num_averaged=0):
+    return solver.solve(H, B, guess=guess, key=jax.random.key(7), num_averaged=num_averaged)
 
 
 def solve_tightly(name, H, B, guess=None):
@@ -183,6 +183,36 @@ def test_the_worst_column_decides(x64):
         both = solve(ITERATIVE[name](1e-6, 5000), H, B)
         assert alone.iterations < both.iterations
         assert np.all(true_residual(H, B, both.value) <= 1.001e-6)
+
+
+@every_solver
+def test_averaged_columns_count_by_their_mean(name, x64):
+    # Two columns that take long and six that take no iteration at all.
+    H = operator(0.05)
+    vectors = np.random.default_rng(0).normal(size=(N, 8))
+    B = jnp.array(vectors)
+    guess = jnp.array(np.linalg.solve(dense(H), vectors)).at[:, [1, 5]].set(0.0)
+    solver = SOLVERS[name](1e-3, 5000)
+    each, mean = solve(solver, H, B, guess), solve(solver, H, B, guess, 7)
+    assert each.converged and mean.converged
+    if name == "cholesky":
+        return
+    assert np.max(each.residual) <= 1e-3
+    assert mean.iterations < each.iterations
+    assert np.mean(mean.residual[1:]) <= 1e-3 < np.max(mean.residual[1:])
+    # A column that does not belong to them still counts alone.
+    alone = solve(solver, H, B[:, ::-1], guess[:, ::-1], 2)
+    assert np.max(alone.residual[:6]) <= 1e-3
+    # Nor does their mean hide in the rest.
+    short = solve(SOLVERS[name](1e-3, 2), H, B, guess, 7)
+    assert not short.converged
+    assert np.mean(short.residual[1:]) > 1e-3
+
+
+@pytest.mark.parametrize("num_averaged", [-1, 5])
+def test_bad_number_of_averaged_columns(num_averaged):
+    with pytest.raises(ValueError, match="`num_averaged` must be from 0 to .* 4, got"):
+        Cholesky().solve(operator(), targets(), num_averaged=num_averaged)
 
 
 # Starts
