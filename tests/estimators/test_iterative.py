@@ -149,10 +149,12 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@every_solver
 @every_estimator
-def test_gradient_is_unbiased_for_every_kernel(estimator, kernel, x64):
-    p = parameters(0.1, KERNELS[kernel](0.9))
-    draws = over_keys(p, estimator)
+def test_gradient_is_unbiased_for_every_kernel(estimator, solver, kernel, x64):
+    solver, noise = SOLVERS[solver]
+    p = parameters(noise, KERNELS[kernel](0.9))
+    draws = over_keys(p, estimator, solver)
     assert_unbiased(stochastic(draws), stochastic(exact(p)))
 
 

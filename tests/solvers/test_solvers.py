@@ -211,7 +211,7 @@ def test_averaged_columns_count_by_their_mean(name, x64):
 
 @pytest.mark.parametrize("num_averaged", [-1, 5])
 def test_bad_number_of_averaged_columns(num_averaged):
-    with pytest.raises(ValueError, match="`num_averaged` must be from 0 to .* 4, got"):
+    with pytest.raises(ValueError, match=r"`num_averaged` must be from 0 to .* 4, got"):
         Cholesky().solve(operator(), targets(), num_averaged=num_averaged)
 
 
