@@ -340,16 +340,20 @@ def plot(arguments):
     """Draw the files that `ratios` wrote: epochs spent up to each step."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.2 * len(arguments.files), 3.2), layout="constrained")
+    colours = {"standard": "C0", "pathwise": "C1"}
+    styles = {"cold": ":", "warm": "--", "extrapolated": "-"}
+    figure = Figure(figsize=(3.2 * len(arguments.files), 3.6), layout="constrained")
     panels = figure.subplots(1, len(arguments.files), squeeze=False)[0]
     for panel, file in zip(panels, arguments.files, strict=True):
         with np.load(file) as epochs:
             for name, values in epochs.items():
-                panel.semilogy(np.arange(1, len(values) + 1), values, label=name)
+                kind, start = name.split(", ")
+                steps = np.arange(1, len(values) + 1)
+                panel.semilogy(steps, values, styles[start], color=colours[kind], label=name)
         panel.set_title(Path(file).stem.replace("_", ", "))
         panel.set_xlabel("step")
-        panel.legend(fontsize="small")
     panels[0].set_ylabel("epochs so far")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(arguments.out)
 
 
