@@ -105,7 +105,7 @@ class KernelOperator(eqx.Module):
         return self.block(index, jnp.arange(self.size))
 
     def block(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
-        """The entries H[rows][:, columns], shape (r, c), with exact entries on the diagonal."""
+        """The entries `H[rows][:, columns]`, shape (r, c), with exact entries on the diagonal."""
         same = rows[:, None] == columns[None, :]
         gram = self.kernel(self.X[rows], self.X[columns]).astype(self.dtype)
         return jnp.where(same, self.diagonal()[rows][:, None], gram)
