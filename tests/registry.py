@@ -123,6 +123,12 @@ SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
         "plain_conjugate_gradients",
         lambda: sgp.solvers.ConjugateGradients(1e-3, 50, sgp.preconditioners.Identity()),
     ),
+    (
+        "russian_roulette",  # with so few rows, every term is evaluated
+        lambda: sgp.solvers.RussianRouletteCG(
+            0.1, 50, preconditioner=sgp.preconditioners.PivotedCholesky(3)
+        ),
+    ),
     ("alternating_projections", lambda: sgp.solvers.AlternatingProjections(3, 1e-3, 500)),
     (
         "stochastic_gradient_descent",

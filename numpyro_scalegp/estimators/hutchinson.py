@@ -60,7 +60,10 @@ class Hutchinson(AbstractIterative):
         return jax.random.rademacher(key, (operator.size, self.num_probes), operator.dtype)
 
     def trace_vectors(
-        self, targets: Float[Array, "n s"], solutions: Float[Array, "n s"]
+        self,
+        targets: Float[Array, "n s"],
+        solutions: Float[Array, "n s"],
+        twins: Float[Array, "n s"],
     ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
         """H^-1 z_j on one side and z_j on the other."""
         return solutions, targets

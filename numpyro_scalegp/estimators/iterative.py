@@ -17,7 +17,12 @@ from numpyro_scalegp.estimators.quadrature import LogDeterminant, log_determinan
 from numpyro_scalegp.estimators.state import Records, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.solvers import AbstractSolver, ConjugateGradients, Solution
+from numpyro_scalegp.solvers import (
+    AbstractSolver,
+    ConjugateGradients,
+    RussianRouletteCG,
+    Solution,
+)
 
 
 class Estimate(NamedTuple):
@@ -80,7 +85,10 @@ class AbstractIterative(AbstractEstimator):
 
     @abc.abstractmethod
     def trace_vectors(
-        self, targets: Float[Array, "n s"], solutions: Float[Array, "n s"]
+        self,
+        targets: Float[Array, "n s"],
+        solutions: Float[Array, "n s"],
+        twins: Float[Array, "n s"],
     ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
         """The vectors l_j, r_j with tr(H^-1 dH) = E[l_j'dH r_j]."""
 
@@ -114,9 +122,10 @@ class AbstractIterative(AbstractEstimator):
         B = jnp.concatenate([residual, targets], axis=1)
         solution, logdet = self._solve(operator, B, guess, logdet_key, solver_key)
         m = residual.shape[1]
-        fit = jnp.sum(residual * solution.value[:, :m], axis=0)
+        fit = jnp.sum(residual * solution.average[:, :m], axis=0)
         value = -0.5 * (fit + logdet.value + operator.size * math.log(2.0 * math.pi))
-        left, right = self.trace_vectors(targets, solution.value[:, m:])
+        one, other = solution.pair
+        left, right = self.trace_vectors(targets, one[:, m:], other[:, m:])
         return Estimate(value, 0.5 * logdet.standard_error, solution, left, right)
 
     def _solve(
@@ -132,6 +141,16 @@ class AbstractIterative(AbstractEstimator):
         if isinstance(solver, ConjugateGradients) and num_probes > 0:
             solution, coefficients = solver.solve_with_probes(
                 operator, B, logdet_key, num_probes, guess=guess, num_averaged=averaged
+            )
+        elif isinstance(solver, RussianRouletteCG) and num_probes > 0:
+            solution, coefficients = solver.solve_with_probes(
+                operator,
+                B,
+                logdet_key,
+                num_probes,
+                key=solver_key,
+                guess=guess,
+                num_averaged=averaged,
             )
         else:
             solution = solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=averaged)
@@ -242,7 +261,9 @@ class AbstractIterative(AbstractEstimator):
                 "`GaussianProcess` a `key=` or a `state=`."
             )
         probe_key, _, solver_key = _split(key)
-        solver = self.solver
+        solver, stores_samples = self.solver, self.stores_samples
+        if isinstance(solver, RussianRouletteCG):
+            solver, stores_samples = solver.to_tolerance, False
         if max_epochs is not None and hasattr(solver, "max_epochs"):
             solver = dataclasses.replace(solver, **{"max_epochs": max_epochs})
         count = self.num_probes if num_samples is None else num_samples
@@ -255,7 +276,7 @@ class AbstractIterative(AbstractEstimator):
 
         if state is None or memory is None:
             solution = solve(None)
-        elif self.stores_samples and not state.fresh_probes and count == self.num_probes:
+        elif stores_samples and not state.fresh_probes and count == self.num_probes:
             same, last = state.last(operator.kernel, operator.noise_variance, residual)
             solution = jax.lax.cond(same, lambda: last, lambda: solve(memory.solutions))
         else:
@@ -308,11 +329,11 @@ def _backward(kept: tuple, slope: Float[Array, " m"]) -> tuple:
     operator, (rest, found) = kept
     operator = eqx.combine(operator, rest)
     m, s = slope.size, found.left.shape[1]
-    v = found.solution.value[:, :m]
+    v, twin = (some[:, :m] for some in found.solution.pair)
     left = jnp.concatenate([0.5 * slope * v, -0.5 / s * jnp.sum(slope) * found.left], axis=1)
-    right = jnp.concatenate([v, found.right], axis=1)
+    right = jnp.concatenate([twin, found.right], axis=1)
     gradient = operator.bilinear_gradient(left, right)
-    return jnp.zeros_like(slope), gradient, -(slope * v).T, None
+    return jnp.zeros_like(slope), gradient, -(slope * found.solution.average[:, :m]).T, None
 
 
 _with_gradient.defvjp(_forward, _backward)

@@ -61,7 +61,10 @@ class Pathwise(AbstractIterative):
         return draws.observations(operator.kernel, operator.X, operator.noise())
 
     def trace_vectors(
-        self, targets: Float[Array, "n s"], solutions: Float[Array, "n s"]
+        self,
+        targets: Float[Array, "n s"],
+        solutions: Float[Array, "n s"],
+        twins: Float[Array, "n s"],
     ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
         """H^-1 xi_j on both sides."""
-        return solutions, solutions
+        return solutions, twins

@@ -4,6 +4,7 @@ from numpyro_scalegp.solvers.alternating_projections import AlternatingProjectio
 from numpyro_scalegp.solvers.base import AbstractSolver, Solution
 from numpyro_scalegp.solvers.cholesky import Cholesky
 from numpyro_scalegp.solvers.conjugate_gradients import Coefficients, ConjugateGradients
+from numpyro_scalegp.solvers.russian_roulette import RussianRouletteCG
 from numpyro_scalegp.solvers.stochastic_gradient_descent import StochasticGradientDescent
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Cholesky",
     "Coefficients",
     "ConjugateGradients",
+    "RussianRouletteCG",
     "Solution",
     "StochasticGradientDescent",
 ]

@@ -22,6 +22,18 @@ class Solution(NamedTuple):
     iterations: Int[Array, ""]  # steps of the solver
     epochs: Float[Array, ""]  # entries of H computed, in units of n^2
     converged: Bool[Array, ""]  # whether the residuals are within the tolerance
+    # Where the value is random: another one, independent of it and with the same mean.
+    twin: Float[Array, "n k"] | None = None
+
+    @property
+    def pair(self) -> tuple[Float[Array, "n k"], Float[Array, "n k"]]:
+        """Solutions for the two sides of a quadratic form: the value, and its twin or itself."""
+        return self.value, self.value if self.twin is None else self.twin
+
+    @property
+    def average(self) -> Float[Array, "n k"]:
+        """The mean of the pair."""
+        return self.value if self.twin is None else 0.5 * (self.value + self.twin)
 
 
 class AbstractSolver(eqx.Module):

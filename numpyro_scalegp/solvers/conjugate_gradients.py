@@ -1,6 +1,7 @@
 """Block conjugate gradients, preconditioned."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -49,7 +50,6 @@ class Coefficients(NamedTuple):
 class _Krylov(NamedTuple):
     """Groups of right-hand sides, each with a Krylov space of its own; residuals are Q C."""
 
-    value: Float[Array, "groups n g"]
     basis: Float[Array, "groups n g"]  # Q, with Q'P^-1 Q = I
     direction: Float[Array, "groups n g"]  # S
     triangle: Float[Array, "groups g g"]  # C
@@ -57,6 +57,7 @@ class _Krylov(NamedTuple):
 
 class _State(NamedTuple):
     iteration: Int[Array, ""]
+    values: Float[Array, "copies groups n g"]
     data: _Krylov
     probes: _Krylov
     curvature: Float[Array, "steps groups g g"]
@@ -145,74 +146,134 @@ class ConjugateGradients(AbstractSolver):
         Returns:
             The solution for B, and the coefficients of the probes.
         """
-        operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
-        factor = self.preconditioner.factorise(operator)
-        begin = start(operator, B, guess)
-        riders = start(operator, factor.sample(key, num_probes), None)
-        k = B.shape[1]
-        max_iterations = num_iterations(self.max_epochs, guess, 1.0)
-        advance = jax.vmap(functools.partial(_advance, factor=factor))
-
-        def split(columns: Array, size: int) -> Array:
-            """Groups of columns, filled up with zeros: shape (groups, n, size)."""
-            groups = -(-columns.shape[1] // size)
-            filled = jnp.pad(columns, ((0, 0), (0, groups * size - columns.shape[1])))
-            return jnp.moveaxis(filled.reshape(operator.size, groups, size), 1, 0)
-
-        def join(groups: Array) -> Array:
-            return jnp.moveaxis(groups, 0, 1).reshape(operator.size, -1)
-
-        def from_residual(value: Array, residual: Array, size: int) -> _Krylov:
-            basis, direction, triangle = jax.vmap(
-                functools.partial(_orthonormalise, factor=factor)
-            )(split(residual, size))
-            return _Krylov(split(value, size), basis, direction, triangle)
-
-        def goes_on(state: _State) -> Array:
-            norms = _norms(state.data)[:k] if k else _norms(state.probes)
-            unsolved = largest(norms, num_averaged) > self.tolerance
-            return (state.iteration < max_iterations) & unsolved
-
-        def step(state: _State) -> _State:
-            directions = [join(state.data.direction), join(state.probes.direction)]
-            width = directions[0].shape[1]
-            image = operator.matmul(jnp.concatenate(directions, axis=1))
-            of_data, of_probes = image[:, :width], image[:, width:]
-            data, _, _ = advance(state.data, split(of_data, size))
-            probes, curvature, turn = advance(state.probes, split(of_probes, probe_size))
-            return _State(
-                state.iteration + 1,
-                data,
-                probes,
-                state.curvature.at[state.iteration].set(curvature),
-                state.turn.at[state.iteration].set(turn),
-            )
-
-        # A group that nearly spans the whole space has no orthonormal basis in finite precision.
-        size = max(1, min(self.group_size, k, operator.size // 4))
-        data = from_residual(begin.value, begin.residual, size)
-        probe_size = max(1, min(_PROBE_GROUP, num_probes, operator.size // 4))
-        probes = from_residual(riders.value, riders.residual, probe_size)
-        order = min(_MAX_ORDER, operator.size + probe_size)
-        num_steps = min(max_iterations, order // probe_size)
-        no_turns = jnp.zeros((num_steps, *probes.triangle.shape), operator.dtype)
-        unit = no_turns + jnp.eye(probe_size, dtype=operator.dtype)
-        iteration = jnp.zeros((), int)
-        state = _State(iteration, data, probes, unit, no_turns)
-        state = jax.lax.while_loop(goes_on, step, state)
-        epochs = state.iteration.astype(operator.dtype)
-        residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
-        value = join(state.data.value)[:, :k]
-        solution = finish(
-            begin, value, residual, state.iteration, epochs, self.tolerance, num_averaged
+        _, solution, coefficients = run(
+            operator,
+            B,
+            key,
+            num_probes,
+            guess=guess,
+            num_averaged=num_averaged,
+            preconditioner=self.preconditioner,
+            group_size=self.group_size,
+            tolerance=self.tolerance,
+            max_iterations=num_iterations(self.max_epochs, guess, 1.0),
         )
-        return solution, Coefficients(
+        return solution, coefficients
+
+
+def run(
+    operator: KernelOperator,
+    B: Float[Array, "n k"],
+    key: Key[Array, ""],
+    num_probes: int,
+    *,
+    guess: Float[Array, "*candidates n k"] | None,
+    num_averaged: int,
+    preconditioner: AbstractPreconditioner,
+    group_size: int,
+    tolerance: float,
+    max_iterations: int,
+    stop: Int[Array, ""] | None = None,
+    weights: Callable[[Int[Array, ""]], Float[Array, "copies k"]] | None = None,
+) -> tuple[Float[Array, "copies n k"], Solution, Coefficients]:
+    """Block conjugate gradients on B, and on probes that ride along.
+
+    Args:
+        operator: the matrix H.
+        B: right-hand sides, shape (n, k).
+        key: a typed JAX key for the probes.
+        num_probes: how many probes ride along.
+        guess: as of `AbstractSolver.solve`.
+        num_averaged: as of `AbstractSolver.solve`.
+        preconditioner: what P is made by.
+        group_size: right-hand sides that share a Krylov space.
+        tolerance: relative residual at which the loop stops.
+        max_iterations: iterations at most.
+        stop: fewer iterations than that, known only at run time.
+        weights: what each column's move in an iteration, counted from zero, is multiplied by in
+            each of several copies of the solution; by default a single copy with weights of one.
+
+    Returns:
+        The copies of the solution, the solution without weights (its value is that of the first
+        copy), and the coefficients of the probes.
+    """
+    operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
+    factor = preconditioner.factorise(operator)
+    begin = start(operator, B, guess)
+    riders = start(operator, factor.sample(key, num_probes), None)
+    k = B.shape[1]
+    limit = max_iterations if stop is None else jnp.minimum(stop, max_iterations)
+    advance = jax.vmap(functools.partial(_advance, factor=factor))
+
+    def split(columns: Array, size: int) -> Array:
+        """Groups of columns, filled up with zeros: shape (groups, n, size)."""
+        groups = -(-columns.shape[1] // size)
+        filled = jnp.pad(columns, ((0, 0), (0, groups * size - columns.shape[1])))
+        return jnp.moveaxis(filled.reshape(len(columns), groups, size), 1, 0)
+
+    def join(groups: Array) -> Array:
+        return jnp.moveaxis(groups, 0, 1).reshape(operator.size, -1)
+
+    def from_residual(residual: Array, size: int) -> _Krylov:
+        orthonormalise = jax.vmap(functools.partial(_orthonormalise, factor=factor))
+        basis, direction, triangle = orthonormalise(split(residual, size))
+        return _Krylov(basis, direction, triangle)
+
+    def weigh(move: Array, iteration: Array) -> Array:
+        if weights is None:
+            return move[None]
+        return jax.vmap(lambda row: split(row[None], size) * move)(weights(iteration))
+
+    def goes_on(state: _State) -> Array:
+        norms = _norms(state.data)[:k] if k else _norms(state.probes)
+        unsolved = largest(norms, num_averaged) > tolerance
+        return (state.iteration < limit) & unsolved
+
+    def step(state: _State) -> _State:
+        directions = [join(state.data.direction), join(state.probes.direction)]
+        width = directions[0].shape[1]
+        image = operator.matmul(jnp.concatenate(directions, axis=1))
+        of_data, of_probes = image[:, :width], image[:, width:]
+        data, move, _, _ = advance(state.data, split(of_data, size))
+        probes, _, curvature, turn = advance(state.probes, split(of_probes, probe_size))
+        return _State(
+            state.iteration + 1,
+            state.values + weigh(move, state.iteration),
+            data,
+            probes,
+            state.curvature.at[state.iteration].set(curvature),
+            state.turn.at[state.iteration].set(turn),
+        )
+
+    # A group that nearly spans the whole space has no orthonormal basis in finite precision.
+    size = max(1, min(group_size, k, operator.size // 4))
+    data = from_residual(begin.residual, size)
+    probe_size = max(1, min(_PROBE_GROUP, num_probes, operator.size // 4))
+    probes = from_residual(riders.residual, probe_size)
+    order = min(_MAX_ORDER, operator.size + probe_size)
+    num_steps = min(max_iterations, order // probe_size)
+    no_turns = jnp.zeros((num_steps, *probes.triangle.shape), operator.dtype)
+    unit = no_turns + jnp.eye(probe_size, dtype=operator.dtype)
+    iteration = jnp.zeros((), int)
+    copies = 1 if weights is None else jax.eval_shape(weights, iteration).shape[0]
+    values = jnp.broadcast_to(split(begin.value, size), (copies, *data.basis.shape))
+    state = _State(iteration, values, data, probes, unit, no_turns)
+    state = jax.lax.while_loop(goes_on, step, state)
+    epochs = state.iteration.astype(operator.dtype)
+    residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
+    values = jax.vmap(lambda copy: join(copy)[:, :k])(state.values)
+    solution = finish(begin, values[0], residual, state.iteration, epochs, tolerance, num_averaged)
+    return (
+        values * begin.scale,
+        solution,
+        Coefficients(
             state.curvature,
             state.turn,
             probes.triangle,
             factor.log_determinant(),
             _norms(state.probes)[:num_probes],
-        )
+        ),
+    )
 
 
 def _norms(krylov: _Krylov) -> Float[Array, " k"]:
@@ -222,8 +283,8 @@ def _norms(krylov: _Krylov) -> Float[Array, " k"]:
 
 def _advance(
     krylov: _Krylov, image: Float[Array, "n g"], *, factor: AbstractPreconditionerFactor
-) -> tuple[_Krylov, Float[Array, "g g"], Float[Array, "g g"]]:
-    """One iteration, given H S: the next state and its coefficients.
+) -> tuple[_Krylov, Float[Array, "n g"], Float[Array, "g g"], Float[Array, "g g"]]:
+    """One iteration, given H S: the next state, what the solutions move by, and its coefficients.
 
     The step minimises over the span of S, so that errors never grow, whatever rounding or dependent
     columns do to the factors; S'Q, which is the identity in exact arithmetic, sees to that.
@@ -232,12 +293,13 @@ def _advance(
     W = _inverse_factor(curvature)[1]
     inverse = matmul(W.T, W)
     step = matmul(inverse, matmul(krylov.direction.T, krylov.basis))
-    value = krylov.value + matmul(krylov.direction, matmul(step, krylov.triangle))
+    move = matmul(krylov.direction, matmul(step, krylov.triangle))
     residual = krylov.basis - matmul(image, step)
     basis, preconditioned, triangle = _orthonormalise(residual, factor=factor)
     direction = preconditioned + matmul(krylov.direction, triangle.T)
     return (
-        _Krylov(value, basis, direction, matmul(triangle, krylov.triangle)),
+        _Krylov(basis, direction, matmul(triangle, krylov.triangle)),
+        move,
         0.5 * (curvature + curvature.T),
         triangle,
     )

@@ -1,0 +1,112 @@
+"""Value and gradient with Russian roulette against the exact ones; the biased ones fail."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
+
+N, NUM_DRAWS = 200, 2000
+# A solver, and conjugate gradients cut short at the same expected cost.
+SOLVERS = {
+    "plain": (
+        RussianRouletteCG(0.15, 12, group_size=1),
+        ConjugateGradients(1e-14, 24, Identity(), group_size=1),
+    ),
+    "rank_10": (
+        RussianRouletteCG(0.25, 5, None, PivotedCholesky(10), group_size=1),
+        ConjugateGradients(1e-14, 12, PivotedCholesky(10), group_size=1),
+    ),
+}
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def parameters() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(N, 2))
+    y = np.sin(2 * X.sum(axis=1)) + 0.3 * rng.normal(size=N)
+    kernel = sgp.kernels.Matern32(jnp.array([0.7, 1.3]), 1.4)
+    return {"kernel": kernel, "noise": jnp.array(0.05), "y": jnp.array(y), "X": jnp.array(X)}
+
+
+def log_prob(p: dict[str, Any], X: Any, estimator: Any, key: Any = None) -> Any:
+    gp = sgp.GaussianProcess(p["kernel"], X, p["noise"], estimator=estimator, key=key)
+    return gp.log_prob(p["y"])
+
+
+def estimator(family: str, solver: Any) -> Any:
+    if family == "hutchinson":
+        return sgp.estimators.Hutchinson(solver, 4, num_logdet_probes=0)
+    return sgp.estimators.Pathwise(solver, 4, 64, num_logdet_probes=0)
+
+
+def scores(family: str, solver: Any) -> dict[str, np.ndarray]:
+    """Means of value and gradient less the exact ones, in standard errors."""
+    p = parameters()
+    X = p.pop("X")
+    value_and_gradient = jax.value_and_grad(log_prob)
+
+    def one(key: Any) -> Any:
+        return value_and_gradient(p, X, estimator(family, solver), key)
+
+    keys = jax.random.split(jax.random.key(5), NUM_DRAWS)
+    found = compiled(lambda keys: jax.lax.map(one, keys))(keys)
+    value, gradient = value_and_gradient(p, X, sgp.estimators.Cholesky())
+    # Without probes for it, the value leaves log|H| out.
+    H = p["kernel"].covariance(X) + p["noise"] * jnp.eye(N)
+    expected = value + 0.5 * jnp.linalg.slogdet(H)[1], gradient
+    result = {}
+    for (path, draws), exact in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        spread = np.maximum(np.std(draws, axis=0, ddof=1) / math.sqrt(NUM_DRAWS), 1e-12)
+        result[jax.tree_util.keystr(path)] = (np.mean(draws, axis=0) - exact) / spread
+    return result
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("hutchinson", "plain"), ("hutchinson", "rank_10"), ("pathwise", "rank_10")],
+)
+def test_value_and_gradient_are_unbiased(family, name, x64):
+    found = scores(family, SOLVERS[name][0])
+    assert len(found) == 5  # value, lengthscale, variance, noise and y
+    for name, score in found.items():
+        # Of the 200 entries for y, some one may lie further out.
+        assert np.max(np.abs(score)) < (4.0 if score.size < 5 else 4.5), name
+
+
+@pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
+@pytest.mark.parametrize("name", SOLVERS)
+def test_the_same_check_sees_the_bias_of_a_solve_cut_short(name, x64):
+    found = scores("hutchinson", SOLVERS[name][1])
+    hyperparameters = [np.ravel(v) for k, v in found.items() if "kernel" in k or "noise" in k]
+    assert np.max(np.abs(np.concatenate(hyperparameters))) > 10
+
+
+def test_posterior_is_solved_to_tolerance(x64):
+    p = parameters()
+    solver = RussianRouletteCG(0.5, 2, None, PivotedCholesky(20))
+    gp = sgp.GaussianProcess(
+        p["kernel"], p["X"], p["noise"], estimator=sgp.estimators.Hutchinson(solver, 4)
+    )
+    posterior = gp.condition(p["y"], key=jax.random.key(0))
+    exact = sgp.GaussianProcess(p["kernel"], p["X"], p["noise"]).condition(p["y"])
+    assert posterior.diagnostics["converged"]
+    np.testing.assert_allclose(posterior.mean(p["X"]), exact.mean(p["X"]), atol=0.05)
+
+
+def test_value_with_the_log_determinant(x64):
+    p = parameters()
+    solver = RussianRouletteCG(0.1, 20, None, PivotedCholesky(10), group_size=1)
+    one = sgp.estimators.Hutchinson(solver, 2, num_logdet_probes=16)
+    found = compiled(lambda key: log_prob(p, p["X"], one, key))(jax.random.key(0))
+    exact = log_prob(p, p["X"], sgp.estimators.Cholesky())
+    assert abs(found - exact) < 0.05 * N

@@ -1,0 +1,139 @@
+"""Russian-roulette conjugate gradients: unbiased solutions, and products of two of them."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_scalegp.kernels import Matern32
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
+
+N, NUM_DRAWS = 200, 4000
+DIRECTIONS = np.random.default_rng(1).normal(size=(N, 4))
+KEY = jax.random.key(3)
+# Laws under which the plain solve of the same cost is far off; the terms fall faster than the law.
+SOLVERS = {
+    "plain": RussianRouletteCG(0.15, 12, group_size=1),
+    "rank_10": RussianRouletteCG(0.2, 4, None, PivotedCholesky(10), group_size=1),
+    "block": RussianRouletteCG(0.3, 3, group_size=8),
+}
+every_solver = pytest.mark.parametrize("name", SOLVERS)
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def system(num_columns=3):
+    rng = np.random.default_rng(0)
+    X = jnp.array(rng.normal(size=(N, 2)))
+    return KernelOperator(Matern32(0.8, 1.2), X, 0.05), jnp.array(rng.normal(size=(N, num_columns)))
+
+
+def dense(H):
+    return np.asarray(H.rows(jnp.arange(H.size)))
+
+
+@functools.cache
+def draws(name):
+    """Projections of value and twin under many keys: the data's column and two averaged ones."""
+    H, B = system()
+
+    def one(key):
+        solution = SOLVERS[name].solve(H, B, key=key, num_averaged=2)
+        return DIRECTIONS.T @ solution.value, DIRECTIONS.T @ solution.twin, solution.iterations
+
+    found = compiled(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
+    return *map(np.asarray, found), DIRECTIONS.T @ np.linalg.solve(dense(H), B)
+
+
+def scores(samples, expected):
+    """Distances of means from what they should be, in standard errors."""
+    return (samples.mean(axis=0) - expected) / (samples.std(axis=0, ddof=1) / math.sqrt(NUM_DRAWS))
+
+
+@every_solver
+def test_value_and_twin_are_unbiased(name, x64):
+    value, twin, _, expected = draws(name)
+    for samples in (value, twin):
+        assert np.max(np.abs(scores(samples, expected))) < 4
+
+
+@every_solver
+def test_products_with_the_twin_are_unbiased(name, x64):
+    value, twin, _, expected = draws(name)
+    assert np.max(np.abs(scores(value * twin, np.square(expected)))) < 4
+    # With one index for both sides they are not.
+    assert np.min(np.abs(scores(np.square(value), np.square(expected)))) > 4
+
+
+@every_solver
+def test_the_plain_solve_of_the_same_cost_is_biased(name, x64):
+    value, _, iterations, expected = draws(name)
+    H, B = system()
+    solver = SOLVERS[name]
+    preconditioner = Identity() if solver.preconditioner is None else solver.preconditioner
+    epochs = math.ceil(iterations.mean())
+    plain = ConjugateGradients(1e-14, epochs, preconditioner, solver.group_size)
+    cut = np.asarray(DIRECTIONS.T @ compiled(plain.solve)(H, B).value)
+    # By the standard errors that the unbiased means have.
+    errors = (cut - expected) / (value.std(axis=0, ddof=1) / math.sqrt(NUM_DRAWS))
+    assert np.max(np.abs(errors)) > 10
+
+
+@every_solver
+def test_iterations_follow_the_law(name, x64):
+    _, _, iterations, _ = draws(name)
+    law = SOLVERS[name].law(N)
+    # The largest of three indices.
+    survival = 1 - (1 - np.asarray(law.survival)) ** 3
+    expected = survival.sum()
+    assert abs(iterations.mean() - expected) < 4 * iterations.std() / math.sqrt(NUM_DRAWS)
+    assert iterations.min() == SOLVERS[name].min_iterations
+
+
+def test_stops_where_nothing_is_left(x64):
+    H, B = system()
+    solution = RussianRouletteCG(0.0, 150, N, PivotedCholesky(N)).solve(H, B, key=KEY)
+    assert solution.iterations < 20
+    assert solution.converged
+    np.testing.assert_allclose(solution.value, np.linalg.solve(dense(H), B), rtol=1e-8)
+    np.testing.assert_allclose(solution.twin, solution.value, rtol=1e-12)
+
+
+def test_a_guess_changes_no_mean(x64):
+    H, B = system(1)
+    exact = np.linalg.solve(dense(H), B)
+    guess = jnp.array(1.3 * exact)
+    solver = SOLVERS["block"]
+
+    def one(key):
+        return solver.solve(H, B, guess=guess, key=key).value[:3, 0]
+
+    found = compiled(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
+    assert np.max(np.abs(scores(np.asarray(found), exact[:3, 0]))) < 4
+
+
+def test_float32():
+    H = KernelOperator(Matern32(0.8), jnp.ones((20, 1)) * jnp.arange(20.0)[:, None], 0.1)
+    solution = RussianRouletteCG(0.1, 5).solve(H, jnp.ones((20, 2)), key=KEY)
+    assert solution.value.dtype == solution.twin.dtype == jnp.float32
+    assert np.all(np.isfinite(solution.twin))
+
+
+def test_wanted_mean(x64):
+    solver = RussianRouletteCG.with_mean(25, N, preconditioner=PivotedCholesky(10), group_size=1)
+    np.testing.assert_allclose(solver.law(N).mean, 25.0, rtol=1e-8)
+    assert solver.min_iterations == 20
+
+
+def test_bad_arguments():
+    for arguments in ({"decay": -1.0}, {"min_iterations": 0}, {"max_iterations": 10}):
+        with pytest.raises(ValueError, match="must"):
+            RussianRouletteCG(**arguments)
+    with pytest.raises(ValueError, match="`group_size` must be at least 1"):
+        RussianRouletteCG(group_size=0)
+    with pytest.raises(ValueError, match="`key` must be given"):
+        RussianRouletteCG(0.1, 5).solve(*system())
