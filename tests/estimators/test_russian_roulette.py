@@ -1,6 +1,5 @@
 """Value and gradient with Russian roulette against the exact ones; the biased ones fail."""
 
-import functools
 import math
 from typing import Any
 
@@ -25,7 +24,6 @@ SOLVERS = {
         ConjugateGradients(1e-14, 12, PivotedCholesky(10), group_size=1),
     ),
 }
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def parameters() -> dict[str, Any]:
@@ -57,7 +55,7 @@ def scores(family: str, solver: Any) -> dict[str, np.ndarray]:
         return value_and_gradient(p, X, estimator(family, solver), key)
 
     keys = jax.random.split(jax.random.key(5), NUM_DRAWS)
-    found = compiled(lambda keys: jax.lax.map(one, keys))(keys)
+    found = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
     value, gradient = value_and_gradient(p, X, sgp.estimators.Cholesky())
     # Without probes for it, the value leaves log|H| out.
     H = p["kernel"].covariance(X) + p["noise"] * jnp.eye(N)
@@ -71,10 +69,7 @@ def scores(family: str, solver: Any) -> dict[str, np.ndarray]:
     return result
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [("hutchinson", "plain"), ("hutchinson", "rank_10"), ("pathwise", "rank_10")],
-)
+@pytest.mark.parametrize(("family", "name"), [("hutchinson", "plain"), ("pathwise", "rank_10")])
 def test_value_and_gradient_are_unbiased(family, name, x64):
     found = scores(family, SOLVERS[name][0])
     assert len(found) == 5  # value, lengthscale, variance, noise and y
@@ -107,6 +102,6 @@ def test_value_with_the_log_determinant(x64):
     p = parameters()
     solver = RussianRouletteCG(0.1, 20, None, PivotedCholesky(10), group_size=1)
     one = sgp.estimators.Hutchinson(solver, 2, num_logdet_probes=16)
-    found = compiled(lambda key: log_prob(p, p["X"], one, key))(jax.random.key(0))
+    found = jax.jit(lambda key: log_prob(p, p["X"], one, key))(jax.random.key(0))
     exact = log_prob(p, p["X"], sgp.estimators.Cholesky())
     assert abs(found - exact) < 0.05 * N
