@@ -47,8 +47,7 @@ class StoppingLaw(eqx.Module):
     probabilities: Float[Array, " N"]
 
     def __init__(self, probabilities: Float[ArrayLike, " N"]) -> None:
-        p = jnp.asarray(probabilities)
-        p = p.astype(jnp.result_type(p, jnp.float32))
+        p = checks.as_float(probabilities)
         if p.ndim != 1 or p.size == 0:
             raise ValueError(f"`probabilities` must have shape (N,) with N > 0, got {p.shape}.")
         if checks.is_concrete(p):
