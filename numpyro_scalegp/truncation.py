@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 
-__all__ = ["StoppingLaw"]
+__all__ = ["StoppingLaw", "decay_and_minimum"]
 
 
 class StoppingLaw(eqx.Module):

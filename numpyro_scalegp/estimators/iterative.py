@@ -138,18 +138,14 @@ class AbstractIterative(AbstractEstimator):
     ) -> tuple[Solution, LogDeterminant]:
         solver, num_probes = self.solver, self.num_logdet_probes
         averaged = self.num_probes
-        if isinstance(solver, ConjugateGradients) and num_probes > 0:
-            solution, coefficients = solver.solve_with_probes(
-                operator, B, logdet_key, num_probes, guess=guess, num_averaged=averaged
-            )
-        elif isinstance(solver, RussianRouletteCG) and num_probes > 0:
+        if isinstance(solver, ConjugateGradients | RussianRouletteCG) and num_probes > 0:
             solution, coefficients = solver.solve_with_probes(
                 operator,
                 B,
                 logdet_key,
                 num_probes,
-                key=solver_key,
                 guess=guess,
+                key=solver_key,
                 num_averaged=averaged,
             )
         else:

@@ -124,10 +124,11 @@ class ConjugateGradients(AbstractSolver):
         self,
         operator: KernelOperator,
         B: Float[Array, "n k"],
-        key: Key[Array, ""],
+        probe_key: Key[Array, ""],
         num_probes: int,
         *,
         guess: Float[Array, "*candidates n k"] | None = None,
+        key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
     ) -> tuple[Solution, Coefficients]:
         """Solve H V = B while extra columns ride along, for the log-determinant of H.
@@ -138,9 +139,10 @@ class ConjugateGradients(AbstractSolver):
         Args:
             operator: the matrix H.
             B: right-hand sides, shape (n, k); with k = 0 the probes count instead.
-            key: a typed JAX key for the probes.
+            probe_key: a typed JAX key for the probes.
             num_probes: how many probes ride along.
             guess: where the solution of B starts, shape (n, k) or (p, n, k).
+            key: a typed JAX key, for solvers that draw at random.
             num_averaged: how many of the last columns of B count together, by their mean.
 
         Returns:
@@ -149,7 +151,7 @@ class ConjugateGradients(AbstractSolver):
         _, solution, coefficients = run(
             operator,
             B,
-            key,
+            probe_key,
             num_probes,
             guess=guess,
             num_averaged=num_averaged,

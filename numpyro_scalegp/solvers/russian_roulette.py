@@ -109,11 +109,8 @@ class RussianRouletteCG(AbstractSolver):
         Raises:
             ValueError: if there is no `key`.
         """
-        if key is None:
-            raise ValueError("`key` must be given: where to stop is drawn at random.")
-        stop_key, probe_key = jax.random.split(key)
         return self.solve_with_probes(
-            operator, B, probe_key, 0, guess=guess, key=stop_key, num_averaged=num_averaged
+            operator, B, jax.random.key(0), 0, guess=guess, key=key, num_averaged=num_averaged
         )[0]
 
     def solve_with_probes(
@@ -123,11 +120,17 @@ class RussianRouletteCG(AbstractSolver):
         probe_key: Key[Array, ""],
         num_probes: int,
         *,
-        key: Key[Array, ""],
         guess: Float[Array, "*candidates n k"] | None = None,
+        key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
     ) -> tuple[Solution, Coefficients]:
-        """Solve while probes for the log-determinant ride along; see `ConjugateGradients`."""
+        """Solve while probes for the log-determinant ride along; see `ConjugateGradients`.
+
+        Raises:
+            ValueError: if there is no `key`.
+        """
+        if key is None:
+            raise ValueError("`key` must be given: where to stop is drawn at random.")
         law = self.law(operator.size)
         stop = law.sample(key, (3,))
         first, second, third = law.roulette_weights(stop).astype(operator.dtype)
