@@ -148,6 +148,8 @@ ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("cholesky_with_jitter", lambda: sgp.estimators.Cholesky(jitter=1e-6)),
     ("hutchinson", lambda: sgp.estimators.Hutchinson(_tight(), 4)),
     ("pathwise", lambda: sgp.estimators.Pathwise(_tight(), 4, num_features=32)),
+    ("random_fourier", lambda: sgp.estimators.RandomFourier(6)),
+    ("single_sample_rff", lambda: sgp.estimators.SingleSampleRFF(2, 2)),
 ]
 
 

@@ -5,8 +5,9 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
+Rows = TypeVar("Rows")
 Result = TypeVar("Result")
 
 # Entries of the largest intermediate matrix of a chunk: 64 MiB in float32.
@@ -44,3 +45,35 @@ def map_rows(
     padded = jnp.concatenate([X, jnp.broadcast_to(X[-1:], (num_chunks * chunk_size - n, d))])
     results = jax.lax.map(function, padded.reshape(num_chunks, chunk_size, d))
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], results)
+
+
+def sum_rows(function: Callable[[Rows], Result], rows: Rows, chunk_size: int) -> Result:
+    """Add up `function` of `chunk_size` rows at a time.
+
+    Derivatives go through it in chunks, too: each is computed once more on the way back.
+
+    Args:
+        function: maps a chunk of rows to a pytree of arrays, a sum over rows in which a row of
+            zeros counts nothing.
+        rows: a pytree of arrays with a leading axis of size n.
+        chunk_size: rows in a chunk, positive.
+
+    Returns:
+        The sum over all rows. One compilation, whatever n is.
+    """
+    n = jax.tree.leaves(rows)[0].shape[0]
+    if n <= chunk_size:
+        return function(rows)
+    num_chunks = -(-n // chunk_size)
+
+    def split(leaf: Array) -> Array:
+        padding = [(0, num_chunks * chunk_size - n)] + [(0, 0)] * (leaf.ndim - 1)
+        return jnp.pad(leaf, padding).reshape(num_chunks, chunk_size, *leaf.shape[1:])
+
+    def add(total: PyTree, chunk: Rows) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, total, function(chunk)), None
+
+    chunks = jax.tree.map(split, rows)
+    shapes = jax.eval_shape(function, jax.tree.map(lambda leaf: leaf[0], chunks))
+    zero = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return jax.lax.scan(jax.checkpoint(add), zero, chunks)[0]

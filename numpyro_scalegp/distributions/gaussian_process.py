@@ -15,12 +15,13 @@ from numpyro_scalegp.estimators import (
     AbstractEstimator,
     AbstractIterative,
     Cholesky,
+    RandomFourier,
     SolverState,
 )
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.predict import ExactPosterior, PathwisePosterior
+from numpyro_scalegp.predict import ExactPosterior, FeaturePosterior, PathwisePosterior
 
 
 class GaussianProcess(RowsDistribution):
@@ -159,11 +160,11 @@ class GaussianProcess(RowsDistribution):
             sample_shape: shape of the draws.
 
         Returns:
-            Draws, shape (*sample_shape, n): exact ones in O(n^3) with `Cholesky`; with an iterative
-            estimator by its `num_features` random features, in O(n num_features) a draw.
+            Draws, shape (*sample_shape, n): exact ones in O(n^3) with `Cholesky`; with an estimator
+            that has `num_features`, by so many random features, in O(n num_features) a draw.
         """
         mean = self._mean_at_inputs()
-        if isinstance(self.estimator, AbstractIterative):
+        if isinstance(self.estimator, AbstractIterative | RandomFourier):
             draws = PriorDraws.from_key(
                 key, math.prod(sample_shape), self.estimator.num_features
             ).observations(self.kernel, self.X, self._operator().noise())
@@ -179,35 +180,43 @@ class GaussianProcess(RowsDistribution):
         key: Array | None = None,
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
-    ) -> ExactPosterior | PathwisePosterior:
+    ) -> ExactPosterior | FeaturePosterior | PathwisePosterior:
         """The posterior of f given observations.
 
         Args:
             y: observations, shape (n,).
-            key: a typed JAX key for an iterative estimator, by default the distribution's own.
+            key: a typed JAX key for an estimator that draws at random, by default the
+                distribution's own.
             num_samples: posterior samples to store with an iterative estimator, by default its
                 `num_probes`.
             max_epochs: budget of the solve with an iterative estimator, by default the solver's: a
                 budget that suits a step of training may be too small for the final result.
 
         Returns:
-            With `Cholesky` an `ExactPosterior`, from one factorisation in O(n^3). With an iterative
+            With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorisation in
+            O(n^3); with `RandomFourier` a `FeaturePosterior`, that of its features. With an iterative
             estimator a `PathwisePosterior`: from the state's last solution, with no further solve,
             if that is the one for these hyperparameters and observations; otherwise from one
             batched solve, which starts at the state's solution where there is a state.
 
         Raises:
-            ValueError: if `y` has the wrong length, or holds NaN or infinity, or an iterative
-                estimator has neither a key nor a state.
+            ValueError: if `y` has the wrong length, or holds NaN or infinity, or an estimator that
+                draws at random has neither a key nor a state.
         """
         residual = self._residual(y)
         if residual.ndim != 1:
             raise ValueError(f"`y` must have shape {self.event_shape}, got {residual.shape}.")
+        key = self.key if key is None else _typed(key)
+        if isinstance(self.estimator, RandomFourier):
+            features, weights = self.estimator.condition(self._operator(), residual, key=key)
+            return FeaturePosterior(
+                features, self.X, jnp.asarray(y), self.noise_variance, self.mean_function, weights
+            )
         if isinstance(self.estimator, AbstractIterative):
             solution, draws = self.estimator.condition(
                 self._operator(),
                 residual,
-                key=self.key if key is None else _typed(key),
+                key=key,
                 state=self.state,
                 num_samples=num_samples,
                 max_epochs=max_epochs,

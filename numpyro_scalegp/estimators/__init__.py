@@ -6,6 +6,8 @@ from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.hutchinson import Hutchinson
 from numpyro_scalegp.estimators.iterative import AbstractIterative, Estimate
 from numpyro_scalegp.estimators.pathwise import Pathwise
+from numpyro_scalegp.estimators.random_fourier import RandomFourier
+from numpyro_scalegp.estimators.single_sample_rff import SingleSampleRFF
 from numpyro_scalegp.estimators.state import SolverState
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "Estimate",
     "Hutchinson",
     "Pathwise",
+    "RandomFourier",
+    "SingleSampleRFF",
     "SolverState",
     "audit",
 ]

@@ -1,5 +1,7 @@
 """How wrong and how noisy an estimator is, measured against Cholesky on a subset of the data."""
 
+import functools
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,16 +13,21 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.estimators.base import AbstractEstimator
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.iterative import AbstractIterative
 from numpyro_scalegp.kernels import AbstractKernel
 
 
+# log p(y) = -(log|H| + y'H^-1 y + n log 2 pi) / 2.
+TERMS = ("log_determinant", "quadratic_form")
+
+
 class AuditRow(NamedTuple):
-    """One number that an estimator estimates: log p(y), or an entry of its gradient."""
+    """One number that an estimator estimates: log p(y), a term or a derivative of it."""
 
     estimator: str
-    quantity: str  # "log_prob", or the path of a hyperparameter
+    quantity: str  # "log_prob", one of its `TERMS`, or the path of a hyperparameter
     exact: float
     bias: float  # mean over draws minus exact
     standard_error: float  # of the bias
@@ -30,7 +37,7 @@ class AuditRow(NamedTuple):
 class Cost(NamedTuple):
     """What one evaluation of value and gradient takes."""
 
-    epochs: float  # of the solver, mean over draws
+    epochs: float  # of the solver, mean over draws; NaN where there is none
     seconds: float
     converged: float  # share of the draws whose solves reached their tolerance
 
@@ -48,10 +55,9 @@ class Audit(NamedTuple):
         lines = [f"{self.num_draws} draws on {self.num_rows} rows, against Cholesky"]
         head = f"  {'quantity':<24}{'exact':>12}{'bias':>12}{'std. error':>12}{'std. dev.':>12}"
         for name, cost in self.costs.items():
-            lines.append(
-                f"{name}: {cost.epochs:.1f} epochs, {cost.seconds:.3g} s an evaluation, "
-                f"{cost.converged:.0%} converged"
-            )
+            solves = f"{cost.epochs:.1f} epochs, {cost.converged:.0%} converged, "
+            without = "" if np.isnan(cost.epochs) else solves
+            lines.append(f"{name}: {without}{cost.seconds:.3g} s an evaluation")
             lines.append(head)
             for row in self.rows:
                 if row.estimator == name:
@@ -76,15 +82,13 @@ class Audit(NamedTuple):
         names = list(self.costs)
         figure = Figure(figsize=(9.0, 1.5 + 0.5 * len(names)), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
-        exact = [row.exact for row in self._of(names[0]) if row.quantity != "log_prob"]
+        exact = [row.exact for row in self._gradient(names[0])]
         norm = float(np.linalg.norm(exact))
         for place, name in enumerate(names):
-            rows = self._of(name)
-            value = [row for row in rows if row.quantity == "log_prob"]
-            gradient = [row for row in rows if row.quantity != "log_prob"]
+            value = [row for row in self.rows if row[:2] == (name, "log_prob")]
             for panel, some, unit in (
                 (panels[0], value, self.num_rows),
-                (panels[1], gradient, norm),
+                (panels[1], self._gradient(name), norm),
             ):
                 heights = place + 0.5 * (np.arange(len(some)) + 1) / (len(some) + 1) - 0.25
                 bias, error, spread = (
@@ -101,12 +105,56 @@ class Audit(NamedTuple):
         panels[0].invert_yaxis()
         return figure
 
-    def _of(self, name: str) -> list[AuditRow]:
-        return [row for row in self.rows if row.estimator == name]
+    def plot_terms(self) -> Any:
+        """Biases of log|H| and y'H^-1 y, with four standard errors, against a budget.
+
+        The budget is the number at the end of an estimator's name, and names that differ by it
+        alone make up a line: name estimators "CG 10", "CG 20" and so on.
+
+        Returns:
+            A matplotlib figure with a panel for each term, per observation.
+
+        Raises:
+            ValueError: if a name does not end with a number.
+
+        References:
+            Potapczynski et al. (2021), figure 1.
+        """
+        from matplotlib.figure import Figure
+
+        lines: dict[str, list[tuple[float, str]]] = {}
+        for name in self.costs:
+            label, _, number = name.rpartition(" ")
+            try:
+                lines.setdefault(label, []).append((float(number), name))
+            except ValueError:
+                raise ValueError(
+                    f"estimators' names must end with a space and a number, got '{name}'."
+                ) from None
+        figure = Figure(figsize=(9.0, 3.5), layout="constrained")
+        panels = figure.subplots(1, 2)
+        for panel, quantity, title in zip(panels, TERMS, ("log|H|", "y'H$^{-1}$y"), strict=True):
+            panel.axhline(0.0, color="k", linewidth=0.8)
+            for label, points in lines.items():
+                budgets, names = zip(*sorted(points), strict=True)
+                rows = [row for name in names for row in self.rows if row[:2] == (name, quantity)]
+                bias, error = (
+                    np.array([getattr(row, field) for row in rows]) / self.num_rows
+                    for field in ("bias", "standard_error")
+                )
+                panel.errorbar(budgets, bias, 4.0 * error, marker=".", capsize=2, label=label)
+            panel.set_xlabel("iterations or features, in the mean")
+            panel.set_title(f"bias of {title} per observation")
+        panels[0].legend()
+        return figure
+
+    def _gradient(self, name: str) -> list[AuditRow]:
+        others = ("log_prob", *TERMS)
+        return [row for row in self.rows if row.estimator == name and row.quantity not in others]
 
 
 def audit(
-    estimators: AbstractIterative | Mapping[str, AbstractIterative],
+    estimators: AbstractEstimator | Mapping[str, AbstractEstimator],
     kernel: AbstractKernel,
     X: Float[ArrayLike, "n d"],
     y: Float[ArrayLike, " n"],
@@ -133,9 +181,10 @@ def audit(
         max_rows: a random subset of at most as many rows is used.
 
     Returns:
-        An `Audit`: print it for a table, `.plot()` it for a figure. Gradients are with respect to
-        each entry of the kernel's floating-point leaves and to the noise variance. Time
-        O(max_rows^3) for the exact answer, memory O(max_rows^2).
+        An `Audit`: print it for a table, `.plot()` it for a figure. It has log p(y), its terms
+        log|H| and y'H^-1 y, and gradients with respect to each entry of the kernel's floating-point
+        leaves and to the noise variance. (An iterative estimator without `num_logdet_probes` leaves
+        log|H| out.) Time O(max_rows^3) for the exact answer, memory O(max_rows^2).
 
     Raises:
         ValueError: if `num_draws` is less than 2, or shapes do not match.
@@ -151,11 +200,11 @@ def audit(
         ...     key=jax.random.key(0), num_draws=4,
         ... )
         >>> [row.quantity for row in result.rows]
-        ['log_prob', 'lengthscale', 'variance', 'noise_variance']
+        ['log_prob', 'log_determinant', 'quadratic_form', 'lengthscale', 'variance', 'noise_variance']
     """
     if num_draws < 2:
         raise ValueError(f"`num_draws` must be at least 2, got {num_draws}.")
-    if isinstance(estimators, AbstractIterative):
+    if isinstance(estimators, AbstractEstimator):
         estimators = {type(estimators).__name__: estimators}
     X, y, noise = checks.inputs("X", X), checks.as_float(y), checks.as_float(noise_variance)
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
@@ -165,27 +214,30 @@ def audit(
         rows = jax.random.choice(row_key, X.shape[0], (max_rows,), replace=False)
         X, y, noise = X[rows], y[rows], noise if noise.ndim == 0 else noise[rows]
     parameters, rest = eqx.partition((kernel, noise), eqx.is_inexact_array)
+    # Without data, the density is that of the log-determinant alone.
+    targets = jnp.stack([y, jnp.zeros_like(y)])
 
-    def exact(parameters: Any) -> Array:
-        kernel, noise = eqx.combine(parameters, rest)
-        return Cholesky().log_prob(kernel, X, noise, y)
+    def evaluate(estimator: AbstractEstimator, key: Array) -> tuple[Array, Array, Array]:
+        def value(parameters: Any) -> tuple[Array, tuple[Array, Array, Array]]:
+            kernel, noise = eqx.combine(parameters, rest)
+            if isinstance(estimator, AbstractIterative):
+                both, estimate = estimator.evaluate(kernel, X, noise, targets, key=key)
+                cost = estimate.solution.epochs, estimate.solution.converged
+            else:
+                both = estimator.log_prob(kernel, X, noise, targets, key=key)
+                cost = jnp.array(jnp.nan), jnp.array(True)
+            log_determinant = -2.0 * both[1] - y.size * math.log(2.0 * math.pi)
+            terms = jnp.stack([log_determinant, 2.0 * (both[1] - both[0])])
+            return both[0], (terms, *cost)
 
-    truth = _flat(jax.jit(jax.value_and_grad(exact))(parameters))
-    names = ["log_prob", *_names(parameters)]
+        (result, (terms, *cost)), slope = jax.value_and_grad(value, has_aux=True)(parameters)
+        return _flat((result, terms, slope)), *cost
+
+    truth = jax.jit(functools.partial(evaluate, Cholesky()))(draw_key)[0]
+    names = ["log_prob", *TERMS, *_names(parameters)]
     found, costs = [], {}
     for name, estimator in estimators.items():
-
-        def draw(key: Array, estimator: AbstractIterative = estimator) -> tuple[Array, ...]:
-            def value(parameters: Any) -> tuple[Array, Any]:
-                kernel, noise = eqx.combine(parameters, rest)
-                value, estimate = estimator.evaluate(kernel, X, noise, y, key=key)
-                return value, (estimate.solution.epochs, estimate.solution.converged)
-
-            (result, (epochs, converged)), slope = jax.value_and_grad(value, has_aux=True)(
-                parameters
-            )
-            return _flat((result, slope)), epochs, converged
-
+        draw = functools.partial(evaluate, estimator)
         keys = jax.random.split(draw_key, num_draws)
         compiled = jax.jit(lambda keys, draw=draw: jax.lax.map(draw, keys)).lower(keys).compile()
         start = time.perf_counter()

@@ -41,3 +41,14 @@ class AbstractEstimator(eqx.Module):
         Returns:
             Log densities, shape (...).
         """
+
+
+def key_of(estimator: AbstractEstimator, key: Key[Array, ""] | None) -> Key[Array, ""]:
+    """The key that an estimator got, or an error that says where to get one."""
+    if key is None:
+        raise ValueError(
+            f"`{type(estimator).__name__}` draws at random: give the `GaussianProcess` a `key=`"
+            + (" or a `state=`" if hasattr(estimator, "solver") else "")
+            + ", or run the model under `numpyro.handlers.seed`."
+        )
+    return key

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.estimators.base import AbstractEstimator
+from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.estimators.quadrature import LogDeterminant, log_determinant
 from numpyro_scalegp.estimators.state import Records, SolverState
@@ -202,11 +202,7 @@ class AbstractIterative(AbstractEstimator):
                 probe_key = memory.key()
                 # The solver's own draws need not be the same again.
                 solver_key = jax.random.fold_in(jax.random.fold_in(probe_key, 1), memory.step)
-        if probe_key is None:
-            raise ValueError(
-                f"`{type(self).__name__}` draws at random: give the `GaussianProcess` a `key=` or "
-                "a `state=`, or run the model under `numpyro.handlers.seed`."
-            )
+        probe_key = key_of(self, probe_key)
         found = self.estimate(operator, rows.T, key=probe_key, guess=guess, solver_key=solver_key)
         if state is None:
             warn_unless(found.solution.converged)
@@ -257,9 +253,8 @@ class AbstractIterative(AbstractEstimator):
                 "`GaussianProcess` a `key=` or a `state=`."
             )
         probe_key, _, solver_key = _split(key)
-        solver, stores_samples = self.solver, self.stores_samples
-        if isinstance(solver, RussianRouletteCG):
-            solver, stores_samples = solver.to_tolerance, False
+        solver = self.solver.to_tolerance
+        stores_samples = self.stores_samples and solver is self.solver
         if max_epochs is not None and hasattr(solver, "max_epochs"):
             solver = dataclasses.replace(solver, **{"max_epochs": max_epochs})
         count = self.num_probes if num_samples is None else num_samples

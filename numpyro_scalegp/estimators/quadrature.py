@@ -1,11 +1,12 @@
 """Stochastic Lanczos quadrature: log-determinants from the coefficients of conjugate gradients."""
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.solvers import Coefficients
@@ -41,9 +42,29 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
         Ubaru, Chen and Saad (2017), Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature;
         Golub and Meurant (2010), chapter 8, for block quadrature.
     """
-    by_group = jnp.moveaxis(coefficients.curvature, 1, 0), jnp.moveaxis(coefficients.triangle, 1, 0)
-    estimates = jax.lax.map(lambda group: _of_group(*group), (*by_group, coefficients.start))
-    estimates = estimates.reshape(-1)[:num_probes]
+    # The stages' sum, by what each number of steps counts in it.
+    weights = coefficients.weights - jnp.append(coefficients.weights[1:], 0.0)
+    # Eigenvectors of many steps cost much more than those of few: sizes to choose from.
+    num_steps = len(coefficients.curvature)
+    sizes = sorted({-(-num_steps // part) for part in (1, 2, 4, 8)})
+
+    def first_steps(size: int, stop: Array) -> Array:
+        by_group = (
+            jnp.moveaxis(blocks[:size], 1, 0)
+            for blocks in (coefficients.curvature, coefficients.triangle)
+        )
+        groups = (*by_group, coefficients.start)
+        return jax.lax.map(lambda group: _of_group(*group, stop), groups)
+
+    def add(stage: Array, total: Array) -> Array:
+        stop = coefficients.stops[stage]
+        branches = [functools.partial(first_steps, size) for size in sizes]
+        smallest = jnp.searchsorted(jnp.array(sizes), stop)
+        estimates = jax.lax.switch(smallest, branches, stop)
+        return total + weights[stage] * estimates.reshape(-1)[:num_probes]
+
+    num_stages = jnp.sum(coefficients.weights > 0)
+    estimates = jax.lax.fori_loop(0, num_stages, add, jnp.zeros(num_probes, weights.dtype))
     spread = (
         jnp.std(estimates, ddof=1) if num_probes > 1 else jnp.full((), jnp.nan, estimates.dtype)
     )
@@ -57,12 +78,18 @@ def _of_group(
     curvature: Float[Array, "steps g g"],
     triangle: Float[Array, "steps g g"],
     start: Float[Array, "g g"],
+    stop: Int[Array, ""],
 ) -> Float[Array, " g"]:
-    """C'F c / c'c for each column c of `start`."""
+    """C'F c / c'c for each column c of `start`, from the first `stop` steps."""
     steps, g, _ = curvature.shape
+    # A unit block that is linked to no other adds nothing to the first block of the logarithm.
+    step = jnp.arange(steps)[:, None, None]
+    curvature = jnp.where(step < stop, curvature, jnp.eye(g, dtype=curvature.dtype))
+    triangle = jnp.where(step < stop - 1, triangle, 0.0)
     # T = L D L' with -triangle below the unit diagonal of L, block by block.
     carried = jnp.einsum("sij,sjk,slk->sil", triangle, curvature, triangle, precision="highest")
-    diagonal = curvature.at[1:].add(carried[:-1])
+    # (As an update of a slice, XLA gets this sum wrong for g = 1 once it is compiled.)
+    diagonal = curvature + jnp.concatenate([jnp.zeros((1, g, g), carried.dtype), carried[:-1]])
     below = -matmul(triangle, curvature)[:-1]
     T = jnp.zeros((steps, g, steps, g), curvature.dtype)
     i = jnp.arange(steps)

@@ -9,29 +9,31 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.functions import RowsFunction
-from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.base import AbstractPosterior
 
 
 class AbstractConditioned(AbstractPosterior):
-    """A posterior whose mean is m(x) + k(x, X) a, with representer weights a."""
+    """A posterior given noisy observations y at X, with the mean function m."""
 
-    kernel: eqx.AbstractVar[AbstractKernel]
     X: eqx.AbstractVar[Float[Array, "n d"]]
     y: eqx.AbstractVar[Float[Array, " n"]]
     noise_variance: eqx.AbstractVar[Float[Array, "..."]]
     mean_function: eqx.AbstractVar[RowsFunction]
 
+    @property
     @abc.abstractmethod
-    def _weights(self) -> Float[Array, " n"]:
-        """The representer weights a = H^-1 (y - m(X))."""
+    def _row_width(self) -> int:
+        """Numbers at once for each row of inputs that is worked on."""
+
+    @abc.abstractmethod
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        """The posterior mean without m."""
 
     def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
         return checks.inputs("Xs", Xs, width=self.X.shape[1])
 
     def _rows(self, chunk_size: int | None) -> int:
-        return chunks.rows_per_chunk(self.X.shape[0]) if chunk_size is None else chunk_size
+        return chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
@@ -42,8 +44,7 @@ class AbstractConditioned(AbstractPosterior):
     @eqx.filter_jit
     def _mean(self, Xs: Array, chunk_size: int) -> Array:
         def chunk(rows: Array) -> Array:
-            explained = matmul(self.kernel(rows, self.X), self._weights())
-            return self.mean_function(rows) + explained
+            return self.mean_function(rows) + self._explained(rows)
 
         return chunks.map_rows(chunk, Xs, chunk_size)
 

@@ -56,8 +56,12 @@ class ExactPosterior(AbstractConditioned):
         """What the factorisation took: `jitter`, in the units of the covariance."""
         return {"jitter": self.factor.jitter}
 
-    def _weights(self) -> Float[Array, " n"]:
-        return self.representer_weights
+    @property
+    def _row_width(self) -> int:
+        return self.X.shape[0]
+
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return matmul(self.kernel(rows, self.X), self.representer_weights)
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None

@@ -69,8 +69,12 @@ class PathwisePosterior(AbstractConditioned):
             "converged": self.solution.converged,
         }
 
-    def _weights(self) -> Float[Array, " n"]:
-        return self.representer_weights
+    @property
+    def _row_width(self) -> int:
+        return self.X.shape[0]
+
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return matmul(self.kernel(rows, self.X), self.representer_weights)
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
@@ -150,7 +154,7 @@ class PathwisePosterior(AbstractConditioned):
         solver_key, draw_key = jax.random.split(key)
         draws = PriorDraws.from_key(draw_key, num_samples, self.draws.num_features)
         targets = draws.observations(self.kernel, self.X, operator.noise())
-        found = self.estimator.solver.solve(
+        found = self.estimator.solver.to_tolerance.solve(
             operator, targets, key=solver_key, num_averaged=targets.shape[1]
         )
         warn_unless(found.converged)

@@ -43,6 +43,11 @@ class AbstractSolver(eqx.Module):
     here is differentiated: gradients come from the estimators, which hold solutions fixed.
     """
 
+    @property
+    def to_tolerance(self) -> "AbstractSolver":
+        """The solver for a posterior, where one good solution is wanted: itself."""
+        return self
+
     @abc.abstractmethod
     def solve(
         self,

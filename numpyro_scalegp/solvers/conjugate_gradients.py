@@ -36,12 +36,15 @@ class Coefficients(NamedTuple):
     """The steps of probe columns that started at zero: a block Lanczos process of P^-1/2 H P^-1/2.
 
     Its block tridiagonal matrix is L D L', with the curvatures on the diagonal of D and the
-    negative triangles below the unit diagonal of L. Steps that were not made have unit curvature
-    and zero triangles.
+    negative triangles below the unit diagonal of L. A function of the matrix is estimated from the
+    first `stops[0]` steps, and corrected by `weights[i]` times what it changes by from
+    `stops[i - 1]` to `stops[i]` steps.
     """
 
     curvature: Float[Array, "steps groups g g"]  # S'H S
     triangle: Float[Array, "steps groups g g"]  # to the next residuals' basis
+    stops: Int[Array, " stages"]
+    weights: Float[Array, " stages"]
     start: Float[Array, "groups g g"]  # the probes in terms of the first basis
     log_determinant: Float[Array, ""]  # log|P| of the preconditioner
     residual: Float[Array, " s"]  # of the probes at the end, relative
@@ -271,6 +274,8 @@ def run(
         Coefficients(
             state.curvature,
             state.turn,
+            state.iteration[None],
+            jnp.ones(1, operator.dtype),
             probes.triangle,
             factor.log_determinant(),
             _norms(state.probes)[:num_probes],

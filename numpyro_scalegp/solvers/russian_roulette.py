@@ -88,7 +88,7 @@ class RussianRouletteCG(AbstractSolver):
 
     @property
     def to_tolerance(self) -> ConjugateGradients:
-        """Conjugate gradients to a tolerance: for a posterior, one good solution is wanted."""
+        """Plain conjugate gradients, which end with one good solution."""
         return ConjugateGradients(preconditioner=self._preconditioner, group_size=self.group_size)
 
     @property
@@ -158,4 +158,24 @@ class RussianRouletteCG(AbstractSolver):
             weights=weights,
         )
         finite = jnp.all(jnp.isfinite(solution.residual))
+        stops, stage_weights = self._stages(law, jnp.max(stop), len(coefficients.curvature))
+        coefficients = coefficients._replace(
+            stops=jnp.minimum(stops, solution.iterations),
+            weights=stage_weights.astype(operator.dtype),
+        )
         return solution._replace(twin=copies[1], converged=finite), coefficients
+
+    def _stages(
+        self, law: StoppingLaw, stop: Int[Array, ""], num_steps: int
+    ) -> tuple[Int[Array, " stages"], Float[Array, " stages"]]:
+        """Where the log-determinant is looked at, and weights of its changes from there to there.
+
+        All iterations are there for it, so that the largest of the three indices counts. Each look
+        takes eigenvectors: they are so far apart that the odds of getting from one to the next do
+        not fall below about a half.
+        """
+        first = min(self.min_iterations, num_steps)
+        apart = max(1, min(round(0.7 / self.decay), num_steps) if self.decay else num_steps // 8)
+        stops = jnp.append(jnp.arange(first, num_steps, apart), num_steps)
+        survival = 1.0 - (1.0 - law.survival) ** 3
+        return stops, jnp.where(stops <= stop, 1.0 / survival[stops - 1], 0.0)

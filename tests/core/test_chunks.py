@@ -59,3 +59,23 @@ def test_rows_per_chunk_keep_to_the_budget():
     assert chunks.rows_per_chunk(1000) * 1000 <= 2**24 < (chunks.rows_per_chunk(1000) + 1) * 1000
     assert chunks.rows_per_chunk(2**30) == 1
     assert chunks.rows_per_chunk(0) >= 1
+
+
+@pytest.mark.parametrize("chunk_size", [3, 7, 10, 50])
+def test_sum_rows_adds_up_all_rows_once(chunk_size, x64):
+    X, weights = np.random.default_rng(0).normal(size=(10, 2)), np.arange(10.0)
+
+    def moments(rows):
+        X, weights = rows
+        return {"total": weights @ X, "gram": (weights[:, None] * X).T @ X}
+
+    def value(X):
+        found = chunks.sum_rows(moments, (X, jnp.array(weights)), chunk_size)
+        return jnp.sum(found["gram"] ** 2) + jnp.sum(found["total"])
+
+    found = chunks.sum_rows(moments, (jnp.array(X), jnp.array(weights)), chunk_size)
+    expected = moments((X, weights))
+    np.testing.assert_allclose(found["gram"], expected["gram"])
+    np.testing.assert_allclose(found["total"], expected["total"])
+    direct = jax.grad(lambda X: jnp.sum(moments((X, weights))["gram"] ** 2) + jnp.sum(weights @ X))
+    np.testing.assert_allclose(jax.grad(value)(jnp.array(X)), direct(jnp.array(X)))

@@ -1,0 +1,220 @@
+"""The log marginal likelihood without bias from a random number of random Fourier features."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
+from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
+from numpyro_scalegp.estimators.cholesky import Cholesky
+from numpyro_scalegp.estimators.state import SolverState
+from numpyro_scalegp.estimators.weight_space import Statistics, log_densities, statistics
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.truncation import StoppingLaw
+
+
+class SingleSampleRFF(AbstractEstimator):
+    """An unbiased log marginal likelihood and gradient from random Fourier features.
+
+    With nested sets of features, L(m) the log density from the first m of them and L(inf) the exact
+    one, L(inf) = L(m_0) + sum_J (L(m_J) - L(m_{J-1})). One difference is drawn and divided by its
+    probability: log p(y) ~ L(m_0) + (L(m_J) - L(m_{J-1})) / P(J). The sizes are
+    m_0 = `min_features` and `step` more each time, as long as they are below n, and the last
+    difference closes the gap to the exact matrix; P(J) ~ 1 / m_J.
+
+    The variance is high, since a small difference is divided by a small probability: this is a
+    research tool. To train a model, take `RussianRouletteCG`. `GaussianProcess.condition` with it
+    is exact, as with `Cholesky`.
+
+    Args:
+        min_features: the features that every evaluation has, even.
+        step: features from one term to the next, even. More of it means less variance and more
+            cost.
+
+    Raises:
+        ValueError: if a number is not even and positive.
+
+    References:
+        Potapczynski et al. (2021), section 4.2, eq. 20. Time O(n m^2 + m^3) and memory O(n m) with
+        the number m of features drawn, rounded up by at most a factor of two, and O(n^3) and O(n^2)
+        where the last term is drawn. Under `jax.vmap` every size is computed for every draw: map
+        over keys with `jax.lax.map`.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> estimator = sgp.estimators.SingleSampleRFF(min_features=500, step=100)
+    """
+
+    min_features: int = eqx.field(static=True, default=500)
+    step: int = eqx.field(static=True, default=100)
+
+    def __check_init__(self) -> None:
+        for name in ("min_features", "step"):
+            number = getattr(self, name)
+            if number < 2 or number % 2:
+                raise ValueError(f"`{name}` must be even and at least 2, got {number}.")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True."""
+        return True
+
+    def sizes(self, n: int) -> tuple[int, ...]:
+        """The numbers m_0, .., m_{T-1} of features for n rows; the T-th term is the exact one."""
+        return tuple(range(self.min_features, max(n, self.min_features + 1), self.step))
+
+    def law(self, n: int) -> StoppingLaw:
+        """The law of J in 1..T for n rows."""
+        return StoppingLaw(1.0 / (np.array(self.sizes(n)) + self.step))
+
+    def log_prob(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        noise_variance: Float[Array, "..."],
+        residual: Float[Array, "*batch n"],
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+    ) -> Float[Array, "*batch"]:
+        """An unbiased estimate of the log density of `residual` under N(0, H); no state is used.
+
+        Raises:
+            ValueError: if there is no key, or the kernel is not stationary.
+        """
+        if not kernel.is_stationary:
+            raise ValueError(
+                f"`kernel` must be stationary for `SingleSampleRFF`, got `{type(kernel).__name__}`."
+            )
+        frequency_key, stop_key = jax.random.split(key_of(self, key))
+        operator = KernelOperator(kernel, X, noise_variance)
+        rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
+        stop = self.law(operator.size).sample(stop_key)
+        differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
+        values = _evaluate(self, differentiable, rows, (rest, frequency_key, stop))
+        return values.reshape(residual.shape[:-1])
+
+    def widths(self, n: int) -> tuple[int, ...]:
+        """The numbers of features that are compiled for: sizes thinned out to doublings."""
+        widths: list[int] = []
+        for size in reversed(self.sizes(n)[1:]):
+            if not widths or 2 * size <= widths[-1]:
+                widths.append(size)
+        return tuple(reversed(widths))
+
+    def _branches(self, n: int) -> list[Callable[..., Float[Array, " m"]]]:
+        """The estimate from as many features as each width, and the one with the last term."""
+        return [functools.partial(self._estimate, width) for width in (*self.widths(n), None)]
+
+    def _branch(self, n: int, stop: Int[Array, ""]) -> Int[Array, ""]:
+        """Which branch has all features of the J-th term."""
+        size = jnp.append(jnp.array(self.sizes(n)), n)[stop]
+        inside = jnp.searchsorted(jnp.array(self.widths(n), int), size)
+        return jnp.where(stop == len(self.sizes(n)), len(self.widths(n)), inside)
+
+    def _estimate(
+        self,
+        width: int | None,
+        differentiable: KernelOperator,
+        rows: Float[Array, "m n"],
+        fixed: tuple,
+    ) -> Float[Array, " m"]:
+        rest, key, stop = fixed
+        operator = eqx.combine(differentiable, rest)
+        sizes = self.sizes(operator.size)
+        nested = _nested(operator, rows, key, sizes[-1], sizes[-1] if width is None else width)
+        size = jnp.array(sizes)
+        # One after another, in one compiled body.
+        if width is None:
+            first, before = jax.lax.map(nested.log_densities, jnp.stack([size[0], size[-1]]))
+            last = Cholesky().log_prob(operator.kernel, operator.X, operator.noise(), rows)
+        else:
+            needed = jnp.stack([size[0], size[stop - 1], size[stop]])
+            first, before, last = jax.lax.map(nested.log_densities, needed)
+        weight = self.law(operator.size).single_sample_weight(stop).astype(operator.dtype)
+        return first + weight * (last - before)
+
+
+class _Nested(NamedTuple):
+    """Statistics of unscaled features of unit amplitude, from which those of fewer are read off."""
+
+    statistics: Statistics
+    variance: Float[Array, ""]
+    noise: Float[Array, " n"]
+
+    def log_densities(self, size: Int[Array, ""]) -> Float[Array, " m"]:
+        """log N(y; 0, Phi Phi' + D) with the first `size` features only."""
+        num_pairs = self.statistics.gram.shape[0] // 2
+        scale = self.variance / (size // 2)
+        pair = jnp.arange(num_pairs) < size // 2
+        kept = jnp.concatenate([pair, pair])
+        gram, moments, squares = self.statistics
+        # A feature that is zero everywhere changes nothing.
+        gram = jnp.where(kept[:, None] & kept, scale * gram, 0.0)
+        moments = jnp.where(kept[:, None], jnp.sqrt(scale) * moments, 0.0)
+        return log_densities(Statistics(gram, moments, squares), self.noise)
+
+
+def _nested(
+    operator: KernelOperator,
+    rows: Float[Array, "m n"],
+    key: Key[Array, ""],
+    total: int,
+    width: int,
+) -> _Nested:
+    """Statistics of the first `width` of `total` features."""
+    kernel, X = operator.kernel, operator.X
+    # All frequencies are drawn, so that the first ones do not depend on how many are used.
+    frequencies = kernel.sample_frequencies(key, total // 2, X.shape[1])[: width // 2]
+    turns = frequencies.T.astype(operator.dtype) / (2.0 * math.pi)
+
+    def features(rows: Array) -> Array:
+        return jnp.concatenate(cos_sin_of_turns(matmul(rows, turns)), axis=1)
+
+    noise = operator.noise()
+    found = statistics(features, width, X.astype(operator.dtype), noise, rows.T)
+    return _Nested(found, kernel.diag(X[:1])[0].astype(operator.dtype), noise)
+
+
+# A switch that is differentiated keeps what every branch would need for the way back, the largest
+# included. Here the branch that ran is run again instead.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _evaluate(
+    estimator: SingleSampleRFF, operator: KernelOperator, rows: Float[Array, "m n"], fixed: tuple
+) -> Float[Array, " m"]:
+    """The estimate, by the branch that the drawn term needs."""
+    n = rows.shape[1]
+    branch = estimator._branch(n, fixed[2])
+    return jax.lax.switch(branch, estimator._branches(n), operator, rows, fixed)
+
+
+def _forward(
+    estimator: SingleSampleRFF, operator: KernelOperator, rows: Array, fixed: tuple
+) -> tuple[Array, tuple]:
+    return _evaluate(estimator, operator, rows, fixed), (operator, rows, fixed)
+
+
+def _backward(estimator: SingleSampleRFF, kept: tuple, slope: Float[Array, " m"]) -> tuple:
+    operator, rows, fixed = kept
+    n = rows.shape[1]
+
+    def pull_back(
+        branch: Callable, operator: KernelOperator, rows: Array, fixed: tuple
+    ) -> tuple[KernelOperator, Array]:
+        return jax.vjp(lambda *primals: branch(*primals, fixed), operator, rows)[1](slope)
+
+    branches = [functools.partial(pull_back, branch) for branch in estimator._branches(n)]
+    branch = estimator._branch(n, fixed[2])
+    return (*jax.lax.switch(branch, branches, operator, rows, fixed), None)
+
+
+_evaluate.defvjp(_forward, _backward)

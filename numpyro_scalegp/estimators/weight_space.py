@@ -1,0 +1,72 @@
+"""The log marginal likelihood of a GP whose kernel is an inner product of p features."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
+from numpyro_scalegp.core.linalg import matmul
+
+
+class Statistics(NamedTuple):
+    """What observations y = Phi w + e, e ~ N(0, D), say about the weights, for m data vectors."""
+
+    gram: Float[Array, "p p"]  # Phi'D^-1 Phi
+    moments: Float[Array, "p m"]  # Phi'D^-1 y
+    squares: Float[Array, " m"]  # y'D^-1 y
+
+
+class Weights(NamedTuple):
+    """The posterior of the weights, N(mean, W'W)."""
+
+    mean: Float[Array, " p"]
+    whitening: Float[Array, "p p"]  # W = L^-1 with L L' = I + Phi'D^-1 Phi
+    jitter: Float[Array, ""]  # what the factorisation took
+
+
+def statistics(
+    features: Callable[[Float[Array, "chunk d"]], Float[Array, "chunk p"]],
+    num_features: int,
+    X: Float[Array, "n d"],
+    noise: Float[Array, " n"],
+    residual: Float[Array, "n m"],
+) -> Statistics:
+    """Sum up the rows' statistics in chunks, in O(n p^2) and memory O(p^2 + chunk p)."""
+
+    def of_chunk(rows: tuple[Array, Array, Array]) -> Statistics:
+        X, precision, y = rows
+        Phi = features(X)
+        weighted = (precision[:, None] * Phi).T
+        squares = jnp.sum(precision[:, None] * jnp.square(y), axis=0)
+        return Statistics(matmul(weighted, Phi), matmul(weighted, y), squares)
+
+    return sum_rows(of_chunk, (X, 1.0 / noise, residual), rows_per_chunk(num_features))
+
+
+def posterior(statistics: Statistics) -> Weights:
+    """The posterior of the weights given the only data vector, in O(p^3)."""
+    factor = linalg.factorise(_precision(statistics))
+    W = linalg.triangular_inverse(factor.tril)
+    return Weights(matmul(W.T, matmul(W, statistics.moments[:, 0])), W, factor.jitter)
+
+
+def _precision(statistics: Statistics) -> Float[Array, "p p"]:
+    gram = statistics.gram
+    return gram + jnp.eye(len(gram), dtype=gram.dtype)
+
+
+def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Array, " m"]:
+    """log N(y; 0, Phi Phi' + D) for each data vector.
+
+    With A = I + Phi'D^-1 Phi and b = Phi'D^-1 y, the quadratic form is y'D^-1 y - b'A^-1 b and the
+    log-determinant log|A| + log|D|. Time O(p^3).
+    """
+    W = linalg.inverse_cholesky(_precision(statistics))
+    explained = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
+    log_determinant = jnp.sum(jnp.log(noise)) - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
+    constant = noise.size * math.log(2.0 * math.pi)
+    return -0.5 * (statistics.squares - explained + log_determinant + constant)
