@@ -107,6 +107,22 @@ def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
+def test_bayesian_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("blackjax")
+    pytest.importorskip("pandas")
+    pytest.importorskip("arviz")
+    monkeypatch.delenv("SCALEGP_DATA", raising=False)
+    table, _ = load("bayesian_hyperparameters").main(100, 150, 60, large_rows=0, folder=tmp_path)
+    assert list(table) == ["AutoNormal", "AutoMultivariateNormal", "SGLD"]
+    for shifts, ratios in table.values():
+        # Short runs: near, not exact.
+        assert np.median(np.abs(shifts)) < 0.7
+        assert 0.4 < np.median(ratios) < 2.0
+    assert (tmp_path / "small.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report

@@ -210,7 +210,12 @@ class GaussianProcess(RowsDistribution):
         if isinstance(self.estimator, RandomFourier):
             features, weights = self.estimator.condition(self._operator(), residual, key=key)
             return FeaturePosterior(
-                features, self.X, jnp.asarray(y), self.noise_variance, self.mean_function, weights
+                features=features,
+                X=self.X,
+                y=jnp.asarray(y),
+                noise_variance=self.noise_variance,
+                mean_function=self.mean_function,
+                weights=weights,
             )
         if isinstance(self.estimator, AbstractIterative):
             solution, draws = self.estimator.condition(
@@ -222,14 +227,14 @@ class GaussianProcess(RowsDistribution):
                 max_epochs=max_epochs,
             )
             return PathwisePosterior(
-                self.kernel,
-                self.X,
-                jnp.asarray(y),
-                self.noise_variance,
-                self.mean_function,
-                self.estimator,
-                solution,
-                draws,
+                kernel=self.kernel,
+                X=self.X,
+                y=jnp.asarray(y),
+                noise_variance=self.noise_variance,
+                mean_function=self.mean_function,
+                estimator=self.estimator,
+                solution=solution,
+                draws=draws,
             )
         estimator = self._exact()
         H = estimator.covariance(self.kernel, self.X, self.noise_variance)

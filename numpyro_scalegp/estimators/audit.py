@@ -18,7 +18,6 @@ from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.iterative import AbstractIterative
 from numpyro_scalegp.kernels import AbstractKernel
 
-
 # log p(y) = -(log|H| + y'H^-1 y + n log 2 pi) / 2.
 TERMS = ("log_determinant", "quadratic_form")
 
@@ -199,8 +198,8 @@ def audit(
         ...     estimator, sgp.kernels.Matern32(0.3), X, jnp.sin(6.0 * X[:, 0]), 0.1,
         ...     key=jax.random.key(0), num_draws=4,
         ... )
-        >>> [row.quantity for row in result.rows]
-        ['log_prob', 'log_determinant', 'quadratic_form', 'lengthscale', 'variance', 'noise_variance']
+        >>> [row.quantity for row in result.rows][:4]
+        ['log_prob', 'log_determinant', 'quadratic_form', 'lengthscale']
     """
     if num_draws < 2:
         raise ValueError(f"`num_draws` must be at least 2, got {num_draws}.")

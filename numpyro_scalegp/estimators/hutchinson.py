@@ -53,6 +53,11 @@ class Hutchinson(AbstractIterative):
         """False: they solve for signs."""
         return False
 
+    @property
+    def squares_probes(self) -> bool:
+        """False: on the other side stands the probe itself."""
+        return False
+
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
     ) -> Float[Array, "n num_probes"]:

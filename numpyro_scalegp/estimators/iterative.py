@@ -77,6 +77,11 @@ class AbstractIterative(AbstractEstimator):
     def stores_samples(self) -> bool:
         """Whether the probes' solutions are those of pathwise posterior samples."""
 
+    @property
+    @abc.abstractmethod
+    def squares_probes(self) -> bool:
+        """Whether a probe's solution stands on both sides of a quadratic form."""
+
     @abc.abstractmethod
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
@@ -122,10 +127,11 @@ class AbstractIterative(AbstractEstimator):
         B = jnp.concatenate([residual, targets], axis=1)
         solution, logdet = self._solve(operator, B, guess, logdet_key, solver_key)
         m = residual.shape[1]
-        fit = jnp.sum(residual * solution.average[:, :m], axis=0)
+        fit = jnp.sum(residual * solution.value[:, :m], axis=0)
         value = -0.5 * (fit + logdet.value + operator.size * math.log(2.0 * math.pi))
-        one, other = solution.pair
-        left, right = self.trace_vectors(targets, one[:, m:], other[:, m:])
+        solutions = solution.value[:, m:]
+        twins = solutions if solution.twin is None else solution.twin
+        left, right = self.trace_vectors(targets, solutions, twins)
         return Estimate(value, 0.5 * logdet.standard_error, solution, left, right)
 
     def _solve(
@@ -137,8 +143,8 @@ class AbstractIterative(AbstractEstimator):
         solver_key: Key[Array, ""],
     ) -> tuple[Solution, LogDeterminant]:
         solver, num_probes = self.solver, self.num_logdet_probes
-        averaged = self.num_probes
-        if isinstance(solver, ConjugateGradients | RussianRouletteCG) and num_probes > 0:
+        averaged, coefficients = self.num_probes, None
+        if isinstance(solver, ConjugateGradients | RussianRouletteCG):
             solution, coefficients = solver.solve_with_probes(
                 operator,
                 B,
@@ -147,12 +153,14 @@ class AbstractIterative(AbstractEstimator):
                 guess=guess,
                 key=solver_key,
                 num_averaged=averaged,
+                paired=self.squares_probes,
             )
         else:
             solution = solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=averaged)
-            if num_probes == 0:
-                zero = jnp.zeros((), operator.dtype)
-                return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf))
+        if num_probes == 0:
+            zero = jnp.zeros((), operator.dtype)
+            return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf))
+        if coefficients is None:
             lanczos = ConjugateGradients(max_epochs=self.logdet_epochs)
             _, coefficients = lanczos.solve_with_probes(operator, B[:, :0], logdet_key, num_probes)
         return solution, log_determinant(coefficients, operator.size, num_probes)
@@ -320,11 +328,14 @@ def _backward(kept: tuple, slope: Float[Array, " m"]) -> tuple:
     operator, (rest, found) = kept
     operator = eqx.combine(operator, rest)
     m, s = slope.size, found.left.shape[1]
-    v, twin = (some[:, :m] for some in found.solution.pair)
-    left = jnp.concatenate([0.5 * slope * v, -0.5 / s * jnp.sum(slope) * found.left], axis=1)
-    right = jnp.concatenate([twin, found.right], axis=1)
-    gradient = operator.bilinear_gradient(left, right)
-    return jnp.zeros_like(slope), gradient, -(slope * found.solution.average[:, :m]).T, None
+    left, right = found.solution.squares(m)
+    sides = (0.5 * slope * left, -0.5 / s * jnp.sum(slope) * found.left), (right, found.right)
+    gradient = operator.bilinear_gradient(*(_side_by_side(*side) for side in sides))
+    return jnp.zeros_like(slope), gradient, -(slope * found.solution.value[:, :m]).T, None
+
+
+def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -> Array:
+    return jnp.concatenate([*squares, probes], axis=1)
 
 
 _with_gradient.defvjp(_forward, _backward)

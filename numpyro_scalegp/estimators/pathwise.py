@@ -53,6 +53,11 @@ class Pathwise(AbstractIterative):
         """True."""
         return True
 
+    @property
+    def squares_probes(self) -> bool:
+        """True."""
+        return True
+
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
     ) -> Float[Array, "n num_probes"]:

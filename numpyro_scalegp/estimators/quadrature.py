@@ -49,12 +49,14 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
     sizes = sorted({-(-num_steps // part) for part in (1, 2, 4, 8)})
 
     def first_steps(size: int, stop: Array) -> Array:
-        by_group = (
+        curvature, triangle = (
             jnp.moveaxis(blocks[:size], 1, 0)
             for blocks in (coefficients.curvature, coefficients.triangle)
         )
-        groups = (*by_group, coefficients.start)
-        return jax.lax.map(lambda group: _of_group(*group, stop), groups)
+        of_group = functools.partial(_of_group, stop)
+        return jax.lax.map(
+            lambda group: of_group(*group), (curvature, triangle, coefficients.start)
+        )
 
     def add(stage: Array, total: Array) -> Array:
         stop = coefficients.stops[stage]
@@ -75,10 +77,10 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
 
 
 def _of_group(
+    stop: Int[Array, ""],
     curvature: Float[Array, "steps g g"],
     triangle: Float[Array, "steps g g"],
     start: Float[Array, "g g"],
-    stop: Int[Array, ""],
 ) -> Float[Array, " g"]:
     """C'F c / c'c for each column c of `start`, from the first `stop` steps."""
     steps, g, _ = curvature.shape

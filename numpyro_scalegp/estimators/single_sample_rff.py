@@ -152,7 +152,7 @@ class _Nested(NamedTuple):
     noise: Float[Array, " n"]
 
     def log_densities(self, size: Int[Array, ""]) -> Float[Array, " m"]:
-        """log N(y; 0, Phi Phi' + D) with the first `size` features only."""
+        """Log N(y; 0, Phi Phi' + D) with the first `size` features only."""
         num_pairs = self.statistics.gram.shape[0] // 2
         scale = self.variance / (size // 2)
         pair = jnp.arange(num_pairs) < size // 2

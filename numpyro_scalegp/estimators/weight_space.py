@@ -60,7 +60,7 @@ def _precision(statistics: Statistics) -> Float[Array, "p p"]:
 
 
 def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Array, " m"]:
-    """log N(y; 0, Phi Phi' + D) for each data vector.
+    """Log N(y; 0, Phi Phi' + D) for each data vector.
 
     With A = I + Phi'D^-1 Phi and b = Phi'D^-1 y, the quadratic form is y'D^-1 y - b'A^-1 b and the
     log-determinant log|A| + log|D|. Time O(p^3).

@@ -49,7 +49,15 @@ class ExactPosterior(AbstractConditioned):
     ) -> "ExactPosterior":
         """Solve for the representer weights, in O(n^2)."""
         weights = jax.scipy.linalg.cho_solve((factor.tril, True), residual)
-        return cls(kernel, X, jnp.asarray(y), noise_variance, mean_function, factor, weights)
+        return cls(
+            kernel=kernel,
+            X=X,
+            y=jnp.asarray(y),
+            noise_variance=noise_variance,
+            mean_function=mean_function,
+            factor=factor,
+            representer_weights=weights,
+        )
 
     @property
     def diagnostics(self) -> dict[str, Array]:

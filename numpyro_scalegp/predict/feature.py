@@ -55,12 +55,19 @@ class FeaturePosterior(AbstractConditioned):
 
     @eqx.filter_jit
     def _variance(self, Xs: Array, chunk_size: int) -> Array:
-        return chunks.map_rows(self._squares, Xs, chunk_size)
+        def chunk(rows: Array) -> Array:
+            return jnp.sum(jnp.square(self._white(rows)), axis=1)
 
-    def _squares(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        """phi(x)'A^-1 phi(x) of each row."""
-        white = matmul(self.features(rows), self.weights.whitening.T)
-        return jnp.sum(jnp.square(white), axis=1)
+        return chunks.map_rows(chunk, Xs, chunk_size)
+
+    def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "r p"]:
+        """W phi(x) of each row; their inner products are the posterior covariances."""
+        return matmul(self.features(rows), self.weights.whitening.T)
+
+    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
+        """The posterior covariance of f, shape (m, m), in O(m p^2 + m^2 p)."""
+        white = self._white(self._check(Xs))
+        return matmul(white, white.T)
 
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1

@@ -22,18 +22,21 @@ class Solution(NamedTuple):
     iterations: Int[Array, ""]  # steps of the solver
     epochs: Float[Array, ""]  # entries of H computed, in units of n^2
     converged: Bool[Array, ""]  # whether the residuals are within the tolerance
-    # Where the value is random: another one, independent of it and with the same mean.
-    twin: Float[Array, "n k"] | None = None
+    # Where the value is random, its square is no estimate of the solution's square. For the first m
+    # columns, sum_r shares_r v_r v_r' is one, with these vectors v_r; for the others, value twin'.
+    shares: Float[Array, " r"] | None = None
+    vectors: Float[Array, "r n m"] | None = None
+    twin: Float[Array, "n l"] | None = None
 
-    @property
-    def pair(self) -> tuple[Float[Array, "n k"], Float[Array, "n k"]]:
-        """Solutions for the two sides of a quadratic form: the value, and its twin or itself."""
-        return self.value, self.value if self.twin is None else self.twin
-
-    @property
-    def average(self) -> Float[Array, "n k"]:
-        """The mean of the pair."""
-        return self.value if self.twin is None else 0.5 * (self.value + self.twin)
+    def squares(
+        self, num_columns: int
+    ) -> tuple[Float[Array, "r n {num_columns}"], Float[Array, "r n {num_columns}"]]:
+        """Vectors l_r and r_r of the first columns with v v' = E[sum_r l_r r_r']."""
+        if self.shares is None or self.vectors is None:
+            value = self.value[None, :, :num_columns]
+            return value, value
+        vectors = self.vectors[:, :, :num_columns]
+        return self.shares[:, None, None] * vectors, vectors
 
 
 class AbstractSolver(eqx.Module):

@@ -58,9 +58,21 @@ class _Krylov(NamedTuple):
     triangle: Float[Array, "groups g g"]  # C
 
 
+class Roulette(NamedTuple):
+    """What a run stopped at random leaves besides a solution."""
+
+    stop: Int[Array, ""]  # iterations to make, known only at run time
+    # What each column's move in an iteration, counted from zero, is multiplied by in each of
+    # several copies of the solution.
+    weights: Callable[[Int[Array, ""]], Float[Array, "copies k"]]
+    checkpoints: tuple[int, ...]  # iterations after which the first copy is kept ...
+    num_kept: int  # ... of the first columns
+
+
 class _State(NamedTuple):
     iteration: Int[Array, ""]
     values: Float[Array, "copies groups n g"]
+    kept: Float[Array, "checkpoints n kept"]
     data: _Krylov
     probes: _Krylov
     curvature: Float[Array, "steps groups g g"]
@@ -133,6 +145,7 @@ class ConjugateGradients(AbstractSolver):
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
+        paired: bool = True,
     ) -> tuple[Solution, Coefficients]:
         """Solve H V = B while extra columns ride along, for the log-determinant of H.
 
@@ -147,11 +160,12 @@ class ConjugateGradients(AbstractSolver):
             guess: where the solution of B starts, shape (n, k) or (p, n, k).
             key: a typed JAX key, for solvers that draw at random.
             num_averaged: how many of the last columns of B count together, by their mean.
+            paired: whether these have twins, from solvers that draw at random.
 
         Returns:
             The solution for B, and the coefficients of the probes.
         """
-        _, solution, coefficients = run(
+        *_, solution, coefficients = run(
             operator,
             B,
             probe_key,
@@ -178,9 +192,8 @@ def run(
     group_size: int,
     tolerance: float,
     max_iterations: int,
-    stop: Int[Array, ""] | None = None,
-    weights: Callable[[Int[Array, ""]], Float[Array, "copies k"]] | None = None,
-) -> tuple[Float[Array, "copies n k"], Solution, Coefficients]:
+    roulette: Roulette | None = None,
+) -> tuple[Float[Array, "copies n k"], Float[Array, "checkpoints n kept"], Solution, Coefficients]:
     """Block conjugate gradients on B, and on probes that ride along.
 
     Args:
@@ -194,20 +207,20 @@ def run(
         group_size: right-hand sides that share a Krylov space.
         tolerance: relative residual at which the loop stops.
         max_iterations: iterations at most.
-        stop: fewer iterations than that, known only at run time.
-        weights: what each column's move in an iteration, counted from zero, is multiplied by in
-            each of several copies of the solution; by default a single copy with weights of one.
+        roulette: where to stop at random, and what to keep; by default a single copy of the
+            solution with weights of one, and no checkpoints.
 
     Returns:
-        The copies of the solution, the solution without weights (its value is that of the first
-        copy), and the coefficients of the probes.
+        The copies of the solution, what was kept of the first one, the solution (its value is the
+        first copy's), and the coefficients of the probes.
     """
     operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
     factor = preconditioner.factorise(operator)
     begin = start(operator, B, guess)
     riders = start(operator, factor.sample(key, num_probes), None)
     k = B.shape[1]
-    limit = max_iterations if stop is None else jnp.minimum(stop, max_iterations)
+    limit = max_iterations if roulette is None else jnp.minimum(roulette.stop, max_iterations)
+    points = () if roulette is None else roulette.checkpoints
     advance = jax.vmap(functools.partial(_advance, factor=factor))
 
     def split(columns: Array, size: int) -> Array:
@@ -225,9 +238,16 @@ def run(
         return _Krylov(basis, direction, triangle)
 
     def weigh(move: Array, iteration: Array) -> Array:
-        if weights is None:
+        if roulette is None:
             return move[None]
-        return jax.vmap(lambda row: split(row[None], size) * move)(weights(iteration))
+        return jax.vmap(lambda row: split(row[None], size) * move)(roulette.weights(iteration))
+
+    def keep(kept: Array, iteration: Array, values: Array) -> Array:
+        if not points:
+            return kept
+        # Written on the way to the next checkpoint, too: what is there last is right.
+        place = jnp.searchsorted(jnp.array(points), iteration)
+        return kept.at[place].set(join(values[0])[:, : kept.shape[2]])
 
     def goes_on(state: _State) -> Array:
         norms = _norms(state.data)[:k] if k else _norms(state.probes)
@@ -241,9 +261,11 @@ def run(
         of_data, of_probes = image[:, :width], image[:, width:]
         data, move, _, _ = advance(state.data, split(of_data, size))
         probes, _, curvature, turn = advance(state.probes, split(of_probes, probe_size))
+        values = state.values + weigh(move, state.iteration)
         return _State(
             state.iteration + 1,
-            state.values + weigh(move, state.iteration),
+            values,
+            keep(state.kept, state.iteration + 1, values),
             data,
             probes,
             state.curvature.at[state.iteration].set(curvature),
@@ -260,16 +282,22 @@ def run(
     no_turns = jnp.zeros((num_steps, *probes.triangle.shape), operator.dtype)
     unit = no_turns + jnp.eye(probe_size, dtype=operator.dtype)
     iteration = jnp.zeros((), int)
-    copies = 1 if weights is None else jax.eval_shape(weights, iteration).shape[0]
+    copies = 1 if roulette is None else jax.eval_shape(roulette.weights, iteration).shape[0]
     values = jnp.broadcast_to(split(begin.value, size), (copies, *data.basis.shape))
-    state = _State(iteration, values, data, probes, unit, no_turns)
+    num_kept = 0 if roulette is None else roulette.num_kept
+    kept = jnp.zeros((len(points), operator.size, num_kept), operator.dtype)
+    state = _State(iteration, values, kept, data, probes, unit, no_turns)
     state = jax.lax.while_loop(goes_on, step, state)
     epochs = state.iteration.astype(operator.dtype)
     residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
     values = jax.vmap(lambda copy: join(copy)[:, :k])(state.values)
+    # Once the rest is zero, later checkpoints are where the run ended.
+    reached = jnp.array(points, int)[:, None, None] <= state.iteration
+    kept = jnp.where(reached, state.kept, values[0][:, :num_kept]) * begin.scale[:num_kept]
     solution = finish(begin, values[0], residual, state.iteration, epochs, tolerance, num_averaged)
     return (
         values * begin.scale,
+        kept,
         solution,
         Coefficients(
             state.curvature,

@@ -3,12 +3,18 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import AbstractPreconditioner, Identity
 from numpyro_scalegp.solvers.base import AbstractSolver, Solution
-from numpyro_scalegp.solvers.conjugate_gradients import Coefficients, ConjugateGradients, run
+from numpyro_scalegp.solvers.conjugate_gradients import (
+    Coefficients,
+    ConjugateGradients,
+    Roulette,
+    run,
+)
 from numpyro_scalegp.truncation import StoppingLaw, decay_and_minimum
 
 
@@ -17,13 +23,18 @@ class RussianRouletteCG(AbstractSolver):
 
     Conjugate gradients add one term an iteration, V = sum_j D_j. With a stopping index J of law
     P(J = j) ~ exp(-decay j) from `min_iterations` to `max_iterations`, the sum over j <= J of
-    D_j / P(J >= j) has mean V, whereas a solve cut short underfits. `value` is such a sum; `twin`,
-    from the same run but an index of its own, makes the product of both unbiased for the quadratic
-    forms in which a solution stands on both sides. Averaged columns (an estimator's probes) have a
-    third index. Once the residual is rounding error, the rest is zero and the run ends.
+    D_j / P(J >= j) has mean V, whereas a solve cut short underfits. Once the residual is rounding
+    error, the rest is zero and the run ends.
 
-    `residual` is that of the sum without weights; `converged` is True, since nothing is cut off:
-    the price of an early stop is variance.
+    In the gradient a solution v stands on both sides of a quadratic form, and the product of such a
+    sum with itself is biased. So the products of the iterates are the terms of a sum of their own,
+    vv' = sum_i (v_i v_i' - v_(i-1) v_(i-1)'), under the same index: `shares` and `vectors` of the
+    solution. It takes iterates in memory, so J is rounded down to a checkpoint: every iteration at
+    first, then fewer and fewer. Averaged columns (an estimator's probes) have, where both sides
+    need them, a `twin` from an index of its own instead.
+
+    `residual` is that of the iterate without weights; `converged` is True, since nothing is cut
+    off: the price of an early stop is variance.
 
     Args:
         decay: rate of the law, not negative. The terms should fall faster than exp(-decay j).
@@ -37,8 +48,10 @@ class RussianRouletteCG(AbstractSolver):
 
     References:
         Potapczynski et al. (2021), Bias-Free Scalable Gaussian Processes via Randomized
-        Truncations, section 4.1; for the iteration itself, see `ConjugateGradients`. Time
-        O(E[max J] n^2 (d / 2 + k)), memory O(n (k + rank)).
+        Truncations, section 4.1. There, two independent indices give the two sides of the quadratic
+        form, and a third one the probes: the run goes on to the largest of three, and the variance
+        is higher. For the iteration itself, see `ConjugateGradients`. Time
+        O(E[J] n^2 (d / 2 + k)), memory O(n (k + rank + checkpoints)).
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -70,7 +83,7 @@ class RussianRouletteCG(AbstractSolver):
         """The solver with a wanted E[J], of which four fifths are always made.
 
         Args:
-            mean: wanted E[J]; a run of three indices goes on to their largest.
+            mean: wanted E[J], up to the rounding.
             max_iterations: the number of terms.
             preconditioner: as of the class.
             group_size: as of the class.
@@ -81,10 +94,24 @@ class RussianRouletteCG(AbstractSolver):
         decay, minimum = decay_and_minimum(mean, max_iterations)
         return cls(decay, minimum, max_iterations, preconditioner, group_size)
 
-    def law(self, n: int) -> StoppingLaw:
-        """The law of J for n rows."""
+    def checkpoints(self, n: int) -> tuple[int, ...]:
+        """The iterations after which a run on n rows may end."""
         maximum = n if self.max_iterations is None else self.max_iterations
-        return StoppingLaw.exponential(self.decay, min(self.min_iterations, maximum), maximum)
+        points = [min(self.min_iterations, maximum)]
+        # Close enough for the odds of getting to the next one to be high where J mostly falls.
+        closest = max(1, min(round(0.25 / max(self.decay, 1e-9)), (maximum - points[0]) // 16))
+        while points[-1] < maximum:
+            apart = max(closest, (points[-1] - points[0]) // 6)
+            points.append(min(maximum, points[-1] + apart))
+        return tuple(points)
+
+    def law(self, n: int) -> StoppingLaw:
+        """The law of J for n rows, rounded down to checkpoints."""
+        points = self.checkpoints(n)
+        unrounded = StoppingLaw.exponential(self.decay, points[0], points[-1])
+        survival = jnp.append(unrounded.survival[np.array(points) - 1], 0.0)
+        table = jnp.zeros(points[-1], survival.dtype)
+        return StoppingLaw(table.at[np.array(points) - 1].set(survival[:-1] - survival[1:]))
 
     @property
     def to_tolerance(self) -> ConjugateGradients:
@@ -104,7 +131,7 @@ class RussianRouletteCG(AbstractSolver):
         key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
     ) -> Solution:
-        """Solve H V = B in the mean, twice; see `AbstractSolver.solve`.
+        """Solve H V = B in the mean; see `AbstractSolver.solve`.
 
         Raises:
             ValueError: if there is no `key`.
@@ -123,27 +150,39 @@ class RussianRouletteCG(AbstractSolver):
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
+        paired: bool = True,
     ) -> tuple[Solution, Coefficients]:
         """Solve while probes for the log-determinant ride along; see `ConjugateGradients`.
+
+        Args:
+            operator: the matrix H.
+            B: right-hand sides, shape (n, k).
+            probe_key: a typed JAX key for the probes.
+            num_probes: how many probes ride along.
+            guess: where the solution of B starts.
+            key: a typed JAX key for the stopping indices.
+            num_averaged: how many of the last columns of B count together, by their mean.
+            paired: whether these have twins: the run then goes on to the larger of two indices.
+
+        Returns:
+            The solution for B, and the coefficients of the probes.
 
         Raises:
             ValueError: if there is no `key`.
         """
         if key is None:
             raise ValueError("`key` must be given: where to stop is drawn at random.")
-        law = self.law(operator.size)
-        stop = law.sample(key, (3,))
-        first, second, third = law.roulette_weights(stop).astype(operator.dtype)
-        averaged = jnp.arange(B.shape[1]) >= B.shape[1] - num_averaged
+        law, points = self.law(operator.size), np.array(self.checkpoints(operator.size))
+        num_kept = B.shape[1] - num_averaged
+        stop = law.sample(key, (2 if paired and num_averaged else 1,))
+        table = law.roulette_weights(stop).astype(operator.dtype)
 
         def weights(iteration: Int[Array, ""]) -> Float[Array, "copies k"]:
-            # The averaged columns' twins share the first index with the data: each product of a
-            # value and its twin has two independent ones.
-            value = jnp.where(averaged, third[iteration], first[iteration])
-            twin = jnp.where(averaged, first[iteration], second[iteration])
-            return jnp.stack([value, twin])
+            # What is kept are plain iterates.
+            kept = jnp.arange(B.shape[1]) < num_kept
+            return jnp.where(kept, 1.0, table[:, iteration][:, None])
 
-        copies, solution, coefficients = run(
+        copies, vectors, solution, coefficients = run(
             operator,
             B,
             probe_key,
@@ -154,28 +193,42 @@ class RussianRouletteCG(AbstractSolver):
             group_size=self.group_size,
             tolerance=10.0 * float(jnp.finfo(operator.dtype).eps),
             max_iterations=law.num_terms,
-            stop=jnp.max(stop),
-            weights=weights,
+            roulette=Roulette(jnp.max(stop), weights, tuple(points), num_kept),
         )
-        finite = jnp.all(jnp.isfinite(solution.residual))
-        stops, stage_weights = self._stages(law, jnp.max(stop), len(coefficients.curvature))
-        coefficients = coefficients._replace(
-            stops=jnp.minimum(stops, solution.iterations),
-            weights=stage_weights.astype(operator.dtype),
+        # What changes from one checkpoint to the next is weighted; hence the share of each of them.
+        reached = jnp.append(table[0, points - 1], 0.0)
+        shares = reached[:-1] - reached[1:]
+        value = jnp.concatenate(
+            [jnp.einsum("r,rnk->nk", shares, vectors), solution.value[:, num_kept:]], axis=1
         )
-        return solution._replace(twin=copies[1], converged=finite), coefficients
+        solution = solution._replace(
+            value=value,
+            converged=jnp.all(jnp.isfinite(solution.residual)),
+            shares=shares,
+            vectors=vectors,
+            twin=copies[-1, :, num_kept:],
+        )
+        return solution, self._telescoped(coefficients, law, stop, solution.iterations)
 
-    def _stages(
-        self, law: StoppingLaw, stop: Int[Array, ""], num_steps: int
-    ) -> tuple[Int[Array, " stages"], Float[Array, " stages"]]:
-        """Where the log-determinant is looked at, and weights of its changes from there to there.
+    def _telescoped(
+        self,
+        coefficients: Coefficients,
+        law: StoppingLaw,
+        stop: Int[Array, " indices"],
+        iterations: Int[Array, ""],
+    ) -> Coefficients:
+        """Coefficients that weigh what the log-determinant changes by between some iterations.
 
-        All iterations are there for it, so that the largest of the three indices counts. Each look
-        takes eigenvectors: they are so far apart that the odds of getting from one to the next do
-        not fall below about a half.
+        All iterations are there for it, so that the largest index counts. Each look takes
+        eigenvectors: they are so far apart that the odds of getting from one to the next do not
+        fall below about a half.
         """
+        num_steps = len(coefficients.curvature)
         first = min(self.min_iterations, num_steps)
-        apart = max(1, min(round(0.7 / self.decay), num_steps) if self.decay else num_steps // 8)
-        stops = jnp.append(jnp.arange(first, num_steps, apart), num_steps)
-        survival = 1.0 - (1.0 - law.survival) ** 3
-        return stops, jnp.where(stops <= stop, 1.0 / survival[stops - 1], 0.0)
+        apart = max(1, min(round(0.7 / max(self.decay, 1e-9)), num_steps // 8))
+        stops = np.append(np.arange(first, num_steps, apart), num_steps)
+        survival = 1.0 - (1.0 - law.survival[stops - 1]) ** stop.size
+        weights = jnp.where(stops <= jnp.max(stop), 1.0 / survival, 0.0)
+        return coefficients._replace(
+            stops=jnp.minimum(stops, iterations), weights=weights.astype(coefficients.start.dtype)
+        )

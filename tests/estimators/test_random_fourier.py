@@ -223,12 +223,14 @@ def test_rejects_bad_arguments(unchecked):
         SingleSampleRFF(50, 5)
     for estimator in (RandomFourier(4), SingleSampleRFF(4, 2)):
         name = type(estimator).__name__
-        with pytest.raises(ValueError, match=f"`{name}` draws at random: give the .* a `key=`, or"):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` draws at random: give the .* a `key=`, or"
+        ):
             log_prob(parameters(), estimator)
     gp = sgp.GaussianProcess(
         sgp.kernels.Linear(), data()[0], 0.1, estimator=SingleSampleRFF(4, 2), key=KEY
     )
-    with pytest.raises(ValueError, match="`kernel` must be stationary .* got `Linear`"):
+    with pytest.raises(ValueError, match=r"`kernel` must be stationary .* got `Linear`"):
         gp.log_prob(data()[1])
     gp = sgp.GaussianProcess(parameters()["kernel"], data()[0], 0.1, estimator=RandomFourier(4))
     with pytest.raises(ValueError, match="`RandomFourier` draws at random"):
