@@ -194,10 +194,10 @@ class GaussianProcess(RowsDistribution):
 
         Returns:
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorisation in
-            O(n^3); with `RandomFourier` a `FeaturePosterior`, that of its features. With an iterative
-            estimator a `PathwisePosterior`: from the state's last solution, with no further solve,
-            if that is the one for these hyperparameters and observations; otherwise from one
-            batched solve, which starts at the state's solution where there is a state.
+            O(n^3); with `RandomFourier` a `FeaturePosterior`. With an iterative estimator a
+            `PathwisePosterior`: from the state's last solution, with no further solve, if that is
+            the one for these hyperparameters and observations; otherwise from one batched solve,
+            which starts at the state's solution where there is a state.
 
         Raises:
             ValueError: if `y` has the wrong length, or holds NaN or infinity, or an estimator that

@@ -68,6 +68,7 @@ def test_posterior_is_that_of_the_features():
     covariance = phi @ phi.T - gain @ Phi @ phi.T
     np.testing.assert_allclose(posterior.mean(Xs), mean, rtol=1e-8)
     np.testing.assert_allclose(posterior.variance(Xs), jnp.diagonal(covariance), rtol=1e-6)
+    np.testing.assert_allclose(posterior.covariance(Xs), covariance, atol=1e-8)
     predictive = posterior.predictive(Xs)
     np.testing.assert_allclose(predictive.variance, jnp.diagonal(covariance) + 0.05, rtol=1e-6)
 

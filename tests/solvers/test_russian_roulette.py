@@ -126,7 +126,7 @@ def test_a_guess_changes_no_mean(x64):
 def test_float32():
     H = KernelOperator(Matern32(0.8), jnp.ones((20, 1)) * jnp.arange(20.0)[:, None], 0.1)
     solution = RussianRouletteCG(0.1, 5).solve(H, jnp.ones((20, 2)), key=KEY)
-    leaves = (solution.value, solution.shares, solution.vectors)
+    leaves = (solution.value, *solution.squares(2))
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
     assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
 
