@@ -154,7 +154,7 @@ class _Nested(NamedTuple):
     def log_densities(self, size: Int[Array, ""]) -> Float[Array, " m"]:
         """Log N(y; 0, Phi Phi' + D) with the first `size` features only."""
         num_pairs = self.statistics.gram.shape[0] // 2
-        scale = self.variance / (size // 2)
+        scale = self.variance / (size // 2).astype(self.variance.dtype)
         pair = jnp.arange(num_pairs) < size // 2
         kept = jnp.concatenate([pair, pair])
         gram, moments, squares = self.statistics
