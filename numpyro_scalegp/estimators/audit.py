@@ -34,7 +34,7 @@ class AuditRow(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one evaluation of value and gradient takes."""
+    """What an evaluation of value and gradient takes: for y, and for zeros, which leave log|H|."""
 
     epochs: float  # of the solver, mean over draws; NaN where there is none
     seconds: float

@@ -335,7 +335,8 @@ def _backward(kept: tuple, slope: Float[Array, " m"]) -> tuple:
 
 
 def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -> Array:
-    return jnp.concatenate([*squares, probes], axis=1)
+    columns = jnp.moveaxis(squares, 0, 1).reshape(len(probes), -1)
+    return jnp.concatenate([columns, probes], axis=1)
 
 
 _with_gradient.defvjp(_forward, _backward)

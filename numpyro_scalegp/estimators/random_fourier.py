@@ -34,8 +34,9 @@ class RandomFourier(AbstractEstimator):
     A fast approximation, linear in the number of rows, with its own posterior from `condition`. It
     is biased against the kernel itself: it underestimates log|H| and overestimates y'H^-1 y in the
     mean, and a fit with it takes the function for rougher than it is. For a fixed key it is a
-    smooth function of the hyperparameters of any order, so NUTS and line searches are possible,
-    under that one draw of the frequencies.
+    smooth function of the hyperparameters, so NUTS and line searches are possible, under that one
+    draw of the frequencies. Kernels without smooth features (`kernel.has_smooth_features`) are
+    refused: their gradients would be wrong.
 
     Args:
         num_features: number p of features, even; well below n, or `Cholesky` costs less.
@@ -45,7 +46,8 @@ class RandomFourier(AbstractEstimator):
 
     References:
         Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; for the bias,
-        Potapczynski et al. (2021), theorem 2. Time O(n p^2 + p^3), memory O(n d + p^2).
+        Potapczynski et al. (2021), theorem 2. Time O(n p^2 + p^3), memory O(n d + p^2). Its
+        quadratic form is a difference of terms of size y'y / noise: for little noise, in float64.
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -78,8 +80,14 @@ class RandomFourier(AbstractEstimator):
         """The log density of `residual` under N(0, Phi Phi' + noise); no state is used.
 
         Raises:
-            ValueError: if there is no key, or the kernel has no random features.
+            ValueError: if there is no key, or the kernel has no smooth random features.
         """
+        if not kernel.has_smooth_features:
+            raise ValueError(
+                f"`kernel`, here `{type(kernel).__name__}`, has a hyperparameter that decides "
+                "between discrete frequencies: the gradient by its random features would be wrong. "
+                "Expand products of sums into sums, and use another estimator for `Periodic`."
+            )
         operator = KernelOperator(kernel, X, noise_variance)
         rows = residual.reshape(-1, residual.shape[-1])
         found = self._statistics(operator, rows.T, key)[1]
@@ -93,6 +101,14 @@ class RandomFourier(AbstractEstimator):
         key: Key[Array, ""] | None,
     ) -> tuple[KernelFeatures, Weights]:
         """The features of a key, and the posterior of their weights, in O(n p^2 + p^3).
+
+        Args:
+            operator: H, whose kernel the features replace.
+            residual: observations minus the mean, shape (n,).
+            key: a typed JAX key for the frequencies.
+
+        Returns:
+            The features as a function of rows, and the law of the weights, of p entries.
 
         Raises:
             ValueError: if there is no key, or the kernel has no random features.

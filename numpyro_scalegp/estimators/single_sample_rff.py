@@ -44,10 +44,11 @@ class SingleSampleRFF(AbstractEstimator):
         ValueError: if a number is not even and positive.
 
     References:
-        Potapczynski et al. (2021), section 4.2, eq. 20. Time O(n m^2 + m^3) and memory O(n m) with
-        the number m of features drawn, rounded up by at most a factor of two, and O(n^3) and O(n^2)
-        where the last term is drawn. Under `jax.vmap` every size is computed for every draw: map
-        over keys with `jax.lax.map`.
+        Potapczynski et al. (2021), section 4.2, eq. 20. Time O(n m^2 + m^3) and memory O(n d + m^2)
+        with the number m of features drawn, rounded up by at most a factor of two; O(n^3) and
+        O(n^2) where the last term is drawn. In float32, noise variances below a thousandth of the
+        data's leave rounding errors of the order of one, before the weights. Under `jax.vmap` every
+        size is computed for every draw: map over keys with `jax.lax.map`.
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -88,6 +89,8 @@ class SingleSampleRFF(AbstractEstimator):
     ) -> Float[Array, "*batch"]:
         """An unbiased estimate of the log density of `residual` under N(0, H); no state is used.
 
+        First derivatives are in reverse mode only.
+
         Raises:
             ValueError: if there is no key, or the kernel is not stationary.
         """
@@ -103,7 +106,7 @@ class SingleSampleRFF(AbstractEstimator):
         values = _evaluate(self, differentiable, rows, (rest, frequency_key, stop))
         return values.reshape(residual.shape[:-1])
 
-    def widths(self, n: int) -> tuple[int, ...]:
+    def _widths(self, n: int) -> tuple[int, ...]:
         """The numbers of features that are compiled for: sizes thinned out to doublings."""
         widths: list[int] = []
         for size in reversed(self.sizes(n)[1:]):
@@ -113,13 +116,13 @@ class SingleSampleRFF(AbstractEstimator):
 
     def _branches(self, n: int) -> list[Callable[..., Float[Array, " m"]]]:
         """The estimate from as many features as each width, and the one with the last term."""
-        return [functools.partial(self._estimate, width) for width in (*self.widths(n), None)]
+        return [functools.partial(self._estimate, width) for width in (*self._widths(n), None)]
 
     def _branch(self, n: int, stop: Int[Array, ""]) -> Int[Array, ""]:
         """Which branch has all features of the J-th term."""
         size = jnp.append(jnp.array(self.sizes(n)), n)[stop]
-        inside = jnp.searchsorted(jnp.array(self.widths(n), int), size)
-        return jnp.where(stop == len(self.sizes(n)), len(self.widths(n)), inside)
+        inside = jnp.searchsorted(jnp.array(self._widths(n), int), size)
+        return jnp.where(stop == len(self.sizes(n)), len(self._widths(n)), inside)
 
     def _estimate(
         self,

@@ -49,8 +49,9 @@ def statistics(
 
 def posterior(statistics: Statistics) -> Weights:
     """The posterior of the weights given the only data vector, in O(p^3)."""
-    factor = linalg.factorise(_precision(statistics))
-    W = linalg.triangular_inverse(factor.tril)
+    precision = _precision(statistics)
+    factor = linalg.factorise(precision)
+    W = linalg.inverse_cholesky_given(precision, factor.tril)
     return Weights(matmul(W.T, matmul(W, statistics.moments[:, 0])), W, factor.jitter)
 
 

@@ -77,6 +77,19 @@ class AbstractKernel(eqx.Module):
         """Whether k(x, z) depends on x - z alone, so that the kernel has a spectral density."""
         return False
 
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether random features of a fixed key have a derivative in every hyperparameter.
+
+        Not where one decides between discrete frequencies: the lengthscale of `Periodic`, or the
+        variances of a sum inside of a product.
+        """
+        return self._has_smooth_frequencies
+
+    @property
+    def _has_smooth_frequencies(self) -> bool:
+        return True
+
     def random_features(
         self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
     ) -> Float[Array, "n p"]:
@@ -153,6 +166,15 @@ class Sum(AbstractKernel):
         """Whether both kernels are stationary."""
         return self.left.is_stationary and self.right.is_stationary
 
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether both kernels' features are smooth."""
+        return self.left.has_smooth_features and self.right.has_smooth_features
+
+    @property
+    def _has_smooth_frequencies(self) -> bool:
+        return False  # each is one kernel's or the other's
+
     def random_features(
         self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
     ) -> Float[Array, "n p"]:
@@ -191,6 +213,17 @@ class Product(AbstractKernel):
     def is_stationary(self) -> bool:
         """Whether both kernels are stationary."""
         return self.left.is_stationary and self.right.is_stationary
+
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether the frequencies, or else both kernels' features, are smooth."""
+        if self.is_stationary:
+            return self._has_smooth_frequencies
+        return self.left.has_smooth_features and self.right.has_smooth_features
+
+    @property
+    def _has_smooth_frequencies(self) -> bool:
+        return self.left._has_smooth_frequencies and self.right._has_smooth_frequencies
 
     def random_features(
         self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
@@ -241,6 +274,15 @@ class Scaled(AbstractKernel):
         """Whether the kernel itself is stationary."""
         return self.kernel.is_stationary
 
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether the kernel's own features are smooth."""
+        return self.kernel.has_smooth_features
+
+    @property
+    def _has_smooth_frequencies(self) -> bool:
+        return self.kernel._has_smooth_frequencies
+
     def random_features(
         self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
     ) -> Float[Array, "n p"]:
@@ -286,6 +328,15 @@ class ActiveDims(AbstractKernel):
     def is_stationary(self) -> bool:
         """Whether the kernel itself is stationary."""
         return self.kernel.is_stationary
+
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether the kernel's own features are smooth."""
+        return self.kernel.has_smooth_features
+
+    @property
+    def _has_smooth_frequencies(self) -> bool:
+        return self.kernel._has_smooth_frequencies
 
     def random_features(
         self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int

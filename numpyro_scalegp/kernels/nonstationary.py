@@ -97,6 +97,11 @@ class FeatureMapped(AbstractKernel):
             )
         return mapped
 
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether the kernel's own features are smooth."""
+        return self.kernel.has_smooth_features
+
     def random_features(
         self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
     ) -> Float[Array, "n p"]:

@@ -317,6 +317,10 @@ class Periodic(_Stationary):
         frequency = 2.0 * jnp.pi / jnp.broadcast_to(self.period, (1, d))
         return harmonic.astype(frequency.dtype) * frequency
 
+    @property
+    def _has_smooth_frequencies(self) -> bool:
+        return False
+
     def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
         raise NotImplementedError("the periodic kernel's spectrum is no mixture of Gaussians")
 

@@ -11,10 +11,10 @@ from numpyro_scalegp.core import chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.conditioned import AbstractConditioned
+from numpyro_scalegp.predict.conditioned import AbstractRepresented
 
 
-class ExactPosterior(AbstractConditioned):
+class ExactPosterior(AbstractRepresented):
     """The posterior f | y of an exact Gaussian process, from one factorisation of its covariance.
 
     With H = K(X, X) + noise = L L' and a = H^-1 (y - m(X)):
@@ -64,13 +64,6 @@ class ExactPosterior(AbstractConditioned):
         """What the factorisation took: `jitter`, in the units of the covariance."""
         return {"jitter": self.factor.jitter}
 
-    @property
-    def _row_width(self) -> int:
-        return self.X.shape[0]
-
-    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return matmul(self.kernel(rows, self.X), self.representer_weights)
-
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
@@ -102,10 +95,6 @@ class ExactPosterior(AbstractConditioned):
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         prior = self.kernel.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
-
-    def at_data(self) -> dist.Normal:
-        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
-        return self.predictive(self.X, self.noise_variance)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

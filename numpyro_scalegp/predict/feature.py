@@ -89,10 +89,6 @@ class FeaturePosterior(AbstractConditioned):
 
         return chunks.map_rows(chunk, Xs, chunk_size).T
 
-    def at_data(self) -> dist.Normal:
-        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
-        return self.predictive(self.X, self.noise_variance)
-
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.
 

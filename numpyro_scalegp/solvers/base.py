@@ -158,12 +158,8 @@ def finish(
 
 def largest(norms: Float[Array, " k"], num_averaged: int) -> Float[Array, ""]:
     """The largest residual that counts: one column's, or the mean of the last `num_averaged`."""
+    check_num_averaged(num_averaged, norms.shape[0])
     single = norms.shape[0] - num_averaged
-    if single < 0 or num_averaged < 0:
-        raise ValueError(
-            f"`num_averaged` must be from 0 to the number of columns, {norms.shape[0]}, got "
-            f"{num_averaged}."
-        )
     alone = jnp.max(norms[:single], initial=0.0)
     return jnp.maximum(alone, jnp.mean(norms[single:])) if num_averaged else alone
 
@@ -192,6 +188,15 @@ def iterate(
     return finish(
         begin, state.value, state.residual, state.iteration, epochs, tolerance, num_averaged
     )
+
+
+def check_num_averaged(num_averaged: int, num_columns: int) -> None:
+    """Raise unless so many of the columns can be averaged."""
+    if not 0 <= num_averaged <= num_columns:
+        raise ValueError(
+            f"`num_averaged` must be from 0 to the number of columns, {num_columns}, got "
+            f"{num_averaged}."
+        )
 
 
 def check_budget(tolerance: float, max_epochs: int | float) -> None:

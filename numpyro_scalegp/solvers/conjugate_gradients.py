@@ -59,14 +59,14 @@ class _Krylov(NamedTuple):
 
 
 class Roulette(NamedTuple):
-    """What a run stopped at random leaves besides a solution."""
+    """Where a run stops at random, and what it keeps on the way."""
 
     stop: Int[Array, ""]  # iterations to make, known only at run time
     # What each column's move in an iteration, counted from zero, is multiplied by in each of
-    # several copies of the solution.
+    # several copies of the solution; 1 for the columns that are kept.
     weights: Callable[[Int[Array, ""]], Float[Array, "copies k"]]
-    checkpoints: tuple[int, ...]  # iterations after which the first copy is kept ...
-    num_kept: int  # ... of the first columns
+    checkpoints: tuple[int, ...]  # iterations after which iterates are kept
+    num_kept: int  # so many of the first columns of B
 
 
 class _State(NamedTuple):
@@ -252,6 +252,9 @@ def run(
     def goes_on(state: _State) -> Array:
         norms = _norms(state.data)[:k] if k else _norms(state.probes)
         unsolved = largest(norms, num_averaged) > tolerance
+        if roulette is not None and num_probes:
+            # The log-determinant, too, is a sum that ends where the rest is zero.
+            unsolved |= jnp.max(_norms(state.probes)[:num_probes]) > tolerance
         return (state.iteration < limit) & unsolved
 
     def step(state: _State) -> _State:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import AbstractPreconditioner, Identity
-from numpyro_scalegp.solvers.base import AbstractSolver, Solution
+from numpyro_scalegp.solvers.base import AbstractSolver, Solution, check_num_averaged
 from numpyro_scalegp.solvers.conjugate_gradients import (
     Coefficients,
     ConjugateGradients,
@@ -51,7 +51,9 @@ class RussianRouletteCG(AbstractSolver):
         Truncations, section 4.1. There, two independent indices give the two sides of the quadratic
         form, and a third one the probes: the run goes on to the largest of three, and the variance
         is higher. For the iteration itself, see `ConjugateGradients`. Time
-        O(E[J] n^2 (d / 2 + k)), memory O(n (k + rank + checkpoints)).
+        O(E[J] n^2 (d / 2 + k)), memory O(n (k + rank + checkpoints m)) for m columns that are not
+        averaged. `len(checkpoints(n))`, 49 at the defaults for n = 15,000, grows with log(n); each
+        is a column more in an estimator's gradient.
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -83,7 +85,8 @@ class RussianRouletteCG(AbstractSolver):
         """The solver with a wanted E[J], of which four fifths are always made.
 
         Args:
-            mean: wanted E[J], up to the rounding.
+            mean: wanted E[J] of one index, up to the rounding; where averaged columns have twins
+                (`Pathwise`), the run goes on to the larger of two.
             max_iterations: the number of terms.
             preconditioner: as of the class.
             group_size: as of the class.
@@ -168,10 +171,11 @@ class RussianRouletteCG(AbstractSolver):
             The solution for B, and the coefficients of the probes.
 
         Raises:
-            ValueError: if there is no `key`.
+            ValueError: if there is no `key`, or `num_averaged` is out of range.
         """
         if key is None:
             raise ValueError("`key` must be given: where to stop is drawn at random.")
+        check_num_averaged(num_averaged, B.shape[1])
         law, points = self.law(operator.size), np.array(self.checkpoints(operator.size))
         num_kept = B.shape[1] - num_averaged
         stop = law.sample(key, (2 if paired and num_averaged else 1,))
@@ -196,11 +200,13 @@ class RussianRouletteCG(AbstractSolver):
             roulette=Roulette(jnp.max(stop), weights, tuple(points), num_kept),
         )
         # What changes from one checkpoint to the next is weighted; hence the share of each of them.
-        reached = jnp.append(table[0, points - 1], 0.0)
+        # Nothing changes after the end of the run: heavy weights of equal iterates would leave
+        # nothing but rounding.
+        over = np.append(-1, points[:-1]) >= solution.iterations
+        reached = jnp.append(jnp.where(over, 0.0, table[0, points - 1]), 0.0)
         shares = reached[:-1] - reached[1:]
-        value = jnp.concatenate(
-            [jnp.einsum("r,rnk->nk", shares, vectors), solution.value[:, num_kept:]], axis=1
-        )
+        kept = jnp.einsum("r,rnk->nk", shares, vectors, precision="highest")
+        value = jnp.concatenate([kept, solution.value[:, num_kept:]], axis=1)
         solution = solution._replace(
             value=value,
             converged=jnp.all(jnp.isfinite(solution.residual)),
@@ -221,13 +227,14 @@ class RussianRouletteCG(AbstractSolver):
 
         All iterations are there for it, so that the largest index counts. Each look takes
         eigenvectors: they are so far apart that the odds of getting from one to the next do not
-        fall below about a half.
+        fall below about a half. Iterations beyond those with coefficients add nothing.
         """
         num_steps = len(coefficients.curvature)
         first = min(self.min_iterations, num_steps)
         apart = max(1, min(round(0.7 / max(self.decay, 1e-9)), num_steps // 8))
         stops = np.append(np.arange(first, num_steps, apart), num_steps)
-        survival = 1.0 - (1.0 - law.survival[stops - 1]) ** stop.size
+        # That of the largest index, without the loss of digits of 1 - (1 - P)^2.
+        survival = -jnp.expm1(stop.size * jnp.log1p(-law.survival[stops - 1]))
         weights = jnp.where(stops <= jnp.max(stop), 1.0 / survival, 0.0)
         return coefficients._replace(
             stops=jnp.minimum(stops, iterations), weights=weights.astype(coefficients.start.dtype)

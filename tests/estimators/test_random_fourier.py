@@ -182,7 +182,7 @@ def test_terms_and_their_law():
         estimator.law(100).probabilities * np.array([70, 90, 110]) / 70,
         np.full(3, estimator.law(100).probabilities[0]),
     )
-    assert SingleSampleRFF(50, 10).widths(1000) == (60, 120, 240, 490, 990)
+    assert SingleSampleRFF(50, 10)._widths(1000) == (60, 120, 240, 490, 990)
     # With fewer rows than features at the start, the only term closes the gap.
     assert estimator.sizes(30) == (50,)
     p = {**parameters(), "y": jnp.array(data()[1][:30])}
@@ -245,3 +245,34 @@ def test_rejects_bad_arguments(unchecked):
     gp = sgp.GaussianProcess(parameters()["kernel"], data()[0], 0.1, estimator=RandomFourier(4))
     with pytest.raises(ValueError, match="`RandomFourier` draws at random"):
         gp.condition(data()[1])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        sgp.kernels.Periodic(1.0, period=2.0),
+        2.0 * (sgp.kernels.RBF(1.0) + sgp.kernels.RBF(2.0)) * sgp.kernels.RBF(3.0),
+    ],
+    ids=["periodic", "product_of_a_sum"],
+)
+def test_refuses_kernels_whose_features_have_no_derivative(kernel):
+    X = jnp.linspace(0.0, 1.0, 8)[:, None]
+    gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=RandomFourier(6), key=KEY)
+    with pytest.raises(ValueError, match="between discrete frequencies"):
+        gp.log_prob(jnp.zeros(8))
+    # Without a derivative, nothing is wrong with them.
+    assert jnp.all(jnp.isfinite(gp.condition(jnp.zeros(8)).mean(X)))
+
+
+def test_posterior_is_differentiable_in_hyperparameters():
+    p = parameters()
+
+    def mean(lengthscale: Any) -> Any:
+        kernel = sgp.kernels.RBF(lengthscale)
+        gp = sgp.GaussianProcess(kernel, data()[0], 0.1, estimator=RandomFourier(20), key=KEY)
+        return gp.condition(p["y"]).mean(data()[0][:1])[0]
+
+    step = 1e-5
+    slope = jax.jit(jax.grad(mean))(1.0)
+    differences = (mean(1.0 + step) - mean(1.0 - step)) / (2.0 * step)
+    np.testing.assert_allclose(slope, differences, rtol=1e-4)

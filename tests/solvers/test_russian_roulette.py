@@ -12,6 +12,7 @@ from numpyro_scalegp.kernels import Matern32
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
+from numpyro_scalegp.truncation import StoppingLaw
 
 N, NUM_DRAWS = 200, 2000
 DIRECTIONS = np.random.default_rng(1).normal(size=(N, 4))
@@ -108,6 +109,26 @@ def test_stops_where_nothing_is_left(x64):
     left, right = solution.squares(3)
     square = np.einsum("rnk,rnk->nk", left, right)
     np.testing.assert_allclose(square, np.square(solution.value), rtol=1e-12)
+
+
+def test_a_late_stop_after_the_end_does_no_harm():
+    # The last terms' weights are beyond 1e10, and their terms zero.
+    X = jnp.linspace(0.0, 3.0, 60)[:, None]
+    H = KernelOperator(Matern32(1.0), X, 0.1)
+    B = jnp.sin(jnp.arange(60.0))[:, None]
+    solver = RussianRouletteCG(0.4, 4, group_size=1)
+    stops = jnp.array([58, 60])
+
+    def spread(solution):
+        return float(jnp.max(jnp.abs(solution.value)) / jnp.linalg.norm(B))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoppingLaw, "sample", lambda *_: stops[:1])
+        late = solver.solve(H, B, key=KEY)
+        patch.setattr(StoppingLaw, "sample", lambda *_: late.iterations[None])
+        at_the_end = solver.solve(H, B, key=KEY)
+    assert late.iterations < 55
+    assert spread(late) < 3.0 * max(spread(at_the_end), 1.0)
 
 
 def test_a_guess_changes_no_mean(x64):

@@ -16,6 +16,7 @@ from numpyro_scalegp.solvers import (
     AlternatingProjections,
     Cholesky,
     ConjugateGradients,
+    RussianRouletteCG,
     StochasticGradientDescent,
 )
 
@@ -210,9 +211,10 @@ def test_averaged_columns_count_by_their_mean(name, x64):
 
 
 @pytest.mark.parametrize("num_averaged", [-1, 5])
-def test_bad_number_of_averaged_columns(num_averaged):
+@pytest.mark.parametrize("solver", [Cholesky(), RussianRouletteCG()], ids=["exact", "roulette"])
+def test_bad_number_of_averaged_columns(solver, num_averaged):
     with pytest.raises(ValueError, match=r"`num_averaged` must be from 0 to .* 4, got"):
-        Cholesky().solve(operator(), targets(), num_averaged=num_averaged)
+        solve(solver, operator(), targets(), num_averaged=num_averaged)
 
 
 # Starts
