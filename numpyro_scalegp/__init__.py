@@ -13,12 +13,22 @@ from numpyro_scalegp import (
     predict,
     solvers,
 )
-from numpyro_scalegp.distributions import GaussianProcess, LatentGP, SparseGP, plate, solver_state
+from numpyro_scalegp.distributions import (
+    DecoupledGP,
+    GaussianProcess,
+    HybridGP,
+    LatentGP,
+    SparseGP,
+    plate,
+    solver_state,
+)
 from numpyro_scalegp.export import to_arviz
 from numpyro_scalegp.saving import load, save
 
 __all__ = [
+    "DecoupledGP",
     "GaussianProcess",
+    "HybridGP",
     "LatentGP",
     "SparseGP",
     "datasets",

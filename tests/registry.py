@@ -159,12 +159,36 @@ def _sparse(kernel: AbstractKernel, X: Array) -> sgp.SparseGP:
     return sgp.SparseGP(kernel, X, X[:M] + 0.1, jnp.linspace(-1.0, 1.0, M), scale_tril)
 
 
+def _hybrid(kernel: AbstractKernel, X: Array) -> sgp.HybridGP:
+    sparse = _sparse(kernel, X)
+    parts = sparse.inducing_points, sparse.loc, sparse.scale_tril
+    return sgp.HybridGP(kernel, X, *parts, X[4:] - 0.1, jnp.array([0.4, -0.3, 0.2]))
+
+
+def _decoupled(kernel: AbstractKernel, X: Array) -> sgp.DecoupledGP:
+    sparse = _sparse(kernel, X)
+    weights = jnp.array([0.4, -0.3, 0.2, 0.1, -0.5])
+    return sgp.DecoupledGP(
+        kernel, X, X[:5] - 0.1, weights, sparse.inducing_points, sparse.scale_tril,
+        num_columns=3, key=jax.random.key(0),
+    )  # fmt: skip
+
+
 # family = factory(kernel, X): variational families for a site with an `sgp.LatentGP` prior.
 LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("sparse", _sparse),
+    ("hybrid", _hybrid),
+    ("decoupled", _decoupled),
 ]
 
 # guide = factory(model): guides that own the GP site of a model.
 GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
     ("sparse", lambda model: sgp.guides.AutoSparseGP(model, num_inducing=4)),
+    ("hybrid", lambda model: sgp.guides.AutoHybridGP(model, num_inducing=4, num_residual=5)),
+    (
+        "decoupled",
+        lambda model: sgp.guides.AutoDecoupledGP(
+            model, mean_points=jnp.eye(5, NUM_COLUMNS), cov_points=jnp.eye(3, NUM_COLUMNS)
+        ),
+    ),
 ]

@@ -113,7 +113,7 @@ def test_bayesian_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("pandas")
     pytest.importorskip("arviz")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
-    table, _ = load("bayesian_hyperparameters").main(100, 150, 60, large_rows=0, folder=tmp_path)
+    table, _ = load("bayesian_hyperparameters").main(60, 100, 60, large_rows=0, folder=tmp_path)
     assert list(table) == ["AutoNormal", "AutoMultivariateNormal", "SGLD"]
     for shifts, ratios in table.values():
         # Short runs: near, not exact.

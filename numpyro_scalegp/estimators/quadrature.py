@@ -44,9 +44,11 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
     """
     # The stages' sum, by what each number of steps counts in it.
     weights = coefficients.weights - jnp.append(coefficients.weights[1:], 0.0)
-    # Eigenvectors of many steps cost much more than those of few: sizes to choose from.
-    num_steps = len(coefficients.curvature)
-    sizes = sorted({-(-num_steps // part) for part in (1, 2, 4, 8)})
+    # Eigenvectors of many steps cost much more than those of few: sizes to choose from, as long as
+    # there is something to gain.
+    num_steps, _, g, _ = coefficients.curvature.shape
+    parts = [part for part in (1, 2, 4, 8) if num_steps * g >= 100 * part]
+    sizes = sorted({-(-num_steps // part) for part in parts or (1,)})
 
     def first_steps(size: int, stop: Array) -> Array:
         curvature, triangle = (

@@ -1,6 +1,15 @@
 """Guides that own a GP site."""
 
 from numpyro_scalegp.guides.base import AbstractGPGuide
+from numpyro_scalegp.guides.decoupled import AutoDecoupledGP
+from numpyro_scalegp.guides.hybrid import AutoHybridGP
+from numpyro_scalegp.guides.mean import AbstractDecoupledGuide
 from numpyro_scalegp.guides.sparse import AutoSparseGP
 
-__all__ = ["AbstractGPGuide", "AutoSparseGP"]
+__all__ = [
+    "AbstractDecoupledGuide",
+    "AbstractGPGuide",
+    "AutoDecoupledGP",
+    "AutoHybridGP",
+    "AutoSparseGP",
+]

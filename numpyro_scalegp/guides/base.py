@@ -3,16 +3,17 @@
 import abc
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import numpyro
 from jaxtyping import Array, Key
 from numpyro import handlers
-from numpyro.distributions import Distribution
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 from numpyro.infer.initialization import init_to_median
 
+from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.sites import GPSite, Model, find_gp_site, hide_gp_site
 from numpyro_scalegp.predict import AbstractPosterior
 
@@ -42,8 +43,13 @@ class AbstractGPGuide(abc.ABC):
         self.rest = _build_rest(rest, hide_gp_site(model, site))
 
     @abc.abstractmethod
-    def _family(self, site: GPSite) -> Distribution:
-        """Declare the parameters and return the variational family at the site's rows."""
+    def _family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
+        """Declare the parameters and return the variational family at the site's rows.
+
+        Args:
+            site: the GP site.
+            training: whether what the guide keeps besides parameters may change.
+        """
 
     def _param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Array:
         return numpyro.param(f"{site.name}_{self.prefix}_{name}", *args, **kwargs)
@@ -136,17 +142,47 @@ class AbstractGPGuide(abc.ABC):
         Raises:
             ValueError: if `key` is None and the rest's guide has no medians.
         """
-        seed = jax.random.key(0) if key is None else key
+        site = self._site(params, key, args, kwargs)
+        with self._parameters(params, key):
+            return self._family(site, training=False).posterior()
+
+    def _parameters(self, params: dict[str, Any], key: Key[Array, ""] | None) -> ExitStack:
+        """A context in which the guide's own parameters have their fitted values."""
+        stack = ExitStack()
+        stack.enter_context(handlers.block())
+        stack.enter_context(handlers.seed(rng_seed=jax.random.key(0) if key is None else key))
+        stack.enter_context(handlers.substitute(data=params))
+        return stack
+
+    def _values(
+        self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
+    ) -> dict[str, Array]:
+        """Values of the rest's sites: medians, or one draw."""
         if key is None:
-            values = self.median(params)
-        else:
-            seed, rest_key = jax.random.split(key)
-            rest = handlers.substitute(handlers.seed(self.rest, rest_key), data=params)
-            trace = handlers.trace(rest).get_trace(*args, **kwargs)
-            values = {k: site["value"] for k, site in trace.items() if site["type"] == "sample"}
-        with handlers.block(), handlers.seed(rng_seed=seed), handlers.substitute(data=params):
-            site = find_gp_site(self.model, self.site, values, args, kwargs)
-            return self._family(site).posterior()
+            return self.median(params)
+        rest = handlers.substitute(handlers.seed(self.rest, key), data=params)
+        trace = handlers.trace(rest).get_trace(*args, **kwargs)
+        return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+
+    def _site(
+        self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
+    ) -> GPSite:
+        """The model's GP site under those values."""
+        seed, rest_key = (key, key) if key is None else jax.random.split(key)
+        values = self._values(params, rest_key, args, kwargs)
+        with self._parameters(params, seed):
+            return find_gp_site(self.model, self.site, values, args, kwargs)
+
+    def _function_means(
+        self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Array]:
+        """The means of the function sites that this guide and its rest own, at the model's rows."""
+        rest = self.rest
+        means = {}
+        if isinstance(rest, AbstractGPGuide):
+            means = rest._function_means(params, args, kwargs)
+        site = self._site(params, None, args, kwargs)
+        return {**means, site.name: self.posterior(params, *args, **kwargs).mean(site.X)}
 
 
 def _build_rest(rest: Rest, model: Model) -> Guide:

@@ -90,7 +90,13 @@ class AutoSparseGP(AbstractGPGuide):
             )
         return kmeans_points(key, X, min(self.num_inducing, X.shape[0]))
 
-    def _family(self, site: GPSite) -> SparseGP:
+    def _family(self, site: GPSite, *, training: bool = True) -> SparseGP:
+        return SparseGP(site.kernel, site.X, *self._whitened(site), jitter=self.jitter)
+
+    def _whitened(
+        self, site: GPSite
+    ) -> tuple[Float[Array, "M d"], Float[Array, " M"], Float[Array, "M M"]]:
+        """Declare inducing points, mean and scale of the whitened inducing values."""
         Z = self._param(site, "inducing_points", lambda key: self._start(key, site.X))
         M = Z.shape[0]
         loc = self._param(site, "loc", lambda _: jnp.zeros(M, Z.dtype))
@@ -100,4 +106,4 @@ class AutoSparseGP(AbstractGPGuide):
             lambda _: jnp.eye(M, dtype=Z.dtype),
             constraint=constraints.lower_cholesky,
         )
-        return SparseGP(site.kernel, site.X, Z, loc, scale_tril, jitter=self.jitter)
+        return Z, loc, scale_tril

@@ -13,7 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer.elbo import ELBO
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.distributions import SparseGP
+from numpyro_scalegp.distributions import AbstractVariationalGP
 
 Trace = dict[str, Any]
 
@@ -156,7 +156,7 @@ class _Marginals(Messenger):
         return self
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and isinstance(msg["fn"], SparseGP):
+        if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
             self.marginals[msg["name"]] = msg["fn"].marginals()
             msg["value"] = self.marginals[msg["name"]][0]
 

@@ -1,16 +1,16 @@
 """The posterior of a Gaussian process that is summarised by inducing points."""
 
 import equinox as eqx
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import checks, chunks, linalg
+from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.whitening import whitened_moments
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.base import AbstractPosterior
+from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
 
 
-class SparsePosterior(AbstractPosterior):
+class SparsePosterior(AbstractVariationalPosterior):
     """The variational posterior of a whitened sparse Gaussian process.
 
     With K(Z, Z) = L L', A = L^-1 k(Z, X) and q(v) = N(loc, S S') over v = L^-1 f(Z):
@@ -37,66 +37,32 @@ class SparsePosterior(AbstractPosterior):
     scale_tril: Float[Array, "M M"]
     jitter: float | None = eqx.field(static=True, default=None)
 
-    def _inducing_covariance(self) -> Float[Array, "M M"]:
-        return linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
+    @property
+    def _num_columns(self) -> int:
+        return self.inducing_points.shape[1]
+
+    @property
+    def _row_width(self) -> int:
+        return self.inducing_points.shape[0]
+
+    def _factorise(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
+        K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
+        return K, linalg.factorise(K)
 
     def _moments(
-        self, K: Float[Array, "M M"], factor: linalg.Factor, X: Float[Array, "n d"]
+        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        K, factor = factors
         across = self.kernel(self.inducing_points, X)
         diagonal = self.kernel.diag(X)
         return whitened_moments(K, across, diagonal, self.loc, self.scale_tril, factor)
 
-    # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
-    @eqx.filter_jit
-    def marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        """The mean and the variance of f at each row of X, all rows at once.
-
-        Args:
-            X: inputs, shape (n, d).
-
-        Returns:
-            Means and variances, each of shape (n,), in O(n M^2 + M^3).
-        """
-        K = self._inducing_covariance()
-        return self._moments(K, linalg.factorise(K), X)
-
-    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        return checks.inputs("Xs", Xs, width=self.inducing_points.shape[1])
-
-    def _rows(self, chunk_size: int | None) -> int:
-        M = self.inducing_points.shape[0]
-        return chunks.rows_per_chunk(M) if chunk_size is None else chunk_size
-
-    @eqx.filter_jit
-    def _chunked_marginals(self, Xs: Array, chunk_size: int) -> tuple[Array, Array]:
-        K = self._inducing_covariance()
-        factor = linalg.factorise(K)
-        return chunks.map_rows(lambda X: self._moments(K, factor, X), Xs, chunk_size)
-
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._chunked_marginals(self._check(Xs), self._rows(chunk_size))[0]
-
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior variance of f; see `AbstractPosterior.variance`."""
-        return self._chunked_marginals(self._check(Xs), self._rows(chunk_size))[1]
-
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples m"]:
-        """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
-        return self._sample(key, self._check(Xs), num_samples)
-
-    @eqx.filter_jit
-    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        whitener = linalg.inverse_cholesky(self._inducing_covariance())
-        A = matmul(whitener, self.kernel(self.inducing_points, Xs))
+    def _joint(
+        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        K, factor = factors
+        whitener = linalg.inverse_cholesky_given(K, factor.tril)
+        A = matmul(whitener, self.kernel(self.inducing_points, X))
         SA = matmul(self.scale_tril.T, A)
-        covariance = self.kernel.covariance(Xs) - matmul(A.T, A) + matmul(SA.T, SA)
-        mean, prior = matmul(self.loc, A), self.kernel.diag(Xs)
-        return self._joint_sample(key, mean, covariance, prior, num_samples)
+        covariance = self.kernel.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
+        return matmul(self.loc, A), covariance

@@ -234,7 +234,8 @@ class RussianRouletteCG(AbstractSolver):
         apart = max(1, min(round(0.7 / max(self.decay, 1e-9)), num_steps // 8))
         stops = np.append(np.arange(first, num_steps, apart), num_steps)
         # That of the largest index, without the loss of digits of 1 - (1 - P)^2.
-        survival = -jnp.expm1(stop.size * jnp.log1p(-law.survival[stops - 1]))
+        single = jnp.minimum(law.survival[stops - 1], 1.0)
+        survival = -jnp.expm1(stop.size * jnp.log1p(-single))
         weights = jnp.where(stops <= jnp.max(stop), 1.0 / survival, 0.0)
         return coefficients._replace(
             stops=jnp.minimum(stops, iterations), weights=weights.astype(coefficients.start.dtype)

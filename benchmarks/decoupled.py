@@ -1,0 +1,144 @@
+"""A hybrid GP with a solved mean beside GPyTorch's SVGP; and what a step costs as the mean grows.
+
+    python benchmarks/decoupled.py compare --data kin40k --num-residual 6000 --steps 1200
+    python benchmarks/decoupled.py steps
+
+`compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same process, a
+sparse GP here for some steps, then residual points for the mean: their weights by `solve_mean`, the
+noise at its optimum given the mean and the variances, twice over. Times include compilation.
+Needs SCALEGP_DATA; the peer needs the `bench` extra.
+"""
+
+import argparse
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from numpyro.infer import SVI
+from numpyro.infer.autoguide import AutoDelta
+from sparse import GPyTorch, Ours, made_up, model, score
+
+import numpyro_scalegp as sgp
+
+
+class Hybrid:
+    """A fit by `AutoSparseGP`, with a mean of many more points on top."""
+
+    def __init__(self, fit, num_residual, seed=0):
+        self.fit = fit
+        n = fit.X.shape[0]
+        rows = np.random.default_rng(seed).permutation(n)[: min(num_residual, n)]
+        self.guide = sgp.guides.AutoHybridGP(
+            model,
+            rest=fit.guide.rest,
+            inducing_points=fit.guide.inducing_points,
+            residual_points=fit.X[rows],
+        )
+        self.params = {
+            **fit.svi.get_params(fit.state),
+            "f_auto_residual_points": fit.X[rows],
+            "f_auto_residual_weights": jnp.zeros(len(rows), jnp.float32),
+        }
+
+    @functools.cached_property
+    def _refine(self):
+        guide = self.guide
+
+        @jax.jit
+        def refine(params, X, y):
+            params = guide.solve_mean(params, X, y, None)
+            posterior = guide.posterior(params, X, y, None)
+            misfit = jnp.square(y - posterior.mean(X)) + posterior.variance(X)
+            # The bound's maximum over the noise, its weak prior left aside.
+            return {**params, "noise_auto_loc": jnp.sqrt(jnp.mean(misfit))}
+
+        return refine
+
+    def refine(self):
+        """Solve for the weights, then for the noise."""
+        self.params = jax.block_until_ready(self._refine(self.params, self.fit.X, self.fit.y))
+
+    def score(self):
+        """Score the posterior at the test rows."""
+        fit, params = self.fit, self.params
+        posterior = self.guide.posterior(params, fit.X[:10], fit.y[:10], None)
+        Xs = jnp.asarray(fit.test.X_test, jnp.float32)
+        variance = posterior.variance(Xs) + params["noise_auto_loc"] ** 2
+        return score(np.asarray(posterior.mean(Xs)), np.asarray(variance), fit.test.y_test)
+
+
+def compare(arguments):
+    """Train the peer and ours, and print what they reached after what time."""
+    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
+    n, d = data.X_train.shape
+    X = jnp.asarray(data.X_train, jnp.float32)
+    print(f"{data.name}: n = {n}, d = {d}, device {jax.devices()[0]}")
+    if arguments.peer == "gpytorch":
+        points = sgp.features.kmeans_points(jax.random.key(1), X, 512)
+        total = arguments.epochs * -(-n // 1024)
+        began = time.perf_counter()
+        peer = GPyTorch(data, points, 1024, total, arguments.learning_rate)
+        peer.run(total - 1)
+        spent = time.perf_counter() - began
+        print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
+    began = time.perf_counter()
+    points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
+    fit = Ours(data, points, 1024, arguments.steps, arguments.learning_rate)
+    fit.run(arguments.steps - 1)
+    spent = time.perf_counter() - began
+    print(f"sparse, {arguments.steps} steps: {spent:6.1f} s, {fit.score()}", flush=True)
+    began = time.perf_counter() - spent
+    hybrid = Hybrid(fit, arguments.num_residual)
+    for _ in range(2):
+        hybrid.refine()
+        spent = time.perf_counter() - began
+        print(f"hybrid, {arguments.num_residual}: {spent:6.1f} s, {hybrid.score()}", flush=True)
+        began += time.perf_counter() - began - spent
+
+
+def steps(arguments):
+    """Time a step of SVI against the number of mean points."""
+    data = made_up(100_000)
+    X, y = jnp.asarray(data.X_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
+    for size in (1000, 2000, 4000, 8000, 16_000):
+        guide = sgp.guides.AutoDecoupledGP(
+            model, rest=AutoDelta, mean_points=X[:size], cov_points=X[:128], num_columns=128
+        )
+        svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+        state = jax.jit(svi.init, static_argnums=3)(jax.random.key(0), X, y, 1024)
+        update = jax.jit(
+            lambda state, X, y, svi=svi: jax.lax.scan(
+                lambda state, _: svi.update(state, X, y, 1024), state, length=20
+            )
+        )
+        compiled = update.lower(state, X, y).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            state, _ = jax.block_until_ready(compiled(state, X, y))
+            times.append((time.perf_counter() - began) / 20)
+        print(f"{size:6d} mean points: {1e3 * min(times):6.1f} ms a step, {memory:6.0f} MiB")
+
+
+def main():
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["compare", "steps"])
+    parser.add_argument("--data", default="kin40k")
+    parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=50, help="of the peer")
+    parser.add_argument("--steps", type=int, default=1200, help="of the sparse GP")
+    parser.add_argument("--learning-rate", type=float, default=0.04)
+    parser.add_argument("--num-inducing", type=int, default=512)
+    parser.add_argument("--num-residual", type=int, default=6000)
+    parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
+    arguments = parser.parse_args()
+    {"compare": compare, "steps": steps}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A variational family with one basis for its mean and one for its covariance."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions.latent import LatentGP
+from numpyro_scalegp.distributions.variational import AbstractVariationalGP
+from numpyro_scalegp.estimators.squared_norm import squared_norm
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.predict import DecoupledPosterior
+
+
+class DecoupledGP(AbstractVariationalGP):
+    """A variational process with many basis functions for its mean and few for its covariance.
+
+    Mean k(x, P) a and covariance k(x, x') - k(x, Q) (B^-1 + K(Q, Q))^-1 k(Q, x') with B = L L',
+    never more than the prior's: with L = 0 it is the prior's own. How the site behaves in a model
+    is told by `AbstractVariationalGP`.
+
+    With M = I + L'K(Q, Q) L, the divergence from the prior process is a'K(P, P) a / 2
+    + (log|M| - tr(I - M^-1)) / 2. With `num_columns`, its first term is estimated from so many
+    random columns of K(P, P), without bias, and a step is linear in the number of mean points.
+
+    Args:
+        kernel: covariance function of the prior.
+        X: inputs, shape (n, d).
+        mean_points: P, shape (M_p, d).
+        mean_weights: a, shape (M_p,).
+        cov_points: Q, shape (M_q, d); without any (M_q = 0) the mean at its optimum is kernel ridge
+            regression.
+        cov_scale_tril: L, lower triangular, shape (M_q, M_q).
+        num_columns: columns of K(P, P) that the divergence draws; None for all.
+        key: a typed JAX key for the columns.
+
+    Raises:
+        ValueError: if a shape does not fit, inputs hold NaN or infinity, or `num_columns` is given
+            without `key` or out of range when the divergence is computed.
+
+    References:
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, eq. 7 to 9. Time O(n (d M_p + M_q^2) + M_q^3 + d M_p num_columns).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 20)[:, None]
+        >>> kernel = sgp.kernels.RBF(0.3)
+        >>> guide = sgp.DecoupledGP(kernel, X, X, jnp.zeros(20), X[::4], jnp.eye(5))
+        >>> guide.mean.shape, guide.variance.shape
+        ((20,), (20,))
+    """
+
+    arg_constraints = {
+        "mean_points": constraints.real_matrix,
+        "mean_weights": constraints.real_vector,
+        "cov_points": constraints.real_matrix,
+        "cov_scale_tril": constraints.real_matrix,
+    }
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
+    pytree_aux_fields = ("num_columns",)
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        X: Float[ArrayLike, "n d"],
+        mean_points: Float[ArrayLike, "M_p d"],
+        mean_weights: Float[ArrayLike, " M_p"],
+        cov_points: Float[ArrayLike, "M_q d"],
+        cov_scale_tril: Float[ArrayLike, "M_q M_q"],
+        *,
+        num_columns: int | None = None,
+        key: Key[Array, ""] | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.X = checks.inputs("X", X)
+        self.mean_points = checks.inputs("mean_points", mean_points, self.X.shape[1])
+        self.mean_weights = checks.as_float(mean_weights)
+        expected = self.mean_points.shape[:1]
+        checks.shape("mean_weights", self.mean_weights, expected, why="one for each mean point")
+        self.cov_points = checks.inputs("cov_points", cov_points, self.X.shape[1])
+        M = self.cov_points.shape[0]
+        self.cov_scale_tril = checks.as_float(cov_scale_tril)
+        checks.shape("cov_scale_tril", self.cov_scale_tril, (M, M), why="a row a covariance point")
+        self.num_columns = num_columns
+        self.key = key
+        super().__init__((), (self.X.shape[0],), validate_args=validate_args)
+
+    def posterior(self) -> DecoupledPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        return DecoupledPosterior(
+            self.kernel, self.mean_points, self.mean_weights, self.cov_points, self.cov_scale_tril
+        )
+
+
+@kl_divergence.register(DecoupledGP, LatentGP)
+def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, ""]:
+    """The divergence of the processes, whatever rows the two sites are evaluated at."""
+    W = q.posterior().whitening()
+    log_determinant = -2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
+    covariance = log_determinant - len(W) + jnp.sum(jnp.square(W))
+    norm = squared_norm(
+        q.kernel, q.mean_points, q.mean_weights, num_columns=q.num_columns, key=q.key
+    )
+    return 0.5 * (norm + covariance)

@@ -1,0 +1,119 @@
+"""A sparse variational family with further basis functions for its mean."""
+
+from jaxtyping import Array, ArrayLike, Float, Key
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.distributions.latent import LatentGP
+from numpyro_scalegp.distributions.sparse import whitened_divergence
+from numpyro_scalegp.distributions.variational import AbstractVariationalGP
+from numpyro_scalegp.estimators.squared_norm import squared_norm
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.predict import HybridPosterior, SparsePosterior
+
+
+class HybridGP(AbstractVariationalGP):
+    """A `SparseGP` plus k(x, R) a in the mean: many residual points R that cost linear time.
+
+    With Z the inducing points, K(Z, Z) = L L' and q(v) = N(loc, S S') over v = L^-1 f(Z), the mean
+    is A'loc + k(x, R) a with A = L^-1 k(Z, x); the covariance is that of `SparseGP`, as is the
+    whole with a = 0. How the site behaves in a model is told by `AbstractVariationalGP`.
+
+    The divergence from the prior process is that of `SparseGP` plus loc'L^-1 K(Z, R) a
+    + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from so many random columns of
+    K(R, R), without bias.
+
+    Args:
+        kernel: covariance function of the prior.
+        X: inputs, shape (n, d).
+        inducing_points: Z, shape (M, d).
+        loc: mean of v without the residual part, shape (M,).
+        scale_tril: S, lower triangular with a positive diagonal, shape (M, M).
+        residual_points: R, shape (M_r, d).
+        residual_weights: a, shape (M_r,).
+        num_columns: columns of K(R, R) that the divergence draws; None for all.
+        key: a typed JAX key for the columns.
+        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+
+    Raises:
+        ValueError: if a shape does not fit, inputs hold NaN or infinity, or `num_columns` is given
+            without `key` or out of range when the divergence is computed.
+
+    References:
+        Cheng and Boots (2017), section 3.3 (eq. 14 lacks a factor of one half: the term is
+        -log|K_Z^-1 S| / 2). Time O(n (M^2 + d M_r) + M^3 + d M_r num_columns).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 20)[:, None]
+        >>> guide = sgp.HybridGP(
+        ...     sgp.kernels.RBF(0.3), X, X[::4], jnp.zeros(5), jnp.eye(5), X, jnp.zeros(20)
+        ... )
+        >>> guide.mean.shape
+        (20,)
+    """
+
+    arg_constraints = {
+        "inducing_points": constraints.real_matrix,
+        "loc": constraints.real_vector,
+        "scale_tril": constraints.lower_cholesky,
+        "residual_points": constraints.real_matrix,
+        "residual_weights": constraints.real_vector,
+    }
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
+    pytree_aux_fields = ("num_columns", "jitter")
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        X: Float[ArrayLike, "n d"],
+        inducing_points: Float[ArrayLike, "M d"],
+        loc: Float[ArrayLike, " M"],
+        scale_tril: Float[ArrayLike, "M M"],
+        residual_points: Float[ArrayLike, "M_r d"],
+        residual_weights: Float[ArrayLike, " M_r"],
+        *,
+        num_columns: int | None = None,
+        key: Key[Array, ""] | None = None,
+        jitter: float | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.X = checks.inputs("X", X)
+        width = self.X.shape[1]
+        self.inducing_points = checks.inputs("inducing_points", inducing_points, width)
+        M = self.inducing_points.shape[0]
+        self.loc = checks.as_float(loc)
+        checks.shape("loc", self.loc, (M,), why="one value for each inducing point")
+        self.scale_tril = checks.as_float(scale_tril)
+        checks.shape("scale_tril", self.scale_tril, (M, M), why="a row for each inducing point")
+        self.residual_points = checks.inputs("residual_points", residual_points, width)
+        self.residual_weights = checks.as_float(residual_weights)
+        expected = self.residual_points.shape[:1]
+        checks.shape("residual_weights", self.residual_weights, expected, why="one a point")
+        self.num_columns = num_columns
+        self.key = key
+        self.jitter = jitter
+        super().__init__((), (self.X.shape[0],), validate_args=validate_args)
+
+    def posterior(self) -> HybridPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        sparse = SparsePosterior(
+            self.kernel, self.inducing_points, self.loc, self.scale_tril, self.jitter
+        )
+        return HybridPosterior(sparse, self.residual_points, self.residual_weights)
+
+
+@kl_divergence.register(HybridGP, LatentGP)
+def _kl_hybrid_latent(q: HybridGP, p: LatentGP) -> Float[Array, ""]:
+    """The divergence of the processes, whatever rows the two sites are evaluated at."""
+    a = q.residual_weights
+    K = linalg.add_jitter(q.kernel.covariance(q.inducing_points), q.jitter)
+    at_inducing = matmul(q.kernel(q.inducing_points, q.residual_points), a)
+    across = q.loc.dot(matmul(linalg.inverse_cholesky(K), at_inducing))
+    norm = squared_norm(q.kernel, q.residual_points, a, num_columns=q.num_columns, key=q.key)
+    return whitened_divergence(q.loc, q.scale_tril) + across + 0.5 * norm

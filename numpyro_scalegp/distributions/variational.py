@@ -1,0 +1,77 @@
+"""What variational families for a function site have in common."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float
+
+from numpyro_scalegp.distributions.rows import RowsDistribution
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.predict import AbstractVariationalPosterior
+
+
+class AbstractVariationalGP(RowsDistribution):
+    """A variational process at the rows X, the guide's side of a site with a `LatentGP` prior.
+
+    The value of the site is the function at the rows of one mini-batch. `sample` and `log_prob` are
+    those of the *marginals*, independent across rows: all that a likelihood needs that factorises
+    over rows, at a cost linear in n. Joint draws come from `posterior().sample`.
+
+    Use it with an objective that knows the divergence between processes, `QuadratureELBO` or
+    NumPyro's `TraceMeanField_ELBO`. The density at the rows of a mini-batch, which `Trace_ELBO`
+    would use, bounds nothing.
+    """
+
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+
+    def posterior(self) -> AbstractVariationalPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        raise NotImplementedError
+
+    def marginals(self) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        """The mean and the variance of f at each row of X, from one factorisation."""
+        return self.posterior().marginals(self.X)
+
+    @property
+    def mean(self) -> Float[Array, " n"]:
+        """The mean of f at each row."""
+        return self.marginals()[0]
+
+    @property
+    def variance(self) -> Float[Array, " n"]:
+        """The variance of f at each row."""
+        return self.marginals()[1]
+
+    def _normal(self) -> dist.Normal:
+        mean, variance = self.marginals()
+        # The square root's derivative stays finite where nothing is left unexplained.
+        tiny = jnp.finfo(variance.dtype).tiny
+        return dist.Normal(mean, jnp.sqrt(jnp.maximum(variance, tiny)))
+
+    def sample(
+        self, key: Array, sample_shape: tuple[int, ...] = ()
+    ) -> Float[Array, "*sample_shape n"]:
+        """Draw from the marginals, independently across rows: shape (*sample_shape, n)."""
+        law = self._normal()
+        # Not the law's own `sample`, which draws in JAX's default type.
+        noise = jax.random.normal(key, (*sample_shape, *self.event_shape), law.loc.dtype)
+        return law.loc + law.scale * noise
+
+    def log_prob(
+        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
+    ) -> Float[Array, "*batch"]:
+        """The log density of values under the independent marginals, shape (...).
+
+        No part of a variational bound: it warns, because an objective that calls it is wrong.
+        """
+        warnings.warn(
+            "the density of a GP at the rows of a mini-batch gives no variational bound: "
+            "use loss=numpyro_scalegp.infer.QuadratureELBO() or numpyro.infer.TraceMeanField_ELBO "
+            "with a `LatentGP` in the model, which take the divergence between the processes.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return jnp.sum(self._normal().log_prob(value), axis=-1)

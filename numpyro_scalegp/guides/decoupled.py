@@ -1,0 +1,156 @@
+"""The guide for a Gaussian process with one basis for its mean and one for its covariance."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jaxtyping import Array, ArrayLike, Float
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions import AbstractVariationalGP, DecoupledGP
+from numpyro_scalegp.guides.base import Rest
+from numpyro_scalegp.guides.growth import Basis, growing_bases
+from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
+from numpyro_scalegp.guides.sites import GPSite, Model
+
+# A row of L starts at so much on its diagonal: it takes its square off the prior's variance.
+_SMALL_SCALE = 1e-2
+
+
+class AutoDecoupledGP(AbstractDecoupledGuide):
+    """A guide with a `DecoupledGP` at one GP site: a large basis for the mean, a small one besides.
+
+    Its parameters are `{site}_{prefix}_mean_weights`, as multiples of one over the prior's standard
+    deviation, and `..._cov_scale_tril` likewise; and the points `..._mean_points` and
+    `..._cov_points`, or, where they grow, what they have moved by, `..._mean_shift` and
+    `..._cov_shift`.
+
+    With `growth`, each mini-batch adds rows to both bases until they are full, with weights of
+    zero; nothing is compiled anew. The points then live in the mutable site
+    `{site}_{prefix}_bases`: give `posterior` and the like
+    `{**svi.get_params(state), **state.mutable_state}`.
+
+    Args:
+        model: a NumPyro model with a `LatentGP` site outside its plates.
+        site: the name of that site; None if the model has only one.
+        rest: what guides the other sites, as for `AutoSparseGP`.
+        mean_size: number of mean points, where they grow.
+        cov_size: number of covariance points, where they grow.
+        growth: rows that each mini-batch adds at most.
+        mean_points: the mean's points, shape (M_p, d), such as random rows of the data; with
+            `cov_points`, in place of growth.
+        cov_points: the covariance's points, shape (M_q, d).
+        train_mean: whether gradients train the mean's points and weights. If not, only `solve_mean`
+            changes the weights.
+        num_columns: columns of the mean points' covariance that each step draws for the
+            divergence; None for all.
+        prefix: part of the parameters' names.
+
+    Raises:
+        ValueError: if a number is not positive, or only one of `mean_points` and `cov_points` is
+            given; when called, as of `AutoSparseGP`.
+
+    References:
+        Cheng and Boots (2017), algorithm 1. A step costs
+        O(b (d M_p + M_q^2) + d M_p num_columns + M_q^3) for b rows.
+
+    Example:
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y=None):
+        ...     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        ...     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> guide = sgp.guides.AutoDecoupledGP(model, mean_size=400, cov_size=20)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        mean_size: int = 2048,
+        cov_size: int = 128,
+        growth: int = 128,
+        mean_points: Float[ArrayLike, "M_p d"] | None = None,
+        cov_points: Float[ArrayLike, "M_q d"] | None = None,
+        train_mean: bool = True,
+        num_columns: int | None = 256,
+        prefix: str = "auto",
+    ) -> None:
+        super().__init__(model, site, rest=rest, prefix=prefix)
+        for name, number in (("mean_size", mean_size), ("cov_size", cov_size), ("growth", growth)):
+            if number < 1:
+                raise ValueError(f"`{name}` must be positive, got {number}.")
+        if (mean_points is None) != (cov_points is None):
+            raise ValueError("`mean_points` and `cov_points` must be given together, or neither.")
+        self.sizes = {"mean": mean_size, "cov": cov_size}
+        self.growth = growth
+        # On the host, so that an optimiser that donates its state cannot delete the guide's copy.
+        self.points = (
+            None
+            if mean_points is None or cov_points is None
+            else {
+                "mean": np.array(checks.inputs("mean_points", mean_points)),
+                "cov": np.array(checks.inputs("cov_points", cov_points)),
+            }
+        )
+        self.train_mean = train_mean
+        self.num_columns = num_columns
+
+    def _bases(self, site: GPSite, *, training: bool) -> dict[str, Basis]:
+        if self.points is None:
+            name = f"{site.name}_{self.prefix}_bases"
+            bases = growing_bases(name, site.X, self.sizes, self.growth, grows=training)
+            return {
+                key: Basis(
+                    points + self._param(site, f"{key}_shift", jnp.zeros_like(points)), active
+                )
+                for key, (points, active) in bases.items()
+            }
+        return {
+            key: Basis(
+                self._param(
+                    site,
+                    f"{key}_points",
+                    checks.inputs(f"{key}_points", start, width=site.X.shape[1]),
+                ),
+                jnp.ones(len(start), bool),
+            )
+            for key, start in self.points.items()
+        }
+
+    def _family(self, site: GPSite, *, training: bool = True) -> DecoupledGP:
+        bases = self._bases(site, training=training)
+        (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
+        w = self._param(site, "mean_weights", jnp.zeros(len(P), P.dtype))
+        # Nothing in the objective tells L = 0 from its neighbours to first order.
+        start = _SMALL_SCALE * jnp.eye(len(Q), dtype=Q.dtype)
+        L = jnp.tril(self._param(site, "cov_scale_tril", start))
+        if not self.train_mean:
+            P, w = jax.lax.stop_gradient((P, w))
+        scale = prior_scale(site, P)
+        num_columns = None if self.num_columns is None else min(self.num_columns, w.size)
+        return DecoupledGP(
+            site.kernel,
+            site.X,
+            P,
+            jnp.where(mean_active, w, 0.0) / scale,
+            Q,
+            jnp.where(cov_active[:, None], L, 0.0) / scale,
+            num_columns=num_columns,
+            key=None if num_columns is None else numpyro.prng_key(),
+        )
+
+    def _basis(self, site: GPSite, family: AbstractVariationalGP) -> Basis:
+        return self._bases(site, training=False)["mean"]
+
+    def _as_params(
+        self, site: GPSite, family: AbstractVariationalGP, weights: Float[Array, " M"]
+    ) -> dict[str, Array]:
+        scale = prior_scale(site, family.mean_points)
+        return {f"{site.name}_{self.prefix}_mean_weights": weights * scale}

@@ -1,0 +1,62 @@
+"""Points that are taken from one mini-batch after the other, in arrays of a fixed size."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from numpyro.primitives import mutable
+
+
+class Basis(NamedTuple):
+    """Points, and which of them are there yet."""
+
+    points: Float[Array, "M d"]
+    active: Bool[Array, " M"]
+
+
+def growing_bases(
+    name: str, X: Float[Array, "b d"], sizes: dict[str, int], growth: int, *, grows: bool
+) -> dict[str, Basis]:
+    """Bases that take up rows of each mini-batch until they are full.
+
+    A NumPyro mutable site holds the points and their number, so that nothing is compiled anew.
+
+    Args:
+        name: the site's name.
+        X: the rows of the mini-batch.
+        sizes: the number of points of each basis when it is full.
+        growth: rows that a mini-batch adds at most: its first ones.
+        grows: whether this mini-batch adds any.
+
+    Returns:
+        The bases, with X taken up. The same rows twice in a row are taken up once, as when SVI is
+        set up with the batch of its first step.
+
+    Raises:
+        ValueError: if the bases do not grow, and the site has no value.
+
+    References:
+        Cheng and Boots (2017), algorithm 1.
+    """
+    start: dict[str, Array] | None = None
+    if grows:
+        start = {key: jnp.zeros((size, X.shape[1]), X.dtype) for key, size in sizes.items()}
+        start["size"] = jnp.zeros((), int)
+    state: Any = mutable(name, start)
+    if state is None:
+        raise ValueError(
+            f"`params` lacks the mutable site `{name}`, which holds the points: give "
+            "{**svi.get_params(state), **state.mutable_state}."
+        )
+    if grows:
+        new = X[:growth]
+        size = state["size"]
+        largest = max(sizes, key=lambda key: sizes[key])
+        # Rows beyond the end of a basis are dropped.
+        before = jnp.maximum(size - len(new) + jnp.arange(len(new)), 0)
+        known = (size >= len(new)) & jnp.all(state[largest].at[before].get(mode="clip") == new)
+        place = jnp.where(known, sizes[largest], size) + jnp.arange(len(new))
+        for key in sizes:
+            state[key] = state[key].at[place].set(new, mode="drop")
+        state["size"] = jnp.minimum(size + jnp.where(known, 0, len(new)), sizes[largest])
+    return {key: Basis(state[key], jnp.arange(size) < state["size"]) for key, size in sizes.items()}

@@ -1,0 +1,130 @@
+"""The guide for a sparse Gaussian process with further basis functions for its mean."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jaxtyping import Array, ArrayLike, Float
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions import AbstractVariationalGP, HybridGP
+from numpyro_scalegp.guides.base import Rest
+from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
+from numpyro_scalegp.guides.sites import GPSite, Model
+from numpyro_scalegp.guides.sparse import AutoSparseGP
+
+
+class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
+    """A guide with a `HybridGP` at one GP site: a sparse GP plus many points for the mean.
+
+    Its parameters are those of `AutoSparseGP`, so that a fit of that guide can be its start, and
+    `{site}_{prefix}_residual_points` and `..._residual_weights`, the weights as multiples of one
+    over the prior's standard deviation. `solve_mean` sets the weights (and `..._loc`, by which they
+    are shared) at once; gradients, from mini-batches or a stream, crawl.
+
+    Args:
+        model: a NumPyro model with a `LatentGP` site outside its plates.
+        site: the name of that site; None if the model has only one.
+        rest: what guides the other sites, as for `AutoSparseGP`.
+        num_inducing: number of inducing points, if `inducing_points` is not given.
+        inducing_points: where they start, as for `AutoSparseGP`.
+        num_residual: number of residual points, if `residual_points` is not given: the first rows
+            of the first mini-batch, at most.
+        residual_points: the residual points, shape (M_r, d), such as random rows of the data.
+        train_residual: whether gradients train the residual points and weights. If not, only
+            `solve_mean` changes the weights.
+        num_columns: columns of the residual points' covariance that each step draws for the
+            divergence; None for all.
+        prefix: part of the parameters' names.
+        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+
+    Raises:
+        ValueError: as of `AutoSparseGP`, or if a number is not positive.
+
+    References:
+        Cheng and Boots (2017), section 3.3. A step costs O(b (M^2 + d M_r) + M^3) for b rows.
+
+    Example:
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y=None):
+        ...     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        ...     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> guide = sgp.guides.AutoHybridGP(model, num_inducing=20, num_residual=200)
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        num_inducing: int = 512,
+        inducing_points: Float[ArrayLike, "M d"] | None = None,
+        num_residual: int = 2048,
+        residual_points: Float[ArrayLike, "M_r d"] | None = None,
+        train_residual: bool = True,
+        num_columns: int | None = 256,
+        prefix: str = "auto",
+        jitter: float | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            site,
+            rest=rest,
+            num_inducing=num_inducing,
+            inducing_points=inducing_points,
+            prefix=prefix,
+            jitter=jitter,
+        )
+        if num_residual < 1:
+            raise ValueError(f"`num_residual` must be positive, got {num_residual}.")
+        self.num_residual = num_residual
+        self.residual_points = (
+            None
+            if residual_points is None
+            else np.array(checks.inputs("residual_points", residual_points))
+        )
+        self.train_residual = train_residual
+        self.num_columns = num_columns
+
+    def _family(self, site: GPSite, *, training: bool = True) -> HybridGP:
+        start = site.X[: self.num_residual]
+        if self.residual_points is not None:
+            width = site.X.shape[1]
+            start = checks.inputs("residual_points", self.residual_points, width=width)
+        R = self._param(site, "residual_points", start)
+        w = self._param(site, "residual_weights", jnp.zeros(R.shape[0], R.dtype))
+        if not self.train_residual:
+            R, w = jax.lax.stop_gradient((R, w))
+        num_columns = None if self.num_columns is None else min(self.num_columns, w.size)
+        return HybridGP(
+            site.kernel,
+            site.X,
+            *self._whitened(site),
+            R,
+            w / prior_scale(site, R),
+            num_columns=num_columns,
+            key=None if num_columns is None else numpyro.prng_key(),
+            jitter=self.jitter,
+        )
+
+    def _basis(self, site: GPSite, family: AbstractVariationalGP) -> Basis:
+        points = jnp.concatenate([family.inducing_points, family.residual_points])
+        return Basis(points, jnp.ones(len(points), bool))
+
+    def _as_params(
+        self, site: GPSite, family: AbstractVariationalGP, weights: Float[Array, " M"]
+    ) -> dict[str, Array]:
+        K, factor = family.posterior().sparse._factorise()
+        M = len(K)
+        name = f"{site.name}_{self.prefix}_"
+        return {
+            f"{name}loc": factor.tril.T @ weights[:M],
+            f"{name}residual_weights": weights[M:] * prior_scale(site, family.residual_points),
+        }

@@ -1,0 +1,64 @@
+"""How a model's likelihood depends on the function at each row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpyro import handlers
+
+
+def expected_slopes(
+    model: Callable[..., Any],
+    site: str,
+    values: dict[str, Any],
+    mean: Float[Array, " n"],
+    variance: Float[Array, " n"],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    num_nodes: int = 20,
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Expectations of the log-likelihood's first two derivatives in f(x_i), by quadrature.
+
+    Args:
+        model: the model.
+        site: the name of the function site.
+        values: values of all other latent sites, of parameters and of mutable sites.
+        mean: the mean of f at each row, shape (n,).
+        variance: the variance of f at each row, shape (n,).
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        num_nodes: nodes of the Gauss-Hermite rule.
+
+    Returns:
+        E[l'] and E[l''] at each row, with the scales of plates, from derivatives of E[l] in mean
+        and variance.
+
+    References:
+        Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7 and 8.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
+    nodes, weights = (jnp.asarray(one, mean.dtype) for one in (nodes, weights / weights.sum()))
+
+    def expected(mean: Array, variance: Array) -> Array:
+        scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
+
+        def at_node(node: Array) -> Array:
+            data = {**values, site: mean + scale * node}
+            given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data=data)
+            trace = handlers.trace(given).get_trace(*args, **kwargs)
+            return sum(map(_log_likelihood, trace.values()), start=jnp.zeros((), mean.dtype))
+
+        return weights.dot(jax.vmap(at_node)(nodes))
+
+    slope, half_curvature = jax.grad(expected, argnums=(0, 1))(mean, variance)
+    return slope, 2.0 * half_curvature
+
+
+def _log_likelihood(site: dict[str, Any]) -> Array | float:
+    if site["type"] != "sample" or not site["is_observed"]:
+        return 0.0
+    log_density = jnp.sum(site["fn"].log_prob(site["value"]))
+    return log_density if site["scale"] is None else site["scale"] * log_density

@@ -1,0 +1,99 @@
+"""Guides whose mean has a basis of its own, and solves for its weights."""
+
+import abc
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from numpyro_scalegp.distributions import AbstractVariationalGP
+from numpyro_scalegp.guides.base import AbstractGPGuide
+from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.guides.likelihood import expected_slopes
+from numpyro_scalegp.guides.sites import GPSite
+from numpyro_scalegp.solvers.representer_weights import representer_weights
+
+
+class AbstractDecoupledGuide(AbstractGPGuide):
+    """Guides with a large basis for the mean; see `solve_mean`."""
+
+    @abc.abstractmethod
+    def _basis(self, site: GPSite, family: AbstractVariationalGP) -> Basis:
+        """All points whose kernel functions make up the mean."""
+
+    @abc.abstractmethod
+    def _as_params(
+        self, site: GPSite, family: AbstractVariationalGP, weights: Float[Array, " M"]
+    ) -> dict[str, Array]:
+        """Parameters under which the mean is k(x, basis) weights."""
+
+    def solve_mean(
+        self,
+        params: dict[str, Any],
+        *args: Any,
+        num_newton_steps: int = 1,
+        num_nodes: int = 20,
+        tolerance: float = 3e-3,
+        max_iterations: int = 50,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Set the mean's weights to their optimum, everything else held fixed.
+
+        For a Gaussian likelihood the evidence bound is quadratic in the weights, and one linear
+        solve finds its maximum over *all* rows; other likelihoods take Newton steps. Steps of SVI
+        between solves then train the rest.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`, with mutable state if any.
+            *args: the model's positional arguments, such that it sees all rows: no mini-batch.
+            num_newton_steps: 1 is exact for a Gaussian likelihood.
+            num_nodes: quadrature nodes for the likelihood's derivatives.
+            tolerance: of the linear solve, see `representer_weights`.
+            max_iterations: of the linear solve.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The parameters with the new weights. Other function sites stand at their means, other
+            sites at their medians. Time O(iterations n M d + M^3) for each step; it may be jitted.
+
+        Raises:
+            ValueError: if the rest's guide has no medians.
+
+        References:
+            Rudi et al. (2017) for the solve; Khan and Lin (2017), Conjugate-Computation Variational
+            Inference, for the pseudo-observations of a Newton step.
+        """
+        values = self._values(params, None, args, kwargs)
+        if isinstance(self.rest, AbstractGPGuide):
+            values = {**values, **self.rest._function_means(params, args, kwargs)}
+        site = self._site(params, None, args, kwargs)
+        given = {**params, **values}
+        for _ in range(num_newton_steps):
+            with self._parameters(params, None):
+                family = self._family(site, training=False)
+                points, active = self._basis(site, family)
+            posterior = family.posterior()
+            mean, variance = posterior.mean(site.X), posterior.variance(site.X)
+            slope, curvature = expected_slopes(
+                self.model, site.name, given, mean, variance, args, kwargs, num_nodes
+            )
+            # Where the likelihood is not concave, any positive number leads to the same optimum.
+            concave = jnp.maximum(-curvature, 0.0)
+            precision = jnp.maximum(concave, 1e-3 * jnp.mean(concave))
+            found = representer_weights(
+                site.kernel,
+                points,
+                site.X,
+                mean + slope / precision,
+                precision,
+                active=active,
+                tolerance=tolerance,
+                max_iterations=max_iterations,
+            )
+            params = {**params, **self._as_params(site, family, found.value)}
+        return params
+
+
+def prior_scale(site: GPSite, points: Float[Array, "M d"]) -> Float[Array, ""]:
+    """The prior's standard deviation: with it, weights suit a kernel of unit variance."""
+    return jnp.sqrt(jnp.mean(site.kernel.diag(points[:1])))

@@ -1,0 +1,50 @@
+"""Parameters of a running SVI that are set by other means than gradients."""
+
+from typing import Any
+
+from jaxtyping import Array
+from numpyro.infer import SVI
+from numpyro.infer.svi import SVIState
+from numpyro.infer.util import transform_fn
+
+
+def replace_params(svi: SVI, state: SVIState, params: dict[str, Array]) -> SVIState:
+    """Put new values of parameters into the state of an SVI, and leave its optimizer's own state.
+
+    Args:
+        svi: an SVI with an optax optimizer, set up by `init`.
+        state: its state.
+        params: new values by name, of the shapes that the state has; others stay. Names that are no
+            parameters of the SVI are passed over, so that what `solve_mean` returns can be given.
+
+    Returns:
+        The state from which `svi.update` goes on.
+
+    Raises:
+        ValueError: if the optimizer is not one of optax.
+
+    Example:
+        >>> import jax
+        >>> import numpyro
+        >>> import optax
+        >>> from numpyro.infer import SVI, Trace_ELBO
+        >>> import numpyro_scalegp as sgp
+        >>> def guide():
+        ...     numpyro.param("a", 1.0)
+        >>> svi = SVI(lambda: None, guide, optax.adam(0.1), Trace_ELBO())
+        >>> state = sgp.infer.replace_params(svi, svi.init(jax.random.key(0)), {"a": 3.0})
+        >>> float(svi.get_params(state)["a"])
+        3.0
+    """
+    count, inner = state.optim_state
+    if not (isinstance(inner, tuple) and len(inner) == 2 and isinstance(inner[0], dict)):
+        raise ValueError(
+            "`svi` must have an optax optimizer for its parameters to be replaced, got "
+            f"{type(svi.optim).__name__}."
+        )
+    old, moments = inner
+    transforms = svi.constrain_fn.args[0]
+    known = {name: value for name, value in params.items() if name in old}
+    new: Any = {**old, **transform_fn(transforms, known, invert=True)}
+    new = {name: value.astype(old[name].dtype) for name, value in new.items()}
+    return state._replace(optim_state=(count, (new, moments)))

@@ -1,0 +1,319 @@
+"""Guides with a basis of its own for the mean: solves, growth, and what they share with others."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jaxtyping import Array
+from numpyro.distributions.kl import kl_divergence
+from numpyro.infer import SVI, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.guides import AutoDecoupledGP, AutoHybridGP, AutoSparseGP
+
+N = 40
+KEY = jax.random.key(0)
+NOISE = 0.1
+KERNEL = sgp.kernels.RBF(0.7, 1.3)
+
+
+def data(n: int = N) -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-2, 2, size=(n, 1))
+    return jnp.array(X), jnp.array(np.sin(2 * X[:, 0]) + 0.3 * rng.normal(size=n))
+
+
+def fixed(X: Array, y: Array | None = None) -> None:
+    f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, NOISE**0.5), obs=y)
+
+
+def counts(X: Array, y: Array | None = None) -> None:
+    f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
+
+
+def learned(X: Array, y: Array | None = None, size: int = N) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.5))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.5, 0.5))
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+    with numpyro.plate("rows", size, subsample_size=X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def guides(X: Array) -> dict[str, Any]:
+    return {
+        "hybrid": lambda model: AutoHybridGP(
+            model, inducing_points=X[:5], residual_points=X[5:], num_columns=None, jitter=1e-10
+        ),
+        "decoupled": lambda model: AutoDecoupledGP(
+            model, mean_points=X, cov_points=X[:5], num_columns=None
+        ),
+    }
+
+
+every_guide = pytest.mark.parametrize("name", ["hybrid", "decoupled"])
+
+
+def start(model: Any, guide: Any, *args: Any) -> tuple[SVI, Any]:
+    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(8))
+    return svi, jax.jit(svi.init)(KEY, *args)
+
+
+# Solves
+
+
+@every_guide
+def test_the_solved_mean_is_the_exact_posterior_mean(name, x64):
+    X, y = data()
+    guide = guides(X)[name](fixed)
+    svi, state = start(fixed, guide, X, y)
+    params = guide.solve_mean(svi.get_params(state), X, y, tolerance=1e-10)
+    exact = sgp.GaussianProcess(KERNEL, X, NOISE).condition(y)
+    Xs = jnp.linspace(-2.5, 2.5, 9)[:, None]
+    found = guide.posterior(params, X, y).mean(Xs)
+    np.testing.assert_allclose(found, exact.mean(Xs), atol=1e-4)
+
+
+@every_guide
+@pytest.mark.parametrize("model", [fixed, counts])
+def test_the_solved_mean_is_where_the_bound_is_flat(name, model, x64):
+    X, y = data()
+    y = y if model is fixed else jnp.round(jnp.exp(y))
+    # Fewer points than rows: an optimum that is not the exact one.
+    guide = guides(X[:12])[name](model)
+    svi, state = start(model, guide, X, y)
+    params = svi.get_params(state)
+    steps = 1 if model is fixed else 8
+    solved = guide.solve_mean(params, X, y, num_newton_steps=steps, tolerance=1e-12)
+    weights = [key for key in params if key.endswith(("loc", "weights"))]
+
+    @jax.jit
+    def slopes(params: Any) -> Any:
+        return jax.grad(lambda some: svi.loss.loss(KEY, {**params, **some}, model, guide, X, y))(
+            {key: params[key] for key in weights}
+        )
+
+    before, after = (jax.tree.leaves(slopes(p)) for p in (params, solved))
+    # The jitter of the solve is not in the bound of all guides.
+    for one, other in zip(before, after, strict=True):
+        assert np.max(np.abs(other)) < 1e-4 * max(1.0, np.max(np.abs(one)))
+
+
+def test_decoupled_optimum_is_the_exact_posterior(x64):
+    """With both bases at the data, the bound's optimum is the exact posterior."""
+    X, y = data(12)
+    guide = AutoDecoupledGP(fixed, mean_points=X, cov_points=X, num_columns=None)
+    svi = SVI(fixed, guide, optax.adam(0.0), sgp.infer.QuadratureELBO(2))
+    params = guide.solve_mean(svi.get_params(svi.init(KEY, X, y)), X, y, tolerance=1e-12)
+    # The optimal B is diagonal, one over the noise.
+    scale = jnp.eye(12) * jnp.sqrt(1.3 / NOISE)
+    posterior = guide.posterior({**params, "f_auto_cov_scale_tril": scale}, X, y)
+    exact = sgp.GaussianProcess(KERNEL, X, NOISE).condition(y)
+    Xs = jnp.linspace(-2.5, 2.5, 9)[:, None]
+    np.testing.assert_allclose(posterior.mean(Xs), exact.mean(Xs), atol=1e-4)
+    np.testing.assert_allclose(posterior.variance(Xs), exact.variance(Xs), atol=1e-4)
+    bound = -svi.loss.loss(KEY, {**params, "f_auto_cov_scale_tril": scale}, fixed, guide, X, y)
+    log_prob = sgp.GaussianProcess(KERNEL, X, NOISE).log_prob(y)
+    np.testing.assert_allclose(bound, log_prob, atol=1e-4)
+
+
+def test_a_sparse_fit_starts_a_hybrid_one():
+    X, y = data()
+    sparse = AutoSparseGP(learned, inducing_points=X[:5], rest=AutoDelta)
+    svi, state = start(learned, sparse, X, y)
+    state, _ = jax.jit(svi.update)(state, X, y)
+    hybrid = AutoHybridGP(
+        learned, inducing_points=X[:5], residual_points=X[5:20], rest=AutoDelta,
+        train_residual=False,
+    )  # fmt: skip
+    svi, state = start(learned, hybrid, X, y)
+    state = sgp.infer.replace_params(svi, state, svi.get_params(state))
+    params = hybrid.solve_mean(svi.get_params(state), X, y)
+    state = sgp.infer.replace_params(svi, state, params)
+    trained, _ = jax.jit(svi.update)(state, X, y)
+    after = svi.get_params(trained)
+    for name, value in svi.get_params(state).items():
+        np.testing.assert_allclose(value, params[name], rtol=1e-5)
+        # Gradients reach everything but the residual part.
+        assert np.any(after[name] != value) != ("residual" in name)
+
+
+def test_other_function_sites_stand_at_their_means(x64):
+    X, y = data()
+
+    def both(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+        g = numpyro.sample("g", sgp.LatentGP(sgp.kernels.RBF(3.0), X))
+        with numpyro.plate("rows", X.shape[0]):
+            numpyro.sample("y", dist.Normal(f + g, NOISE**0.5), obs=y)
+
+    rest = functools.partial(AutoSparseGP, site="g", inducing_points=X[:4])
+    guide = AutoDecoupledGP(both, "f", rest=rest, mean_points=X, cov_points=X[:3])
+    svi, state = start(both, guide, X, y)
+    params = {**svi.get_params(state), "g_auto_loc": jnp.array([1.0, -0.5, 0.3, 0.2])}
+    g = guide.rest.posterior(params, X, y).mean(X)
+    params = guide.solve_mean(params, X, y, tolerance=1e-10)
+    exact = sgp.GaussianProcess(KERNEL, X, NOISE).condition(y - g)
+    np.testing.assert_allclose(guide.posterior(params, X, y).mean(X), exact.mean(X), atol=1e-4)
+
+
+def test_replace_params_wants_an_optax_optimizer():
+    X, y = data()
+    guide = AutoSparseGP(fixed, inducing_points=X[:3])
+    svi = SVI(fixed, guide, numpyro.optim.Adam(0.1), sgp.infer.QuadratureELBO(2))
+    state = svi.init(KEY, X, y)
+    with pytest.raises(ValueError, match="`svi` must have an optax optimizer"):
+        sgp.infer.replace_params(svi, state, svi.get_params(state))
+
+
+# Growth
+
+
+def stream(guide: Any, num_batches: int, batch_size: int = 8) -> Any:
+    """The states after each batch of a stream that is never held whole."""
+    rng = np.random.default_rng(1)
+    svi = SVI(learned, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    update = jax.jit(svi.update, static_argnums=3)
+    states = []
+    for i in range(num_batches):
+        X = jnp.array(rng.uniform(-2, 2, size=(batch_size, 1)), jnp.float32)
+        y = jnp.sin(2 * X[:, 0]) + 0.3 * jnp.array(rng.normal(size=batch_size), jnp.float32)
+        state = svi.init(KEY, X, y, 1000) if i == 0 else states[-1]
+        state, _ = update(state, X, y, 1000)
+        states.append(state)
+    assert update._cache_size() == 1
+    return svi, states, X, y
+
+
+def test_bases_grow_until_they_are_full():
+    guide = AutoDecoupledGP(learned, mean_size=20, cov_size=7, growth=5, num_columns=4)
+    _, states, *_ = stream(guide, 6)
+    bases = [state.mutable_state["f_auto_bases"] for state in states]
+    assert [int(basis["size"]) for basis in bases] == [5, 10, 15, 20, 20, 20]
+    assert bases[-1]["mean"].shape == (20, 1)
+    np.testing.assert_array_equal(bases[-1]["mean"][:5], bases[0]["mean"][:5])
+    np.testing.assert_array_equal(bases[-1]["cov"], bases[-1]["mean"][:7])
+    assert np.all(bases[0]["mean"][5:] == 0)
+    assert np.all(bases[-1]["mean"] != 0)
+
+
+def test_growth_leaves_what_was_learned():
+    guide = AutoDecoupledGP(learned, mean_size=20, cov_size=20, growth=5, num_columns=4)
+    svi, states, X, y = stream(guide, 3)
+    Xs = jnp.linspace(-2.0, 2.0, 7)[:, None]
+    params = svi.get_params(states[-1])
+
+    def moments(bases: dict[str, Array]) -> tuple[Array, Array]:
+        posterior = guide.posterior({**params, "f_auto_bases": bases}, X, y)
+        return posterior.mean(Xs), posterior.variance(Xs)
+
+    bases = states[-1].mutable_state["f_auto_bases"]
+    grown = {**bases, "size": bases["size"] + 5}
+    (mean, variance), (new_mean, new_variance) = moments(bases), moments(grown)
+    np.testing.assert_array_equal(mean, new_mean)
+    np.testing.assert_allclose(variance, new_variance, atol=1e-3)
+    assert np.any(variance != new_variance)
+    # To look at the posterior is no step: the first state still has its own points only.
+    assert int(bases["size"]) == 15
+
+
+def test_solves_with_a_basis_that_is_not_full(x64):
+    X, y = data()
+    guide = AutoDecoupledGP(fixed, mean_size=60, cov_size=10, growth=40)
+    svi, state = start(fixed, guide, X, y)
+    params = {**svi.get_params(state), **state.mutable_state}
+    params = guide.solve_mean(params, X, y, tolerance=1e-10)
+    assert np.all(params["f_auto_mean_weights"][40:] == 0.0)
+    exact = sgp.GaussianProcess(KERNEL, X, NOISE).condition(y)
+    np.testing.assert_allclose(guide.posterior(params, X, y).mean(X), exact.mean(X), atol=1e-4)
+
+
+def test_a_posterior_needs_the_bases():
+    X, y = data()
+    guide = AutoDecoupledGP(fixed, mean_size=20, cov_size=5)
+    svi, state = start(fixed, guide, X, y)
+    with pytest.raises(ValueError, match=r"`params` lacks the mutable site `f_auto_bases`"):
+        guide.posterior(svi.get_params(state), X, y)
+
+
+# What they share with others
+
+
+@every_guide
+@pytest.mark.parametrize("loss", ["quadrature", "stock"])
+def test_the_registered_divergence_is_used(name, loss, monkeypatch):
+    X, y = data()
+    guide = guides(X)[name](fixed)
+    calls = []
+    family = sgp.HybridGP if name == "hybrid" else sgp.DecoupledGP
+    rule = kl_divergence.dispatch(family, sgp.LatentGP)
+    monkeypatch.setitem(
+        kl_divergence.funcs, (family, sgp.LatentGP), lambda q, p: calls.append(1) or rule(q, p)
+    )
+    kl_divergence._cache.clear()
+    objective = sgp.infer.QuadratureELBO(2) if loss == "quadrature" else TraceMeanField_ELBO()
+    svi = SVI(fixed, guide, optax.adam(0.01), objective)
+    start = jax.eval_shape(svi.init, KEY, X, y)
+    jax.eval_shape(svi.update, start, X, y)
+    kl_divergence._cache.clear()
+    assert calls
+
+
+@every_guide
+def test_can_be_saved(name, tmp_path):
+    X, y = data()
+    guide = guides(X)[name](fixed)
+    svi, state = start(fixed, guide, X, y)
+    posterior = guide.posterior(svi.get_params(state), X, y)
+    sgp.save(tmp_path / "fit.npz", posterior)
+    again = sgp.load(tmp_path / "fit.npz")
+    np.testing.assert_array_equal(again.mean(X), posterior.mean(X))
+    np.testing.assert_array_equal(again.variance(X), posterior.variance(X))
+
+
+@every_guide
+def test_goes_to_arviz(name):
+    pytest.importorskip("arviz")
+    X, y = data()
+    guide = guides(X)[name](learned)
+    svi = SVI(learned, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+    result = svi.run(KEY, 3, X, y, progress_bar=False)
+    found = sgp.to_arviz(result, learned, guide, key=KEY, model_args=(X, y), num_samples=4)
+    assert np.asarray(found["posterior"]["f"]).shape == (1, 4, N)
+    assert np.asarray(found["log_likelihood"]["y"]).shape == (1, 4, N)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: AutoHybridGP(fixed, num_residual=0), "`num_residual` must be positive, got 0"),
+        (lambda: AutoDecoupledGP(fixed, mean_size=0), "`mean_size` must be positive, got 0"),
+        (lambda: AutoDecoupledGP(fixed, growth=0), "`growth` must be positive, got 0"),
+        (
+            lambda: AutoDecoupledGP(fixed, mean_points=jnp.ones((3, 1))),
+            "`mean_points` and `cov_points` must be given together",
+        ),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_rest_is_a_guide_like_any_other():
+    X, y = data()
+    guide = AutoHybridGP(learned, rest=AutoNormal, num_inducing=5, num_residual=9)
+    svi, state = start(learned, guide, X, y)
+    draws = guide.sample_posterior(KEY, svi.get_params(state), X, y, sample_shape=(2,))
+    assert draws["f"].shape == (2, N)
+    assert set(draws) == {"f", "lengthscale", "noise"}

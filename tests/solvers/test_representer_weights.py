@@ -1,0 +1,75 @@
+"""Weights of basis functions by preconditioned conjugate gradients, against dense algebra."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_scalegp.core import chunks
+from numpyro_scalegp.kernels import Matern32
+from numpyro_scalegp.solvers.representer_weights import representer_weights
+
+N, M = 120, 30
+KERNEL = Matern32(0.7, 1.4)
+
+
+def data():
+    rng = np.random.default_rng(0)
+    X = jnp.array(rng.normal(size=(N, 2)))
+    t = jnp.sin(2.0 * X.sum(axis=1)) + 0.1 * jnp.array(rng.normal(size=N))
+    return X, t, jnp.array(rng.uniform(0.5, 20.0, size=N))
+
+
+def dense(P, X, t, precision):
+    across = KERNEL(P, X)
+    normal = (across * precision) @ across.T + KERNEL(P, P)
+    return jnp.linalg.solve(normal, across @ (precision * t))
+
+
+@pytest.mark.parametrize("chunk_size", [N, 32])
+def test_weights_minimise_the_penalised_misfit(chunk_size, x64, monkeypatch):
+    monkeypatch.setattr(chunks, "_MAX_ENTRIES", M * chunk_size)
+    jax.clear_caches()  # the size of a chunk is no argument
+    X, t, precision = data()
+    P = X[:M]
+    found = representer_weights(KERNEL, P, X, t, precision, tolerance=1e-12, jitter=0.0)
+    assert found.converged
+    assert found.iterations < 40
+    np.testing.assert_allclose(found.value, dense(P, X, t, precision), rtol=1e-7)
+
+
+def test_points_that_take_no_part(x64):
+    X, t, precision = data()
+    P = X[:M].at[::3].set(0.0)  # the same point many times
+    active = jnp.arange(M) % 3 > 0
+    found = representer_weights(
+        KERNEL, P, X, t, precision, active=active, tolerance=1e-12, jitter=0.0
+    )
+    assert np.all(found.value[::3] == 0.0)
+    expected = dense(P[np.asarray(active)], X, t, precision)
+    np.testing.assert_allclose(found.value[np.asarray(active)], expected, rtol=1e-7)
+
+
+def test_float32_with_many_rows():
+    X = jnp.array(np.random.default_rng(0).normal(size=(4000, 2)), jnp.float32)
+    t = jnp.sin(X.sum(axis=1))
+    found = representer_weights(KERNEL, X[:100], X, t, jnp.full(4000, 10.0))
+    assert found.converged
+    assert found.iterations < 40
+    assert found.value.dtype == jnp.float32
+    assert jnp.sqrt(jnp.mean(jnp.square(KERNEL(X, X[:100]) @ found.value - t))) < 0.1
+
+
+def test_ends_with_its_budget(x64):
+    X, t, precision = data()
+    found = representer_weights(KERNEL, X[:M], X, t, precision, tolerance=1e-12, max_iterations=2)
+    assert found.iterations == 2
+    assert not found.converged
+    assert found.residual > 1e-12
+
+
+def test_targets_of_zero_give_zero():
+    X = jnp.linspace(0.0, 1.0, 20)[:, None]
+    found = representer_weights(Matern32(0.3), X[:4], X, jnp.zeros(20), jnp.ones(20))
+    assert found.converged
+    assert np.all(found.value == 0.0)
