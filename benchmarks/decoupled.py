@@ -2,10 +2,13 @@
 
     python benchmarks/decoupled.py compare --data kin40k --num-residual 6000 --steps 1200
     python benchmarks/decoupled.py steps
+    python benchmarks/decoupled.py sinc
 
-`compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same process, a
-sparse GP here for some steps, then residual points for the mean: their weights by `solve_mean`, the
-noise at its optimum given the mean and the variances, twice over. Times include compilation.
+`sinc` draws shared bases of 10 and of 100 points, and 100 points for the mean with 10 for the
+covariance. `compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same
+process, a sparse GP here for some steps, then residual points for the mean: their weights by
+`solve_mean`, the noise at its optimum given the mean and the variances, twice over. Times include
+compilation.
 Needs SCALEGP_DATA; the peer needs the `bench` extra.
 """
 
@@ -16,6 +19,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import optax
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta
@@ -124,10 +129,57 @@ def steps(arguments):
         print(f"{size:6d} mean points: {1e3 * min(times):6.1f} ms a step, {memory:6.0f} MiB")
 
 
+def sinc_model(X, y=None):
+    """A GP with given hyperparameters, so that the families alone differ."""
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.7), X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+
+def sinc(arguments):
+    """Draw what shared and decoupled bases of several sizes make of 500 noisy rows of a sinc."""
+    from matplotlib.figure import Figure
+
+    generator = np.random.default_rng(0)
+    X = generator.uniform(-4, 4, size=(500, 1))
+    y = jnp.asarray(np.sinc(X[:, 0]) + 0.1 * generator.normal(size=500))
+    X, Xs = jnp.asarray(X), jnp.linspace(-4.0, 4.0, 300)[:, None]
+    truth = jnp.sinc(Xs[:, 0])
+    few, many = (jnp.linspace(-4.0, 4.0, size)[:, None] for size in (10, 100))
+    guides = {
+        "shared basis of 10": sgp.guides.AutoSparseGP(sinc_model, inducing_points=few),
+        "100 for the mean, 10 for the covariance": sgp.guides.AutoDecoupledGP(
+            sinc_model, mean_points=many, cov_points=few, train_mean=False, num_columns=None
+        ),
+        "shared basis of 100": sgp.guides.AutoSparseGP(sinc_model, inducing_points=many),
+    }
+    figure = Figure(figsize=(10.0, 3.0), layout="constrained")
+    for (title, guide), panel in zip(
+        guides.items(), figure.subplots(1, 3, sharey=True), strict=True
+    ):
+        schedule = optax.cosine_decay_schedule(0.1, 3000)
+        svi = SVI(sinc_model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
+        result = svi.run(jax.random.key(0), 3000, X, y, progress_bar=False)
+        params = result.params
+        if isinstance(guide, sgp.guides.AutoDecoupledGP):
+            params = guide.solve_mean(params, X, y)
+        bound = -svi.loss.loss(jax.random.key(1), params, sinc_model, guide, X, y)
+        posterior = guide.posterior(params, X, y)
+        mean, sd = posterior.mean(Xs), jnp.sqrt(posterior.variance(Xs))
+        error = jnp.sqrt(jnp.mean(jnp.square(mean - truth)))
+        print(f"{title}: RMSE to the sinc {error:.4f}, mean deviation {sd.mean():.4f}, {bound:.1f}")
+        panel.plot(X[:, 0], y, ".", color="0.7", markersize=2)
+        panel.fill_between(Xs[:, 0], mean - 2 * sd, mean + 2 * sd, alpha=0.3)
+        panel.plot(Xs[:, 0], mean)
+        panel.plot(Xs[:, 0], truth, "k--", linewidth=0.8)
+        panel.set_title(title, fontsize=9)
+    figure.savefig(arguments.output)
+
+
 def main():
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["compare", "steps"])
+    parser.add_argument("what", choices=["compare", "steps", "sinc"])
     parser.add_argument("--data", default="kin40k")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=50, help="of the peer")
@@ -136,8 +188,9 @@ def main():
     parser.add_argument("--num-inducing", type=int, default=512)
     parser.add_argument("--num-residual", type=int, default=6000)
     parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
+    parser.add_argument("--output", default="docs/figures/decoupled_sinc.svg", help="of the sinc")
     arguments = parser.parse_args()
-    {"compare": compare, "steps": steps}[arguments.what](arguments)
+    {"compare": compare, "steps": steps, "sinc": sinc}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class AbstractGPGuide(abc.ABC):
 
     def posterior(
         self,
-        params: dict[str, Array],
+        params: dict[str, Any],
         *args: Any,
         key: Key[Array, ""] | None = None,
         **kwargs: Any,
@@ -131,7 +131,7 @@ class AbstractGPGuide(abc.ABC):
         """The posterior over the function, as an object with moments and samples at any inputs.
 
         Args:
-            params: the guide's parameters, as from `SVI.get_params`.
+            params: the guide's parameters, as from `SVI.get_params`, with mutable state if any.
             *args: the model's positional arguments; of the inputs only the shape matters.
             key: None for hyperparameters at the rest's medians, or a typed JAX key for one draw.
             **kwargs: the model's keyword arguments.

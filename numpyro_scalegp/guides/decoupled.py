@@ -1,5 +1,7 @@
 """The guide for a Gaussian process with one basis for its mean and one for its covariance."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import AbstractVariationalGP, DecoupledGP
+from numpyro_scalegp.distributions import DecoupledGP
 from numpyro_scalegp.guides.base import Rest
 from numpyro_scalegp.guides.growth import Basis, growing_bases
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
@@ -146,11 +148,11 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             key=None if num_columns is None else numpyro.prng_key(),
         )
 
-    def _basis(self, site: GPSite, family: AbstractVariationalGP) -> Basis:
-        return self._bases(site, training=False)["mean"]
+    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:
+        return self._bases(site, training=False)["mean"], family.mean_weights
 
     def _as_params(
-        self, site: GPSite, family: AbstractVariationalGP, weights: Float[Array, " M"]
+        self, site: GPSite, family: Any, weights: Float[Array, " M"]
     ) -> dict[str, Array]:
         scale = prior_scale(site, family.mean_points)
         return {f"{site.name}_{self.prefix}_mean_weights": weights * scale}

@@ -1,14 +1,17 @@
 """The guide for a sparse Gaussian process with further basis functions for its mean."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import AbstractVariationalGP, HybridGP
+from numpyro_scalegp.distributions import HybridGP
 from numpyro_scalegp.guides.base import Rest
 from numpyro_scalegp.guides.growth import Basis
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
@@ -114,12 +117,15 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             jitter=self.jitter,
         )
 
-    def _basis(self, site: GPSite, family: AbstractVariationalGP) -> Basis:
+    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:
         points = jnp.concatenate([family.inducing_points, family.residual_points])
-        return Basis(points, jnp.ones(len(points), bool))
+        _, factor = family.posterior().sparse._factorise()
+        shared = solve_triangular(factor.tril, family.loc, lower=True, trans=1)
+        weights = jnp.concatenate([shared, family.residual_weights])
+        return Basis(points, jnp.ones(len(points), bool)), weights
 
     def _as_params(
-        self, site: GPSite, family: AbstractVariationalGP, weights: Float[Array, " M"]
+        self, site: GPSite, family: Any, weights: Float[Array, " M"]
     ) -> dict[str, Array]:
         K, factor = family.posterior().sparse._factorise()
         M = len(K)

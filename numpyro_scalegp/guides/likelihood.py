@@ -39,8 +39,8 @@ def expected_slopes(
     References:
         Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7 and 8.
     """
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    nodes, weights = (jnp.asarray(one, mean.dtype) for one in (nodes, weights / weights.sum()))
+    places, masses = np.polynomial.hermite_e.hermegauss(num_nodes)
+    nodes, weights = (jnp.asarray(one, mean.dtype) for one in (places, masses / masses.sum()))
 
     def expected(mean: Array, variance: Array) -> Array:
         scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
@@ -49,7 +49,8 @@ def expected_slopes(
             data = {**values, site: mean + scale * node}
             given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data=data)
             trace = handlers.trace(given).get_trace(*args, **kwargs)
-            return sum(map(_log_likelihood, trace.values()), start=jnp.zeros((), mean.dtype))
+            observed = [_log_density(site) for site in trace.values() if _is_observed(site)]
+            return jnp.sum(jnp.stack(observed))
 
         return weights.dot(jax.vmap(at_node)(nodes))
 
@@ -57,8 +58,10 @@ def expected_slopes(
     return slope, 2.0 * half_curvature
 
 
-def _log_likelihood(site: dict[str, Any]) -> Array | float:
-    if site["type"] != "sample" or not site["is_observed"]:
-        return 0.0
+def _is_observed(site: dict[str, Any]) -> bool:
+    return site["type"] == "sample" and site["is_observed"]
+
+
+def _log_density(site: dict[str, Any]) -> Float[Array, ""]:
     log_density = jnp.sum(site["fn"].log_prob(site["value"]))
     return log_density if site["scale"] is None else site["scale"] * log_density

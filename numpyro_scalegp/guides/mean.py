@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.growth import Basis
 from numpyro_scalegp.guides.likelihood import expected_slopes
@@ -18,12 +17,12 @@ class AbstractDecoupledGuide(AbstractGPGuide):
     """Guides with a large basis for the mean; see `solve_mean`."""
 
     @abc.abstractmethod
-    def _basis(self, site: GPSite, family: AbstractVariationalGP) -> Basis:
-        """All points whose kernel functions make up the mean."""
+    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:
+        """All points whose kernel functions make up the mean, and their weights."""
 
     @abc.abstractmethod
     def _as_params(
-        self, site: GPSite, family: AbstractVariationalGP, weights: Float[Array, " M"]
+        self, site: GPSite, family: Any, weights: Float[Array, " M"]
     ) -> dict[str, Array]:
         """Parameters under which the mean is k(x, basis) weights."""
 
@@ -71,7 +70,7 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         for _ in range(num_newton_steps):
             with self._parameters(params, None):
                 family = self._family(site, training=False)
-                points, active = self._basis(site, family)
+                (points, active), weights = self._basis(site, family)
             posterior = family.posterior()
             mean, variance = posterior.mean(site.X), posterior.variance(site.X)
             slope, curvature = expected_slopes(
@@ -86,6 +85,7 @@ class AbstractDecoupledGuide(AbstractGPGuide):
                 site.X,
                 mean + slope / precision,
                 precision,
+                guess=weights,
                 active=active,
                 tolerance=tolerance,
                 max_iterations=max_iterations,

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jaxtyping import Array
+import jax.numpy as jnp
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 from numpyro.infer.util import transform_fn
 
 
-def replace_params(svi: SVI, state: SVIState, params: dict[str, Array]) -> SVIState:
+def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIState:
     """Put new values of parameters into the state of an SVI, and leave its optimizer's own state.
 
     Args:
@@ -46,5 +46,5 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Array]) -> SVISt
     transforms = svi.constrain_fn.args[0]
     known = {name: value for name, value in params.items() if name in old}
     new: Any = {**old, **transform_fn(transforms, known, invert=True)}
-    new = {name: value.astype(old[name].dtype) for name, value in new.items()}
+    new = {name: jnp.asarray(value, old[name].dtype) for name, value in new.items()}
     return state._replace(optim_state=(count, (new, moments)))

@@ -9,8 +9,6 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.functions import RowsFunction
-from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.base import AbstractPosterior
 
 
@@ -76,17 +74,3 @@ class AbstractConditioned(AbstractPosterior):
                     f"training row (shape {noise_variance.shape}) and none for new inputs."
                 )
         return super().predictive(Xs, noise_variance, chunk_size=chunk_size)
-
-
-class AbstractRepresented(AbstractConditioned):
-    """A posterior with the mean m(x) + k(x, X) v."""
-
-    kernel: eqx.AbstractVar[AbstractKernel]
-    representer_weights: eqx.AbstractVar[Float[Array, " n"]]  # v
-
-    @property
-    def _row_width(self) -> int:
-        return self.X.shape[0]
-
-    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return matmul(self.kernel(rows, self.X), self.representer_weights)

@@ -67,3 +67,6 @@ class DecoupledPosterior(AbstractVariationalPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         white = matmul(factors, self.kernel(self.cov_points, X))
         return self._mean(X), self.kernel.covariance(X) - matmul(white.T, white)
+
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.kernel.diag(X)

@@ -11,10 +11,10 @@ from numpyro_scalegp.core import chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.conditioned import AbstractRepresented
+from numpyro_scalegp.predict.conditioned import AbstractConditioned
 
 
-class ExactPosterior(AbstractRepresented):
+class ExactPosterior(AbstractConditioned):
     """The posterior f | y of an exact Gaussian process, from one factorisation of its covariance.
 
     With H = K(X, X) + noise = L L' and a = H^-1 (y - m(X)):
@@ -63,6 +63,13 @@ class ExactPosterior(AbstractRepresented):
     def diagnostics(self) -> dict[str, Array]:
         """What the factorisation took: `jitter`, in the units of the covariance."""
         return {"jitter": self.factor.jitter}
+
+    @property
+    def _row_width(self) -> int:
+        return self.X.shape[0]
+
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return matmul(self.kernel(rows, self.X), self.representer_weights)
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None

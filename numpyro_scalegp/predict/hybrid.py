@@ -5,7 +5,6 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.sparse import SparsePosterior
 from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
 
@@ -30,11 +29,6 @@ class HybridPosterior(AbstractVariationalPosterior):
     residual_weights: Float[Array, " M_r"]
 
     @property
-    def kernel(self) -> AbstractKernel:  # type: ignore[override]
-        """Covariance function of the prior."""
-        return self.sparse.kernel
-
-    @property
     def _num_columns(self) -> int:
         return self.sparse._num_columns
 
@@ -46,7 +40,7 @@ class HybridPosterior(AbstractVariationalPosterior):
         return self.sparse._factorise()
 
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return matmul(self.kernel(X, self.residual_points), self.residual_weights)
+        return matmul(self.sparse.kernel(X, self.residual_points), self.residual_weights)
 
     def _moments(
         self, factors: Any, X: Float[Array, "n d"]
@@ -59,3 +53,6 @@ class HybridPosterior(AbstractVariationalPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         mean, covariance = self.sparse._joint(factors, X)
         return mean + self._residual(X), covariance
+
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.sparse._prior_variance(X)

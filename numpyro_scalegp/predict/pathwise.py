@@ -14,11 +14,11 @@ from numpyro_scalegp.estimators.iterative import warn_unless
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.predict.conditioned import AbstractRepresented
+from numpyro_scalegp.predict.conditioned import AbstractConditioned
 from numpyro_scalegp.solvers import Solution
 
 
-class PathwisePosterior(AbstractRepresented):
+class PathwisePosterior(AbstractConditioned):
     """The posterior f | y as functions: prior draws plus kernel functions at the data.
 
     With H v = y - m(X) and H u_j = xi_j, the prior draw f_j observed with noise at X:
@@ -68,6 +68,13 @@ class PathwisePosterior(AbstractRepresented):
             "epochs": self.solution.epochs,
             "converged": self.solution.converged,
         }
+
+    @property
+    def _row_width(self) -> int:
+        return self.X.shape[0]
+
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return matmul(self.kernel(rows, self.X), self.representer_weights)
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None

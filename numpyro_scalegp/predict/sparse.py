@@ -66,3 +66,6 @@ class SparsePosterior(AbstractVariationalPosterior):
         SA = matmul(self.scale_tril.T, A)
         covariance = self.kernel.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
         return matmul(self.loc, A), covariance
+
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.kernel.diag(X)

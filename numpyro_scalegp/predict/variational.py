@@ -7,14 +7,11 @@ import equinox as eqx
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks
-from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.base import AbstractPosterior
 
 
 class AbstractVariationalPosterior(AbstractPosterior):
     """A variational posterior over a function, from basis functions rather than all data."""
-
-    kernel: eqx.AbstractVar[AbstractKernel]
 
     @property
     @abc.abstractmethod
@@ -41,6 +38,10 @@ class AbstractVariationalPosterior(AbstractPosterior):
         self, factors: Any, X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         """The mean and the covariance of f at the rows of X."""
+
+    @abc.abstractmethod
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """k(x, x) of each row."""
 
     # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
     @eqx.filter_jit
@@ -87,4 +88,4 @@ class AbstractVariationalPosterior(AbstractPosterior):
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         mean, covariance = self._joint(self._factorise(), Xs)
-        return self._joint_sample(key, mean, covariance, self.kernel.diag(Xs), num_samples)
+        return self._joint_sample(key, mean, covariance, self._prior_variance(Xs), num_samples)

@@ -19,7 +19,7 @@ class RepresenterWeights(NamedTuple):
     """Weights a of the functions k(., z_i), and how the solve went."""
 
     value: Float[Array, " M"]
-    residual: Float[Array, ""]  # of the whitened system, relative
+    residual: Float[Array, ""]  # of the whitened system, relative to that of the start
     iterations: Int[Array, ""]  # each evaluates the kernel for all pairs of a row and a point
     converged: Bool[Array, ""]
 
@@ -40,6 +40,7 @@ def representer_weights(
     targets: Float[Array, " n"],
     precision: Float[Array, " n"],
     *,
+    guess: Float[Array, " M"] | None = None,
     active: Bool[Array, " M"] | None = None,
     tolerance: float = 1e-3,
     max_iterations: int = 50,
@@ -57,8 +58,10 @@ def representer_weights(
         X: inputs, shape (n, d).
         targets: t, shape (n,).
         precision: D, not negative, shape (n,).
+        guess: weights to start from, shape (M,), than which the result is never worse; None for
+            zeros.
         active: which points take part, shape (M,); the others get weights of zero.
-        tolerance: relative residual at which the loop stops.
+        tolerance: residual at which the loop stops, relative to that of the start.
         max_iterations: iterations at most.
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
@@ -97,14 +100,19 @@ def representer_weights(
 
         return whiten(sum_rows(of_chunk, (X, precision, targets), chunk_size))
 
-    zero = jnp.zeros(M, L.dtype)
-    right = weigh_misfit(zero, targets)
-    norm = jnp.linalg.norm(right)
-    first = solve_both(C, right)
+    value = jnp.zeros(M, L.dtype)
+    residual = weigh_misfit(value, targets)
+    rounding = 10.0 * jnp.finfo(L.dtype).eps * jnp.linalg.norm(residual)
     no_targets = jnp.zeros_like(targets)
+    if guess is not None:
+        value = matmul(L.T, jnp.where(active, guess, 0.0))
+        residual += weigh_misfit(value, no_targets) - value
+    first = solve_both(C, residual)
+    norm = jnp.linalg.norm(residual)
+    goal = jnp.maximum(tolerance * norm, rounding)
 
     def goes_on(state: _State) -> Array:
-        unsolved = jnp.linalg.norm(state.residual) > tolerance * norm
+        unsolved = jnp.linalg.norm(state.residual) > goal
         return unsolved & (state.iteration < max_iterations)
 
     def step(state: _State) -> _State:
@@ -122,9 +130,8 @@ def representer_weights(
             preconditioned + turn * state.direction,
         )
 
-    start = _State(jnp.zeros((), int), zero, right, first, first)
+    start = _State(jnp.zeros((), int), value, residual, first, first)
     state = jax.lax.while_loop(goes_on, step, start)
-    residual = jnp.linalg.norm(state.residual) / jnp.where(norm > 0, norm, 1.0)
-    return RepresenterWeights(
-        unwhiten(state.value), residual, state.iteration, residual <= tolerance
-    )
+    last = jnp.linalg.norm(state.residual)
+    relative = last / jnp.where(norm > 0, norm, 1.0)
+    return RepresenterWeights(unwhiten(state.value), relative, state.iteration, last <= goal)

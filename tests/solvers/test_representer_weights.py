@@ -60,6 +60,18 @@ def test_float32_with_many_rows():
     assert jnp.sqrt(jnp.mean(jnp.square(KERNEL(X, X[:100]) @ found.value - t))) < 0.1
 
 
+def test_a_guess_is_where_it_starts(x64):
+    X, t, precision = data()
+    P = X[:M]
+    exact = dense(P, X, t, precision)
+    found = representer_weights(KERNEL, P, X, t, precision, guess=exact, max_iterations=1)
+    np.testing.assert_allclose(found.value, exact, rtol=1e-5)
+    far = representer_weights(
+        KERNEL, P, X, t, precision, guess=exact + 1.0, tolerance=1e-12, jitter=0.0
+    )
+    np.testing.assert_allclose(far.value, exact, rtol=1e-7)
+
+
 def test_ends_with_its_budget(x64):
     X, t, precision = data()
     found = representer_weights(KERNEL, X[:M], X, t, precision, tolerance=1e-12, max_iterations=2)
