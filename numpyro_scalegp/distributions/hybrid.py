@@ -42,7 +42,8 @@ class HybridGP(AbstractVariationalGP):
             without `key` or out of range when the divergence is computed.
 
     References:
-        Cheng and Boots (2017), section 3.3 (eq. 14 lacks a factor of one half: the term is
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, appendix A.3 (eq. 14 lacks a factor of one half: the term is
         -log|K_Z^-1 S| / 2). Time O(n (M^2 + d M_r) + M^3 + d M_r num_columns).
 
     Example:

@@ -32,7 +32,7 @@ def squared_norm(
         ValueError: if columns are to be drawn, and there is no key or not so many of them.
 
     References:
-        Cheng and Boots (2017), section 3.3, for the subset of columns.
+        Cheng and Boots (2017), section 3.4, for the subset of columns.
     """
     columns, factors, scale = points, weights, 1.0
     if num_columns is not None and num_columns != weights.size:

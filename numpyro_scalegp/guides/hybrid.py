@@ -47,7 +47,7 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         ValueError: as of `AutoSparseGP`, or if a number is not positive.
 
     References:
-        Cheng and Boots (2017), section 3.3. A step costs O(b (M^2 + d M_r) + M^3) for b rows.
+        Cheng and Boots (2017), appendix A.3. A step costs O(b (M^2 + d M_r) + M^3) for b rows.
 
     Example:
         >>> import numpyro

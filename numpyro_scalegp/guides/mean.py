@@ -10,7 +10,7 @@ from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.growth import Basis
 from numpyro_scalegp.guides.likelihood import expected_slopes
 from numpyro_scalegp.guides.sites import GPSite
-from numpyro_scalegp.solvers.representer_weights import representer_weights
+from numpyro_scalegp.solvers import representer_weights
 
 
 class AbstractDecoupledGuide(AbstractGPGuide):

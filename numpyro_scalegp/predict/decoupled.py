@@ -25,7 +25,7 @@ class DecoupledPosterior(AbstractVariationalPosterior):
 
     References:
         Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
-        Complexity, eq. 7.
+        Complexity, eq. 8.
     """
 
     kernel: AbstractKernel

@@ -21,7 +21,7 @@ class HybridPosterior(AbstractVariationalPosterior):
 
     References:
         Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
-        Complexity, section 3.3.
+        Complexity, appendix A.3.
     """
 
     sparse: SparsePosterior

@@ -1,9 +1,10 @@
-"""Solutions of H V = B for blocks of right-hand sides."""
+"""Solutions of H V = B for blocks of right-hand sides, and of penalised least squares."""
 
 from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
 from numpyro_scalegp.solvers.base import AbstractSolver, Solution
 from numpyro_scalegp.solvers.cholesky import Cholesky
 from numpyro_scalegp.solvers.conjugate_gradients import Coefficients, ConjugateGradients
+from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
 from numpyro_scalegp.solvers.russian_roulette import RussianRouletteCG
 from numpyro_scalegp.solvers.stochastic_gradient_descent import StochasticGradientDescent
 
@@ -13,7 +14,9 @@ __all__ = [
     "Cholesky",
     "Coefficients",
     "ConjugateGradients",
+    "RepresenterWeights",
     "RussianRouletteCG",
     "Solution",
     "StochasticGradientDescent",
+    "representer_weights",
 ]

@@ -109,6 +109,21 @@ def test_the_solved_mean_is_where_the_bound_is_flat(name, model, x64):
         assert np.max(np.abs(other)) < 1e-4 * max(1.0, np.max(np.abs(one)))
 
 
+@every_guide
+def test_a_solve_cut_short_does_no_harm(name, x64):
+    X, y = data()
+    guide = guides(X)[name](fixed)
+    svi, state = start(fixed, guide, X, y)
+    some = svi.get_params(state)
+    params = guide.solve_mean(some, X, y, tolerance=1e-10)
+    # Near the optimum, where a start at zero would be far worse.
+    near = {key: 1.01 * value if "weights" in key else value for key, value in params.items()}
+    short = guide.solve_mean(near, X, y, max_iterations=1)
+    loss = jax.jit(lambda params: svi.loss.loss(KEY, params, fixed, guide, X, y))
+    assert loss(params) < loss(short) + 1e-6
+    assert loss(short) < loss(near) < loss(some)
+
+
 def test_decoupled_optimum_is_the_exact_posterior(x64):
     """With both bases at the data, the bound's optimum is the exact posterior."""
     X, y = data(12)
