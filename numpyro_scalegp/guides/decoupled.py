@@ -104,10 +104,20 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         self.train_mean = train_mean
         self.num_columns = num_columns
 
+    def _weights(self, site: GPSite) -> tuple[Float[Array, " M_p"], bool]:
+        """Declare the mean's weights; also whether they are about to be made."""
+        size = self.sizes["mean"] if self.points is None else len(self.points["mean"])
+        start = jnp.zeros(size, site.X.dtype)
+        weights = self._param(site, "mean_weights", start)
+        return weights, weights is start
+
     def _bases(self, site: GPSite, *, training: bool) -> dict[str, Basis]:
         if self.points is None:
             name = f"{site.name}_{self.prefix}_bases"
-            bases = growing_bases(name, site.X, self.sizes, self.growth, grows=training)
+            begins = self._weights(site)[1]
+            bases = growing_bases(
+                name, site.X, self.sizes, self.growth, begins=begins, grows=training
+            )
             return {
                 key: Basis(
                     points + self._param(site, f"{key}_shift", jnp.zeros_like(points)), active
@@ -129,7 +139,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
     def _family(self, site: GPSite, *, training: bool = True) -> DecoupledGP:
         bases = self._bases(site, training=training)
         (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
-        w = self._param(site, "mean_weights", jnp.zeros(len(P), P.dtype))
+        w, _ = self._weights(site)
         # Nothing in the objective tells L = 0 from its neighbours to first order.
         start = _SMALL_SCALE * jnp.eye(len(Q), dtype=Q.dtype)
         L = jnp.tril(self._param(site, "cov_scale_tril", start))

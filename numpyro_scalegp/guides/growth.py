@@ -15,7 +15,13 @@ class Basis(NamedTuple):
 
 
 def growing_bases(
-    name: str, X: Float[Array, "b d"], sizes: dict[str, int], growth: int, *, grows: bool
+    name: str,
+    X: Float[Array, "b d"],
+    sizes: dict[str, int],
+    growth: int,
+    *,
+    begins: bool,
+    grows: bool,
 ) -> dict[str, Basis]:
     """Bases that take up rows of each mini-batch until they are full.
 
@@ -26,6 +32,7 @@ def growing_bases(
         X: the rows of the mini-batch.
         sizes: the number of points of each basis when it is full.
         growth: rows that a mini-batch adds at most: its first ones.
+        begins: whether this may be the first mini-batch.
         grows: whether this mini-batch adds any.
 
     Returns:
@@ -33,17 +40,15 @@ def growing_bases(
         set up with the batch of its first step.
 
     Raises:
-        ValueError: if the bases do not grow, and the site has no value.
+        ValueError: if this is not the first mini-batch, and the site has no value.
 
     References:
         Cheng and Boots (2017), algorithm 1.
     """
-    start: dict[str, Array] | None = None
-    if grows:
-        start = {key: jnp.zeros((size, X.shape[1]), X.dtype) for key, size in sizes.items()}
-        start["size"] = jnp.zeros((), int)
+    start = {key: jnp.zeros((size, X.shape[1]), X.dtype) for key, size in sizes.items()}
+    start["size"] = jnp.zeros((), int)
     state: Any = mutable(name, start)
-    if state is None:
+    if state is start and not begins:
         raise ValueError(
             f"`params` lacks the mutable site `{name}`, which holds the points: give "
             "{**svi.get_params(state), **state.mutable_state}."

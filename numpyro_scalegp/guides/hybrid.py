@@ -1,5 +1,6 @@
 """The guide for a sparse Gaussian process with further basis functions for its mean."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -96,12 +97,21 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         self.train_residual = train_residual
         self.num_columns = num_columns
 
-    def _family(self, site: GPSite, *, training: bool = True) -> HybridGP:
-        start = site.X[: self.num_residual]
+    def _start_residual(self, X: Float[Array, "n d"]) -> Float[Array, "M_r d"]:
         if self.residual_points is not None:
-            width = site.X.shape[1]
-            start = checks.inputs("residual_points", self.residual_points, width=width)
-        R = self._param(site, "residual_points", start)
+            return checks.inputs("residual_points", self.residual_points, width=X.shape[1])
+        if X.shape[0] < self.num_residual:
+            warnings.warn(
+                f"`num_residual` is {self.num_residual}, but the first mini-batch has only "
+                f"{X.shape[0]} rows: these are the residual points. Give `residual_points`, such "
+                "as random rows, to choose from all rows.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return X[: self.num_residual]
+
+    def _family(self, site: GPSite, *, training: bool = True) -> HybridGP:
+        R = self._param(site, "residual_points", lambda _: self._start_residual(site.X))
         w = self._param(site, "residual_weights", jnp.zeros(R.shape[0], R.dtype))
         if not self.train_residual:
             R, w = jax.lax.stop_gradient((R, w))

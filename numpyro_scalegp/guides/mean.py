@@ -72,7 +72,7 @@ class AbstractDecoupledGuide(AbstractGPGuide):
                 family = self._family(site, training=False)
                 (points, active), weights = self._basis(site, family)
             posterior = family.posterior()
-            mean, variance = posterior.mean(site.X), posterior.variance(site.X)
+            mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
             slope, curvature = expected_slopes(
                 self.model, site.name, given, mean, variance, args, kwargs, num_nodes
             )

@@ -45,39 +45,41 @@ class AbstractVariationalPosterior(AbstractPosterior):
 
     # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
     @eqx.filter_jit
-    def marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        """The mean and the variance of f at each row of X, all rows at once.
+    def marginals(
+        self, X: Float[Array, "n d"], *, chunk_size: int | None = None
+    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        """The mean and the variance of f at each row of X.
 
         Args:
             X: inputs, shape (n, d).
+            chunk_size: rows worked on at a time; None for all.
 
         Returns:
             Means and variances, each of shape (n,).
         """
-        return self._moments(self._factorise(), X)
+        factors = self._factorise()
+        if chunk_size is None:
+            return self._moments(factors, X)
+        return chunks.map_rows(lambda rows: self._moments(factors, rows), X, chunk_size)
 
     def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
         return checks.inputs("Xs", Xs, width=self._num_columns)
 
-    def _rows(self, chunk_size: int | None) -> int:
+    def rows_per_chunk(self, chunk_size: int | None = None) -> int:
+        """A number of rows for `marginals`: the given one, or what fits 64 MiB in float32."""
         return chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
-
-    @eqx.filter_jit
-    def _chunked_marginals(self, Xs: Array, chunk_size: int) -> tuple[Array, Array]:
-        factors = self._factorise()
-        return chunks.map_rows(lambda X: self._moments(factors, X), Xs, chunk_size)
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._chunked_marginals(self._check(Xs), self._rows(chunk_size))[0]
+        return self.marginals(self._check(Xs), chunk_size=self.rows_per_chunk(chunk_size))[0]
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, " m"]:
         """The posterior variance of f; see `AbstractPosterior.variance`."""
-        return self._chunked_marginals(self._check(Xs), self._rows(chunk_size))[1]
+        return self.marginals(self._check(Xs), chunk_size=self.rows_per_chunk(chunk_size))[1]
 
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1

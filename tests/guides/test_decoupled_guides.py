@@ -253,6 +253,23 @@ def test_solves_with_a_basis_that_is_not_full(x64):
     np.testing.assert_allclose(guide.posterior(params, X, y).mean(X), exact.mean(X), atol=1e-4)
 
 
+def test_a_result_goes_to_arviz_with_its_bases():
+    pytest.importorskip("arviz")
+    X, y = data()
+    guide = AutoDecoupledGP(learned, mean_size=20, cov_size=5, growth=10)
+    svi = SVI(learned, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2))
+    result = svi.run(KEY, 30, X, y, progress_bar=False)
+    found = sgp.to_arviz(result, learned, guide, key=KEY, model_args=(X, y), num_samples=50)
+    posterior = guide.posterior({**result.params, **result.state.mutable_state}, X, y)
+    f = np.asarray(found["posterior"]["f"])[0]
+    error = np.sqrt(posterior.variance(X) / 50)
+    assert np.mean(np.abs(f.mean(axis=0) - posterior.mean(X)) < 4 * error) > 0.9
+    # Without the bases there is an error, and no other function.
+    draws = sgp.infer.Predictive(learned, guide=guide, params=result.params, num_samples=2)
+    with pytest.raises(ValueError, match=r"`params` lacks the mutable site `f_auto_bases`"):
+        draws(KEY, X, y)
+
+
 def test_a_posterior_needs_the_bases():
     X, y = data()
     guide = AutoDecoupledGP(fixed, mean_size=20, cov_size=5)
