@@ -7,7 +7,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions.latent import LatentGP
-from numpyro_scalegp.distributions.sparse import whitened_divergence
+from numpyro_scalegp.distributions.sparse import whitened_divergence, whitened_parts
 from numpyro_scalegp.distributions.variational import AbstractVariationalGP
 from numpyro_scalegp.estimators.squared_norm import squared_norm
 from numpyro_scalegp.kernels import AbstractKernel
@@ -87,11 +87,7 @@ class HybridGP(AbstractVariationalGP):
         self.X = checks.inputs("X", X)
         width = self.X.shape[1]
         self.inducing_points = checks.inputs("inducing_points", inducing_points, width)
-        M = self.inducing_points.shape[0]
-        self.loc = checks.as_float(loc)
-        checks.shape("loc", self.loc, (M,), why="one value for each inducing point")
-        self.scale_tril = checks.as_float(scale_tril)
-        checks.shape("scale_tril", self.scale_tril, (M, M), why="a row for each inducing point")
+        self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.residual_points = checks.inputs("residual_points", residual_points, width)
         self.residual_weights = checks.as_float(residual_weights)
         expected = self.residual_points.shape[:1]

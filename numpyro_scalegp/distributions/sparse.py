@@ -69,11 +69,7 @@ class SparseGP(AbstractVariationalGP):
         self.kernel = kernel
         self.X = checks.inputs("X", X)
         self.inducing_points = checks.inputs("inducing_points", inducing_points, self.X.shape[1])
-        M = self.inducing_points.shape[0]
-        self.loc = checks.as_float(loc)
-        checks.shape("loc", self.loc, (M,), why="one value for each inducing point")
-        self.scale_tril = checks.as_float(scale_tril)
-        checks.shape("scale_tril", self.scale_tril, (M, M), why="a row for each inducing point")
+        self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.jitter = jitter
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)
 
@@ -96,3 +92,13 @@ def whitened_divergence(
     """KL(N(loc, S S') || N(0, I)), in O(M^2)."""
     trace = jnp.sum(jnp.square(scale_tril)) + jnp.sum(jnp.square(loc)) - loc.size
     return 0.5 * trace - jnp.sum(jnp.log(jnp.diagonal(scale_tril)))
+
+
+def whitened_parts(
+    loc: Float[ArrayLike, "..."], scale_tril: Float[ArrayLike, "..."], M: int
+) -> tuple[Float[Array, " {M}"], Float[Array, "{M} {M}"]]:
+    """Check the mean and the scale of M whitened inducing values."""
+    mean, scale = checks.as_float(loc), checks.as_float(scale_tril)
+    checks.shape("loc", mean, (M,), why="one value for each inducing point")
+    checks.shape("scale_tril", scale, (M, M), why="a row for each inducing point")
+    return mean, scale

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
@@ -146,7 +145,6 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         if not self.train_mean:
             P, w = jax.lax.stop_gradient((P, w))
         scale = prior_scale(site, P)
-        num_columns = None if self.num_columns is None else min(self.num_columns, w.size)
         return DecoupledGP(
             site.kernel,
             site.X,
@@ -154,8 +152,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             jnp.where(mean_active, w, 0.0) / scale,
             Q,
             jnp.where(cov_active[:, None], L, 0.0) / scale,
-            num_columns=num_columns,
-            key=None if num_columns is None else numpyro.prng_key(),
+            **self._columns(w.size),
         )
 
     def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:

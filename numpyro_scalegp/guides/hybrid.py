@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
@@ -115,15 +114,13 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         w = self._param(site, "residual_weights", jnp.zeros(R.shape[0], R.dtype))
         if not self.train_residual:
             R, w = jax.lax.stop_gradient((R, w))
-        num_columns = None if self.num_columns is None else min(self.num_columns, w.size)
         return HybridGP(
             site.kernel,
             site.X,
             *self._whitened(site),
             R,
             w / prior_scale(site, R),
-            num_columns=num_columns,
-            key=None if num_columns is None else numpyro.prng_key(),
+            **self._columns(w.size),
             jitter=self.jitter,
         )
 

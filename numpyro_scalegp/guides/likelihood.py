@@ -49,7 +49,7 @@ def expected_slopes(
             data = {**values, site: mean + scale * node}
             given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data=data)
             trace = handlers.trace(given).get_trace(*args, **kwargs)
-            observed = [_log_density(site) for site in trace.values() if _is_observed(site)]
+            observed = [log_density(site) for site in trace.values() if _is_observed(site)]
             return jnp.sum(jnp.stack(observed))
 
         return weights.dot(jax.vmap(at_node)(nodes))
@@ -62,6 +62,8 @@ def _is_observed(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["is_observed"]
 
 
-def _log_density(site: dict[str, Any]) -> Float[Array, ""]:
-    log_density = jnp.sum(site["fn"].log_prob(site["value"]))
-    return log_density if site["scale"] is None else site["scale"] * log_density
+def log_density(site: dict[str, Any]) -> Float[Array, ""]:
+    """The log density of a traced site's value, summed and scaled."""
+    intermediates = [site["intermediates"]] if site["intermediates"] else []
+    total = jnp.sum(site["fn"].log_prob(site["value"], *intermediates))
+    return total if site["scale"] is None else site["scale"] * total

@@ -4,6 +4,7 @@ import abc
 from typing import Any
 
 import jax.numpy as jnp
+import numpyro
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.guides.base import AbstractGPGuide
@@ -15,6 +16,14 @@ from numpyro_scalegp.solvers import representer_weights
 
 class AbstractDecoupledGuide(AbstractGPGuide):
     """Guides with a large basis for the mean; see `solve_mean`."""
+
+    num_columns: int | None
+
+    def _columns(self, size: int) -> dict[str, Any]:
+        """What a family of `size` weights needs to draw columns for its divergence."""
+        if self.num_columns is None:
+            return {}
+        return {"num_columns": min(self.num_columns, size), "key": numpyro.prng_key()}
 
     @abc.abstractmethod
     def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:

@@ -14,6 +14,7 @@ from numpyro.infer.elbo import ELBO
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import AbstractVariationalGP
+from numpyro_scalegp.guides.likelihood import log_density
 
 Trace = dict[str, Any]
 
@@ -173,14 +174,14 @@ def _elbo_of_traces(model_trace: Trace, guide_trace: Trace, rows: set[int]) -> F
             continue
         if site["is_observed"]:
             _check_factorises(site, rows)
-            total += _log_density(site)
+            total += log_density(site)
             continue
         if name not in guide_trace:
             raise ValueError(f"the guide has no site `{name}`, which the model samples.")
         total -= _divergence(guide_trace[name], site)
     for name, site in guide_trace.items():
         if site["type"] == "sample" and name not in model_trace:
-            total -= _log_density(site)
+            total -= log_density(site)
     return total
 
 
@@ -188,15 +189,9 @@ def _divergence(guide_site: Trace, model_site: Trace) -> Float[Array, ""]:
     try:
         divergence = kl_divergence(guide_site["fn"], model_site["fn"])
     except NotImplementedError:
-        return _log_density(guide_site) - _log_density(model_site)
+        return log_density(guide_site) - log_density(model_site)
     scale = guide_site["scale"]
     return jnp.sum(divergence if scale is None else scale * divergence)
-
-
-def _log_density(site: Trace) -> Float[Array, ""]:
-    intermediates = [site["intermediates"]] if site["intermediates"] else []
-    log_density = jnp.sum(site["fn"].log_prob(site["value"], *intermediates))
-    return log_density if site["scale"] is None else site["scale"] * log_density
 
 
 def _check_factorises(site: Trace, rows: set[int]) -> None:
