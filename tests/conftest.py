@@ -12,13 +12,17 @@ if worker and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 # On a GPU every worker would otherwise claim most of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Compilation is most of the time that tests take. JAX 0.10 can still do without the emitters that
-# take most of it; newer lines end the process at a flag that they do not know, so they run as users
-# do.
+# Compilation is most of the time that tests take, and LLVM's optimisation most of compilation.
+flags = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # there is one core for each process
+]
+# The emitters that take long, too, can still be done without on JAX 0.10; newer lines end the
+# process at a flag that they do not know.
 if version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
-    )
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 import jax
 import jax.numpy as jnp

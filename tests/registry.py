@@ -78,6 +78,7 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ("rational_quadratic_ard", lambda s: sgp.kernels.RationalQuadratic(_ard(s), s, 1.5)),
     ("periodic", lambda s: sgp.kernels.Periodic(1.2, period=s)),
     ("periodic_ard", lambda s: sgp.kernels.Periodic(_ard(s), 2.0 * _ard(1.0), 0.6)),
+    ("multiscale", lambda s: sgp.kernels.MultiscaleRBF(jnp.array([s, 2.0]), 1.5)),
     ("constant", lambda s: sgp.kernels.Constant(s)),
     ("linear", lambda s: sgp.kernels.Linear(s, bias=0.3)),
     ("sum", lambda s: sgp.kernels.RBF(s) + sgp.kernels.Linear(0.5)),

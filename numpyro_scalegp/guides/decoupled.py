@@ -11,7 +11,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import DecoupledGP
 from numpyro_scalegp.guides.base import Rest
-from numpyro_scalegp.guides.growth import Basis, growing_bases
+from numpyro_scalegp.guides.growth import Basis
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
 from numpyro_scalegp.guides.sites import GPSite, Model
 
@@ -112,17 +112,8 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
 
     def _bases(self, site: GPSite, *, training: bool) -> dict[str, Basis]:
         if self.points is None:
-            name = f"{site.name}_{self.prefix}_bases"
-            begins = self._weights(site)[1]
-            bases = growing_bases(
-                name, site.X, self.sizes, self.growth, begins=begins, grows=training
-            )
-            return {
-                key: Basis(
-                    points + self._param(site, f"{key}_shift", jnp.zeros_like(points)), active
-                )
-                for key, (points, active) in bases.items()
-            }
+            _, begins = self._weights(site)
+            return self._grown(site, self.sizes, self.growth, begins=begins, training=training)
         return {
             key: Basis(
                 self._param(

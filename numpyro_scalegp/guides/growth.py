@@ -45,7 +45,8 @@ def growing_bases(
     References:
         Cheng and Boots (2017), algorithm 1.
     """
-    start = {key: jnp.zeros((size, X.shape[1]), X.dtype) for key, size in sizes.items()}
+    # Any row will do for those that are not there yet: some kernels have no derivative at zero.
+    start = {key: jnp.tile(X[:1], (size, 1)) for key, size in sizes.items()}
     start["size"] = jnp.zeros((), int)
     state: Any = mutable(name, start)
     if state is start and not begins:

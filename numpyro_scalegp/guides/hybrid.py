@@ -27,15 +27,20 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
     over the prior's standard deviation. `solve_mean` sets the weights (and `..._loc`, by which they
     are shared) at once; gradients, from mini-batches or a stream, crawl.
 
+    With `growth`, each mini-batch adds rows to the residual points until they are full, as in
+    `AutoDecoupledGP`: give `posterior` and `solve_mean` the mutable state as well. Inducing points
+    do not grow.
+
     Args:
         model: a NumPyro model with a `LatentGP` site outside its plates.
         site: the name of that site; None if the model has only one.
         rest: what guides the other sites, as for `AutoSparseGP`.
         num_inducing: number of inducing points, if `inducing_points` is not given.
         inducing_points: where they start, as for `AutoSparseGP`.
-        num_residual: number of residual points, if `residual_points` is not given: the first rows
-            of the first mini-batch, at most.
+        num_residual: number of residual points, if `residual_points` is not given: with `growth`
+            when they are full, else the first rows of the first mini-batch, at most.
         residual_points: the residual points, shape (M_r, d), such as random rows of the data.
+        growth: rows that each mini-batch adds at most; None for no growth.
         train_residual: whether gradients train the residual points and weights. If not, only
             `solve_mean` changes the weights.
         num_columns: columns of the residual points' covariance that each step draws for the
@@ -71,6 +76,7 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         inducing_points: Float[ArrayLike, "M d"] | None = None,
         num_residual: int = 2048,
         residual_points: Float[ArrayLike, "M_r d"] | None = None,
+        growth: int | None = None,
         train_residual: bool = True,
         num_columns: int | None = 256,
         prefix: str = "auto",
@@ -85,9 +91,13 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             prefix=prefix,
             jitter=jitter,
         )
-        if num_residual < 1:
-            raise ValueError(f"`num_residual` must be positive, got {num_residual}.")
+        for name, number in (("num_residual", num_residual), ("growth", growth)):
+            if number is not None and number < 1:
+                raise ValueError(f"`{name}` must be positive, got {number}.")
+        if growth is not None and residual_points is not None:
+            raise ValueError("`residual_points` are there from the start: give no `growth`.")
         self.num_residual = num_residual
+        self.growth = growth
         self.residual_points = (
             None
             if residual_points is None
@@ -109,9 +119,22 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             )
         return X[: self.num_residual]
 
+    def _residual(
+        self, site: GPSite, *, training: bool
+    ) -> tuple[Basis, Float[Array, " M_r"]]:
+        """Declare the residual points and their weights."""
+        if self.growth is None:
+            R = self._param(site, "residual_points", lambda _: self._start_residual(site.X))
+            basis = Basis(R, jnp.ones(len(R), bool))
+            return basis, self._param(site, "residual_weights", jnp.zeros(len(R), R.dtype))
+        start = jnp.zeros(self.num_residual, site.X.dtype)
+        w = self._param(site, "residual_weights", start)
+        sizes = {"residual": self.num_residual}
+        bases = self._grown(site, sizes, self.growth, begins=w is start, training=training)
+        return bases["residual"], w
+
     def _family(self, site: GPSite, *, training: bool = True) -> HybridGP:
-        R = self._param(site, "residual_points", lambda _: self._start_residual(site.X))
-        w = self._param(site, "residual_weights", jnp.zeros(R.shape[0], R.dtype))
+        (R, active), w = self._residual(site, training=training)
         if not self.train_residual:
             R, w = jax.lax.stop_gradient((R, w))
         return HybridGP(
@@ -119,7 +142,7 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             site.X,
             *self._whitened(site),
             R,
-            w / prior_scale(site, R),
+            jnp.where(active, w, 0.0) / prior_scale(site, R),
             **self._columns(w.size),
             jitter=self.jitter,
         )
@@ -129,7 +152,9 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         _, factor = family.posterior().sparse._factorise()
         shared = solve_triangular(factor.tril, family.loc, lower=True, trans=1)
         weights = jnp.concatenate([shared, family.residual_weights])
-        return Basis(points, jnp.ones(len(points), bool)), weights
+        (_, residual_active), _ = self._residual(site, training=False)
+        active = jnp.concatenate([jnp.ones(len(shared), bool), residual_active])
+        return Basis(points, active), weights
 
     def _as_params(
         self, site: GPSite, family: Any, weights: Float[Array, " M"]

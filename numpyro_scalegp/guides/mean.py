@@ -8,7 +8,7 @@ import numpyro
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.guides.base import AbstractGPGuide
-from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.guides.growth import Basis, growing_bases
 from numpyro_scalegp.guides.likelihood import expected_slopes
 from numpyro_scalegp.guides.sites import GPSite
 from numpyro_scalegp.solvers import representer_weights
@@ -24,6 +24,17 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         if self.num_columns is None:
             return {}
         return {"num_columns": min(self.num_columns, size), "key": numpyro.prng_key()}
+
+    def _grown(
+        self, site: GPSite, sizes: dict[str, int], growth: int, *, begins: bool, training: bool
+    ) -> dict[str, Basis]:
+        """Bases of rows of the mini-batches so far, each moved by a parameter."""
+        name = f"{site.name}_{self.prefix}_bases"
+        bases = growing_bases(name, site.X, sizes, growth, begins=begins, grows=training)
+        return {
+            key: Basis(points + self._param(site, f"{key}_shift", jnp.zeros_like(points)), active)
+            for key, (points, active) in bases.items()
+        }
 
     @abc.abstractmethod
     def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:

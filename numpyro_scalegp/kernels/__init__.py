@@ -1,6 +1,7 @@
 """Covariance functions and their spectral densities."""
 
 from numpyro_scalegp.kernels.base import AbstractKernel, ActiveDims, Product, Scaled, Sum
+from numpyro_scalegp.kernels.multiscale import MultiscaleRBF
 from numpyro_scalegp.kernels.nonstationary import FeatureMapped, Linear
 from numpyro_scalegp.kernels.stationary import (
     RBF,
@@ -22,6 +23,7 @@ __all__ = [
     "Matern12",
     "Matern32",
     "Matern52",
+    "MultiscaleRBF",
     "Periodic",
     "Product",
     "RationalQuadratic",

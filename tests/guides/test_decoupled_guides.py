@@ -218,8 +218,50 @@ def test_bases_grow_until_they_are_full():
     assert bases[-1]["mean"].shape == (20, 1)
     np.testing.assert_array_equal(bases[-1]["mean"][:5], bases[0]["mean"][:5])
     np.testing.assert_array_equal(bases[-1]["cov"], bases[-1]["mean"][:7])
-    assert np.all(bases[0]["mean"][5:] == 0)
-    assert np.all(bases[-1]["mean"] != 0)
+    assert np.all(bases[0]["mean"][5:] == bases[0]["mean"][0])
+    assert len(np.unique(bases[-1]["mean"])) == 20
+
+
+def test_residual_points_grow():
+    guide = AutoHybridGP(learned, num_inducing=4, num_residual=20, growth=5)
+    svi, states, X, y = stream(guide, 6)
+    bases = [state.mutable_state["f_auto_bases"] for state in states]
+    assert [int(basis["size"]) for basis in bases] == [5, 10, 15, 20, 20, 20]
+    params: dict[str, Any] = {**svi.get_params(states[0]), **states[0].mutable_state}
+    grown = {**params, "f_auto_bases": {**bases[-1], "size": bases[0]["size"]}}
+    more = {**params, "f_auto_bases": bases[-1]}
+    of_each = [guide.posterior(one, X, y) for one in (params, grown, more)]
+    for other in of_each[1:]:  # the points beyond those that are there count for nothing
+        np.testing.assert_array_equal(of_each[0].mean(X), other.mean(X))
+    # What is there is solved for, and the rest left at zero.
+    solved = guide.solve_mean(params, X, y, tolerance=1e-10)
+    assert np.all(solved["f_auto_residual_weights"][5:] == 0.0)
+    assert np.all(solved["f_auto_residual_weights"][:5] != 0.0)
+    with pytest.raises(ValueError, match=r"`params` lacks the mutable site `f_auto_bases`"):
+        guide.posterior(svi.get_params(states[-1]), X, y)
+
+
+def test_points_with_scales_of_their_own_grow_and_learn():
+    """Through a stream with lifted inputs nothing turns NaN, and scales move off one."""
+    lift = sgp.kernels.MultiscaleRBF.with_unit_scales
+
+    def model(X: Array, y: Array | None = None) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.MultiscaleRBF(0.7), X))
+        with numpyro.plate("rows", 1000, subsample_size=X.shape[0]):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = AutoDecoupledGP(model, mean_size=12, cov_size=4, growth=4, num_columns=None)
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    X, y = data()
+    X, y = lift(X.astype(jnp.float32)), y.astype(jnp.float32)
+    state = jax.jit(svi.init)(KEY, X[:10], y[:10])
+    update = jax.jit(svi.update)
+    for first in (0, 10, 20, 30, 0, 10):
+        state, loss = update(state, X[first : first + 10], y[first : first + 10])
+        assert np.isfinite(loss)
+    shift = svi.get_params(state)["f_auto_mean_shift"]
+    assert np.all(np.isfinite(shift))
+    assert np.all(shift[:, 1] != 0.0)
 
 
 def test_growth_leaves_what_was_learned():
@@ -332,6 +374,11 @@ def test_goes_to_arviz(name):
     ("build", "message"),
     [
         (lambda: AutoHybridGP(fixed, num_residual=0), "`num_residual` must be positive, got 0"),
+        (lambda: AutoHybridGP(fixed, growth=0), "`growth` must be positive, got 0"),
+        (
+            lambda: AutoHybridGP(fixed, residual_points=jnp.ones((3, 1)), growth=2),
+            "`residual_points` are there from the start: give no `growth`",
+        ),
         (lambda: AutoDecoupledGP(fixed, mean_size=0), "`mean_size` must be positive, got 0"),
         (lambda: AutoDecoupledGP(fixed, growth=0), "`growth` must be positive, got 0"),
         (

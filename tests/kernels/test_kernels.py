@@ -18,6 +18,7 @@ from numpyro_scalegp.kernels import (
     Matern12,
     Matern32,
     Matern52,
+    MultiscaleRBF,
     Periodic,
     RationalQuadratic,
 )
@@ -261,6 +262,40 @@ def test_frequencies_promote_no_types(name, dtype):
 def test_no_spectral_density(kernel, name):
     with pytest.raises(ValueError, match=f"`{name}` has no spectral density: only stationary"):
         kernel.sample_frequencies(jax.random.key(0), 4, 2)
+
+
+# Points with scales of their own
+
+
+def test_unit_scales_make_an_rbf(dtype):
+    X, Z = jnp.array(rows(6, 3)), jnp.array(rows(5, 3, seed=1))
+    lengthscale = jnp.array([0.5, 1.0, 2.0])
+    lift = MultiscaleRBF.with_unit_scales
+    K = MultiscaleRBF(lengthscale, 1.7)(lift(X), lift(Z))
+    tolerance = 20 * jnp.finfo(dtype).eps
+    np.testing.assert_allclose(K, RBF(lengthscale, 1.7)(X, Z), rtol=0, atol=tolerance)
+
+
+def test_a_scaled_point_is_a_smoothed_function(x64):
+    """k((x, 1), (z, c)) is proportional to a wider Gaussian, and to all it must be consistent."""
+    X, z, scales = rows(6, 2), rows(1, 2, seed=1), np.array([[0.6, 2.5]])
+    lengthscale = np.array([0.5, 2.0])
+    kernel = MultiscaleRBF(jnp.array(lengthscale), 1.3)
+    points = jnp.array(np.concatenate([z, scales], axis=1))
+    column = kernel(MultiscaleRBF.with_unit_scales(X), points)
+    widths = lengthscale**2 * (1 + scales**2)
+    expected = 1.3 * np.exp(-np.sum((X - z) ** 2 / widths, axis=1))
+    expected *= np.sqrt(np.prod(2 * scales / (1 + scales**2)))
+    np.testing.assert_allclose(column[:, 0], expected, rtol=1e-12)
+    everything = np.random.default_rng(2).uniform(0.3, 3.0, size=(40, 4))
+    assert np.linalg.eigvalsh(kernel.covariance(everything)).min() > -1e-12
+
+
+def test_scales_need_columns_of_their_own():
+    with pytest.raises(ValueError, match="needs inputs with a scale for each column, got 3"):
+        MultiscaleRBF(1.0)(jnp.ones((2, 3)), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match=r"`lengthscale` must have shape \(\) or \(2,\)"):
+        MultiscaleRBF(jnp.ones(3))(jnp.ones((2, 4)), jnp.ones((2, 4)))
 
 
 # Accuracy in float32, far from the origin
