@@ -2,19 +2,26 @@
 
     python benchmarks/decoupled.py compare --data kin40k --num-residual 6000 --steps 1200
     python benchmarks/decoupled.py steps
+    python benchmarks/decoupled.py stream --data kin40k
     python benchmarks/decoupled.py sinc
 
 `sinc` draws shared bases of 10 and of 100 points, and 100 points for the mean with 10 for the
 covariance. `compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same
 process, a sparse GP here for some steps, then residual points for the mean: their weights by
-`solve_mean`, the noise at its optimum given the mean and the variances, twice over. Times include
-compilation.
+`solve_mean`, the noise at its optimum given the mean and the variances, twice over. With
+`--subset`, the kernel's hyperparameters come from an exact GP on so many random rows, and stay.
+
+`stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points grow
+holds the last batches and solves for its mean on them now and then, its kernel's hyperparameters
+from an exact fit of the first batch; beside it a sparse GP that starts from the same values and
+trains them, on the same stream. Times include compilation.
 Needs SCALEGP_DATA; the peer needs the `bench` extra.
 """
 
 import argparse
 import functools
 import time
+from collections import deque
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +31,33 @@ import numpyro.distributions as dist
 import optax
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.initialization import init_to_value
 from sparse import GPyTorch, Ours, made_up, model, score
 
 import numpyro_scalegp as sgp
+
+
+def hyperparameters(d):
+    """The priors of a GP regression: lengthscales, variance, noise."""
+    return (
+        numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([d]).to_event(1)),
+        numpyro.sample("variance", dist.LogNormal(0.0, 1.0)),
+        numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)),
+    )
+
+
+def exact_model(X, y):
+    """An exact GP regression with the priors of the others."""
+    lengthscale, variance, noise = hyperparameters(X.shape[1])
+    kernel = sgp.kernels.RBF(lengthscale, variance)
+    numpyro.sample("y", sgp.GaussianProcess(kernel, X, noise**2), obs=y)
+
+
+def fit_exactly(X, y, subset_size):
+    """The hyperparameters of an exact fit of the rows around a random one."""
+    return sgp.infer.initial_hyperparameters(
+        jax.random.key(0), exact_model, X, y, num_subsets=1, subset_size=subset_size
+    )
 
 
 class Hybrid:
@@ -37,7 +68,7 @@ class Hybrid:
         n = fit.X.shape[0]
         rows = np.random.default_rng(seed).permutation(n)[: min(num_residual, n)]
         self.guide = sgp.guides.AutoHybridGP(
-            model,
+            fit.guide.model,
             rest=fit.guide.rest,
             inducing_points=fit.guide.inducing_points,
             residual_points=fit.X[rows],
@@ -91,7 +122,13 @@ def compare(arguments):
         print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
     began = time.perf_counter()
     points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
-    fit = Ours(data, points, 1024, arguments.steps, arguments.learning_rate)
+    start = model
+    if arguments.subset:
+        y = jnp.asarray(data.y_train, jnp.float32)
+        hyper = fit_exactly(X, y, arguments.subset)
+        kernel = {name: hyper[name] for name in ("lengthscale", "variance")}
+        start = numpyro.handlers.condition(model, data=kernel)
+    fit = Ours(data, points, 1024, arguments.steps, arguments.learning_rate, start)
     fit.run(arguments.steps - 1)
     spent = time.perf_counter() - began
     print(f"sparse, {arguments.steps} steps: {spent:6.1f} s, {fit.score()}", flush=True)
@@ -127,6 +164,95 @@ def steps(arguments):
             state, _ = jax.block_until_ready(compiled(state, X, y))
             times.append((time.perf_counter() - began) / 20)
         print(f"{size:6d} mean points: {1e3 * min(times):6.1f} ms a step, {memory:6.0f} MiB")
+
+
+def stream_model(X, y, size):
+    """A GP regression on one batch of a stream of `size` rows."""
+    hyper = hyperparameters(X.shape[1])
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(*hyper[:2]), X))
+    with sgp.plate("rows", size, len(X)):
+        numpyro.sample("y", dist.Normal(f, hyper[2]), obs=y)
+
+
+def follow(data, model, guide, arguments, solve_every=None):
+    """Train on a stream; the time and the test error, as a part of the variance, on the way."""
+    n, size, held = len(data.y_train), arguments.batch_size, arguments.held
+    X_train, y_train = data.X_train.astype(np.float32), data.y_train.astype(np.float32)
+    X_test, variance = jnp.asarray(data.X_test, jnp.float32), np.var(data.y_test)
+    generator = np.random.default_rng(0)
+    schedule = optax.cosine_decay_schedule(arguments.learning_rate, arguments.steps)
+    svi = SVI(model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
+    update = jax.jit(svi.update, static_argnums=3, donate_argnums=0)
+
+    @jax.jit
+    def error_of(params, X, y):
+        mean = guide.posterior(params, X, y, n).mean(X_test)
+        return jnp.mean(jnp.square(data.y_test - mean)) / variance
+
+    # Each row held stands for n / held of the stream's.
+    solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, n))
+    rows, recent, state, found = np.array([], int), deque(maxlen=held), None, []
+    began = time.perf_counter()
+    for step in range(1, arguments.steps + 1):
+        if len(rows) < size:
+            rows = np.concatenate([rows, generator.permutation(n)])
+        batch, rows = rows[:size], rows[size:]
+        X, y = jnp.asarray(X_train[batch]), jnp.asarray(y_train[batch])
+        if state is None:
+            state = jax.jit(svi.init, static_argnums=3)(jax.random.key(0), X, y, n)
+        state, _ = update(state, X, y, n)
+        recent.append((X, y))
+        last = step == arguments.steps
+        fitted = {**svi.get_params(state), **(state.mutable_state or {})}
+        solves = solve_every is not None and (last or step % solve_every == 0)
+        if solves:
+            # The last batches as one: each row counts for n rows over their number.
+            fitted = solve(fitted, *map(jnp.concatenate, zip(*recent, strict=True)))
+            state = sgp.infer.replace_params(svi, state, fitted)
+        if last or solves or step % 100 == 0:
+            jax.block_until_ready(state)
+            spent = time.perf_counter() - began
+            found.append((spent, float(error_of(fitted, X, y))))
+            print(f"{step:6d} batches, {spent:6.1f} s: nMSE {found[-1][1]:.4f}", flush=True)
+            began += time.perf_counter() - began - spent
+    return found
+
+
+def stream(arguments):
+    """Follow a stream with a hybrid GP and with a sparse one, and draw their errors."""
+    from matplotlib.figure import Figure
+
+    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
+    first = np.random.default_rng(0).permutation(len(data.y_train))[: arguments.batch_size]
+    X, y = (jnp.asarray(part[first], jnp.float32) for part in (data.X_train, data.y_train))
+    began = time.perf_counter()
+    hyper = fit_exactly(X, y, len(y))
+    print(f"hyperparameters: {time.perf_counter() - began:.1f} s")
+    start = init_to_value(values=hyper)
+    rest = functools.partial(AutoDelta, init_loc_fn=start)
+    kernel = {name: hyper[name] for name in ("lengthscale", "variance")}
+    pinned = numpyro.handlers.condition(stream_model, data=kernel)
+    hybrid = sgp.guides.AutoHybridGP(
+        pinned,
+        rest=rest,
+        inducing_points=sgp.features.kmeans_points(jax.random.key(1), X, 128),
+        num_residual=arguments.num_residual,
+        growth=128,
+        train_residual=False,
+    )
+    points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
+    sparse = sgp.guides.AutoSparseGP(stream_model, rest=rest, inducing_points=points)
+    print(f"hybrid, {arguments.num_residual} and 128 points")
+    found = {"decoupled": follow(data, pinned, hybrid, arguments, arguments.solve_every)}
+    print(f"sparse, {arguments.num_inducing} points")
+    found["coupled"] = follow(data, stream_model, sparse, arguments)
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+    panel = figure.subplots()
+    for name, errors in found.items():
+        panel.plot(*zip(*errors, strict=True), marker=".", label=name)
+    panel.set(xlabel="seconds", ylabel="test nMSE", yscale="log", title=data.name)
+    panel.legend()
+    figure.savefig(arguments.output or "docs/figures/decoupled_stream.svg")
 
 
 def sinc_model(X, y=None):
@@ -173,13 +299,13 @@ def sinc(arguments):
         panel.plot(Xs[:, 0], mean)
         panel.plot(Xs[:, 0], truth, "k--", linewidth=0.8)
         panel.set_title(title, fontsize=9)
-    figure.savefig(arguments.output)
+    figure.savefig(arguments.output or "docs/figures/decoupled_sinc.svg")
 
 
 def main():
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["compare", "steps", "sinc"])
+    parser.add_argument("what", choices=["compare", "steps", "stream", "sinc"])
     parser.add_argument("--data", default="kin40k")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=50, help="of the peer")
@@ -187,10 +313,14 @@ def main():
     parser.add_argument("--learning-rate", type=float, default=0.04)
     parser.add_argument("--num-inducing", type=int, default=512)
     parser.add_argument("--num-residual", type=int, default=6000)
+    parser.add_argument("--subset", type=int, help="rows of the exact fit of `compare`")
+    parser.add_argument("--batch-size", type=int, default=1024, help="of `stream`")
+    parser.add_argument("--held", type=int, default=32, help="batches that `stream` holds")
+    parser.add_argument("--solve-every", type=int, default=500, help="batches of `stream`")
     parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
-    parser.add_argument("--output", default="docs/figures/decoupled_sinc.svg", help="of the sinc")
+    parser.add_argument("--output", help="the figure; by default in docs/figures")
     arguments = parser.parse_args()
-    {"compare": compare, "steps": steps, "sinc": sinc}[arguments.what](arguments)
+    {"compare": compare, "steps": steps, "stream": stream, "sinc": sinc}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def model(X, y, batch_size):
 class Ours:
     """This package, point estimates of the hyperparameters as in the peer."""
 
-    def __init__(self, data, points, batch_size, total_steps, learning_rate):
+    def __init__(self, data, points, batch_size, total_steps, learning_rate, model=model):
         self.X, self.y = (
             jnp.asarray(data.X_train, jnp.float32),
             jnp.asarray(data.y_train, jnp.float32),
@@ -78,7 +78,8 @@ class Ours:
         loss = sgp.infer.QuadratureELBO(num_nodes=2)
         self.svi = SVI(model, self.guide, optax.adam(schedule), loss)
         start = time.perf_counter()
-        self.state = self.svi.init(jax.random.key(0), self.X, self.y, batch_size)
+        init = jax.jit(self.svi.init, static_argnums=3)
+        self.state = init(jax.random.key(0), self.X, self.y, batch_size)
 
         @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
         def steps(state, X, y, num):

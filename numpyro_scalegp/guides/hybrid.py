@@ -119,9 +119,7 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             )
         return X[: self.num_residual]
 
-    def _residual(
-        self, site: GPSite, *, training: bool
-    ) -> tuple[Basis, Float[Array, " M_r"]]:
+    def _residual(self, site: GPSite, *, training: bool) -> tuple[Basis, Float[Array, " M_r"]]:
         """Declare the residual points and their weights."""
         if self.growth is None:
             R = self._param(site, "residual_points", lambda _: self._start_residual(site.X))

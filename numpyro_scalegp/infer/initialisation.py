@@ -1,4 +1,4 @@
-"""Hyperparameters to start from, by exact fits on neighbourhoods of a large data set."""
+"""Hyperparameters to start from: by a rule of thumb, or by exact fits on parts of the data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,40 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import GaussianProcess
+from numpyro_scalegp.kernels.distances import squared_distances
+
+
+def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Float[Array, ""]:
+    """The median Euclidean distance between rows: a lengthscale to start from.
+
+    For inputs of like scales, such as standardised ones. On the first mini-batch of a stream it is
+    a start where nothing else is known.
+
+    Args:
+        X: inputs, shape (n, d).
+        max_rows: so many of the first rows take part.
+
+    Returns:
+        The median over all pairs of different rows, shape (), in units of the inputs. Time and
+        memory O(max_rows^2).
+
+    Raises:
+        ValueError: if there are fewer than two rows.
+
+    References:
+        Cheng and Boots (2017), section 5 (the median trick).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> float(sgp.infer.median_distance(jnp.array([[0.0], [1.0], [3.0]])))
+        2.0
+    """
+    X = checks.inputs("X", X)[:max_rows]
+    if X.shape[0] < 2:
+        raise ValueError(f"`X` must have two rows or more, got {X.shape[0]}.")
+    squared = squared_distances(X, X)[jnp.triu_indices(X.shape[0], 1)]
+    return jnp.sqrt(jnp.median(squared))
 
 
 class _Exact(Messenger):

@@ -41,8 +41,6 @@ CG: Any = SOLVERS["cg"][0]
 
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
-# Only compilation takes long here, so the compiler may leave its optimisations out.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def data(n: int = N) -> tuple[Array, Array]:
@@ -82,10 +80,10 @@ def over_keys(p: dict[str, Any], estimator: str, solver: Any = CG) -> Any:
     one = make(estimator, solver, num_logdet_probes=0)
     keys = jax.random.split(KEY, NUM_KEYS)
     gradient = jax.grad(log_prob)
-    return compiled(lambda p: jax.lax.map(lambda key: gradient(p, one, key), keys))(p)
+    return jax.jit(lambda p: jax.lax.map(lambda key: gradient(p, one, key), keys))(p)
 
 
-@compiled
+@jax.jit
 def exact(p: dict[str, Any]) -> Any:
     return jax.grad(log_prob)(p, sgp.estimators.Cholesky())
 
@@ -198,7 +196,7 @@ def estimates(solver: str) -> tuple[Any, Array]:
         found = estimator.estimate(operator, y[:, None], key=key)
         return found.value[0], found.standard_error
 
-    draws = compiled(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_KEYS))
+    draws = jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_KEYS))
     return draws, sgp.GaussianProcess(kernel, X, noise).log_prob(y)
 
 
@@ -219,7 +217,7 @@ def test_value_of_log_prob_is_that_of_the_estimate(estimator, x64):
     operator = KernelOperator(p["kernel"], p["X"], p["noise"])
     residual = p["y"] - p["level"]
 
-    @compiled
+    @jax.jit
     def both(p: dict[str, Any]) -> Any:
         return log_prob(p, one, KEY), one.estimate(operator, residual[:, None], key=KEY)
 
@@ -240,7 +238,7 @@ def test_without_probes_for_it_the_log_determinant_is_left_out(estimator, solver
     operator = KernelOperator(p["kernel"], p["X"], p["noise"])
     residual = p["y"] - p["level"]
 
-    @compiled
+    @jax.jit
     def both(p: dict[str, Any]) -> Any:
         evaluate = jax.value_and_grad(log_prob)
         found = without.estimate(operator, residual[:, None], key=KEY)
@@ -271,7 +269,7 @@ def test_batch_of_observations_equals_single_ones(estimator, x64):
         values = log_prob(p, one, KEY)
         return jnp.sum(slopes * values), values
 
-    evaluate = compiled(jax.grad(weighted, has_aux=True))
+    evaluate = jax.jit(jax.grad(weighted, has_aux=True))
     gradient, values = evaluate(batch, slopes)
     assert values.shape == (3,)
     singles = [evaluate({**p, "y": batch["y"][i]}, slopes[i]) for i in range(3)]
@@ -291,7 +289,7 @@ def test_higher_batch_shapes(x64):
     p = parameters()
     batch = jnp.arange(1.0, 7.0).reshape(2, 3, 1) * p["y"]
     one = make("hutchinson", dataclasses.replace(CG, group_size=1))
-    evaluate = compiled(lambda y: log_prob({**p, "y": y}, one, KEY))
+    evaluate = jax.jit(lambda y: log_prob({**p, "y": y}, one, KEY))
     values = evaluate(batch)
     assert values.shape == (2, 3)
     np.testing.assert_allclose(values[1, 2], evaluate(batch[1, 2]), rtol=1e-8)
@@ -301,7 +299,7 @@ def test_higher_batch_shapes(x64):
 def test_a_key_gives_one_number(estimator):
     p = parameters(0.1)
     one = make(estimator, ConjugateGradients(1e-3, 100, PivotedCholesky(10)))
-    evaluate = compiled(lambda key: jax.value_and_grad(log_prob)(p, one, key))
+    evaluate = jax.jit(lambda key: jax.value_and_grad(log_prob)(p, one, key))
     first, again, other = (evaluate(jax.random.key(seed)) for seed in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert first[0] != other[0]
@@ -325,7 +323,7 @@ def test_in_a_model_the_key_is_the_next_of_its_seed(x64):
         gp = sgp.GaussianProcess(p["kernel"], p["X"], p["noise"], estimator=one)
         numpyro.sample("y", gp, obs=p["y"])
 
-    @compiled
+    @jax.jit
     def value(key: Array) -> Array:
         trace = handlers.trace(handlers.seed(model, key)).get_trace()
         return trace["y"]["fn"].log_prob(p["y"])
@@ -334,7 +332,7 @@ def test_in_a_model_the_key_is_the_next_of_its_seed(x64):
 
 
 def test_a_raw_key_is_a_key_too(x64):
-    evaluate = compiled(lambda key: log_prob(parameters(), make("hutchinson"), key))
+    evaluate = jax.jit(lambda key: log_prob(parameters(), make("hutchinson"), key))
     assert evaluate(jax.random.key_data(KEY)) == evaluate(KEY)
 
 
@@ -357,12 +355,12 @@ def test_gradient_of_an_svi_loss(estimator, x64):
         guide(p["X"], p["y"])
     params = {"lengthscale_auto_loc": jnp.array(0.8), "noise_auto_loc": jnp.array(0.2)}
 
-    @compiled
+    @jax.jit
     @jax.value_and_grad
     def loss(params: dict[str, Array]) -> Array:
         return Trace_ELBO().loss(jax.random.key(9), params, model, guide, p["X"], p["y"])
 
-    @compiled
+    @jax.jit
     @jax.value_and_grad
     def expected(params: dict[str, Array]) -> Array:
         lengthscale, noise = params["lengthscale_auto_loc"], params["noise_auto_loc"]
@@ -383,7 +381,7 @@ def test_solves_that_end_above_the_tolerance_warn_once(estimator):
     p = parameters(0.1)  # in float32 a tolerance of 1e-3 is within reach
     for max_epochs, expected in ((2, 1), (60, 0)):
         one = make(estimator, ConjugateGradients(1e-3, max_epochs, PivotedCholesky(5)))
-        evaluate = compiled(lambda key, one=one: log_prob(p, one, key))
+        evaluate = jax.jit(lambda key, one=one: log_prob(p, one, key))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("default")
             for seed in range(3):

@@ -14,6 +14,7 @@ from numpyro_scalegp.core import chunks
 from numpyro_scalegp.estimators import Cholesky, Hutchinson, RandomFourier, SingleSampleRFF
 from numpyro_scalegp.preconditioners import Identity
 from numpyro_scalegp.solvers import ConjugateGradients
+from tests.compilation import optimised
 
 N, NUM_DRAWS = 200, 2000
 KEY = jax.random.key(3)
@@ -116,7 +117,7 @@ def draws(estimator: Any) -> Any:
     """Value and gradient over many keys."""
     keys = jax.random.split(jax.random.key(5), NUM_DRAWS)
     one = functools.partial(jax.value_and_grad(log_prob), parameters(), estimator)
-    return jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    return optimised(lambda keys: jax.lax.map(one, keys))(keys)
 
 
 def scores(estimator: Any) -> dict[str, np.ndarray]:
@@ -135,6 +136,7 @@ def scores(estimator: Any) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.monte_carlo
 def test_single_sample_is_unbiased():
     estimator = SingleSampleRFF(50, 26)
     # As many features again as its mean leave a bias that the same check sees.

@@ -12,6 +12,9 @@ import pytest
 import numpyro_scalegp as sgp
 from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
+from tests.compilation import optimised
+
+pytestmark = pytest.mark.monte_carlo
 
 N, NUM_DRAWS = 200, 2000
 # A solver, and conjugate gradients cut short at the same expected cost.
@@ -56,7 +59,7 @@ def scores(family: str, solver: Any) -> dict[str, np.ndarray]:
         return value_and_gradient(p, X, estimator(family, solver), key)
 
     keys = jax.random.split(jax.random.key(5), NUM_DRAWS)
-    found = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    found = optimised(lambda keys: jax.lax.map(one, keys))(keys)
     value, gradient = value_and_gradient(p, X, sgp.estimators.Cholesky())
     # Without probes for it, the value leaves log|H| out.
     H = p["kernel"].covariance(X) + p["noise"] * jnp.eye(N)
@@ -114,7 +117,7 @@ def test_log_determinant_by_telescoped_quadrature_is_unbiased(x64):
     def score(solver: Any, num_draws: int, num_probes: int = 1) -> float:
         keys = jax.random.split(jax.random.key(7), num_draws)
         one = functools.partial(log_determinant, solver, num_probes)
-        found = jax.jit(functools.partial(jax.lax.map, one))(keys)
+        found = optimised(functools.partial(jax.lax.map, one))(keys)
         return float((found.mean() - exact) / found.std() * math.sqrt(num_draws))
 
     # The data are zero, so that plain conjugate gradients last as long as the probes for the trace.

@@ -37,8 +37,6 @@ SOLVERS = {
     "sgd": StochasticGradientDescent(10, tolerance=TOLERANCE, max_epochs=1000),
 }
 ESTIMATORS: dict[str, Any] = {"hutchinson": Hutchinson, "pathwise": Pathwise}
-# Only compilation takes long here, so the compiler may leave its optimisations out.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def data() -> tuple[Array, Array]:
@@ -84,7 +82,7 @@ def fit_of(estimator: Any, guide: Any = AutoDelta, loss: Any = None, **options: 
     # A guide for the latent sites alone is set up in no time.
     guide = guide(latents, init_loc_fn=numpyro.infer.init_to_value(values=START))
     svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO() if loss is None else loss)
-    return Fit(svi, svi.init(KEY, *data()), compiled(svi.update))
+    return Fit(svi, svi.init(KEY, *data()), jax.jit(svi.update))
 
 
 START = {"lengthscale": 1.3, "noise": 0.5}
@@ -335,7 +333,7 @@ def test_a_failed_step_leaves_the_last_good_solutions(parameter, name):
 def test_stable_update_survives_a_failed_step():
     fitted = fit()
     X, y = data()
-    update = compiled(fitted.svi.stable_update)
+    update = jax.jit(fitted.svi.stable_update)
     good = steps(fitted, 2)
     failed, loss = update(good, X, y.at[0].set(jnp.nan))
     assert not np.isfinite(loss)
@@ -464,7 +462,7 @@ def test_one_state_in_many_traces():
         given = {**params, "solver": state}
         return Trace_ELBO().loss(jax.random.key(0), given, fitted.svi.model, guide, X, y)
 
-    first = compiled(loss)(params)
+    first = jax.jit(loss)(params)
     np.testing.assert_allclose(loss(params), first, rtol=1e-6)
     # A guide's set-up traces the model as well.
     substituted = handlers.substitute(fitted.svi.model, data={"solver": state})
@@ -473,14 +471,14 @@ def test_one_state_in_many_traces():
         auto(X, y)
     trace = handlers.trace(handlers.seed(auto, 1)).get_trace(X, y)
     assert np.isfinite(trace["noise"]["value"])
-    np.testing.assert_array_equal(compiled(lambda p: loss(p))(params), first)
+    np.testing.assert_array_equal(jax.jit(lambda p: loss(p))(params), first)
 
 
 def test_evaluating_the_loss_changes_nothing():
     fitted = fit()
     state = steps(fitted, 2)
     copy = jax.tree.map(np.array, state)
-    evaluate = compiled(fitted.svi.evaluate)
+    evaluate = jax.jit(fitted.svi.evaluate)
     values = [evaluate(state, *data()) for _ in range(2)]
     assert values[0] == values[1]
     assert_same(jax.tree.map(np.array, state), copy)

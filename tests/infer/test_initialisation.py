@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+import scipy.spatial
 from jaxtyping import Array
 from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDelta
@@ -78,3 +79,13 @@ def test_rejects_bad_arguments(name, unchecked):
         sgp.infer.initial_hyperparameters(jax.random.key(0), model, *data(), **options)
     with pytest.raises(ValueError, match=r"`y` must have shape \(400,\), got \(3,\)"):
         sgp.infer.initial_hyperparameters(jax.random.key(0), model, data()[0], jnp.ones(3))
+
+
+def test_median_distance():
+    X = np.random.default_rng(0).normal(size=(60, 5))
+    expected = np.median(scipy.spatial.distance.pdist(X))
+    np.testing.assert_allclose(sgp.infer.median_distance(X), expected, rtol=1e-5)
+    expected = np.median(scipy.spatial.distance.pdist(X[:7]))
+    np.testing.assert_allclose(sgp.infer.median_distance(X, max_rows=7), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="`X` must have two rows or more, got 1"):
+        sgp.infer.median_distance(X[:1])

@@ -272,7 +272,7 @@ def test_unit_scales_make_an_rbf(dtype):
     lengthscale = jnp.array([0.5, 1.0, 2.0])
     lift = MultiscaleRBF.with_unit_scales
     K = MultiscaleRBF(lengthscale, 1.7)(lift(X), lift(Z))
-    tolerance = 20 * jnp.finfo(dtype).eps
+    tolerance = float(20 * jnp.finfo(dtype).eps)
     np.testing.assert_allclose(K, RBF(lengthscale, 1.7)(X, Z), rtol=0, atol=tolerance)
 
 

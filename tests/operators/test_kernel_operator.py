@@ -1,7 +1,5 @@
 """Blocked products with H = K(X, X) + noise, and their gradients, against dense float64 algebra."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -38,11 +36,7 @@ def dense(H):
     return np.asarray(H.kernel.covariance(H.X)) + np.diag(noise)
 
 
-# Only compilation takes long here, so the compiler may leave its optimisations out.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@compiled
+@jax.jit
 def products(H, V, W, index, columns):
     """Everything that multiplies or looks up, in one compilation."""
     return {
@@ -97,7 +91,7 @@ def test_few_rows(n, x64):
 def test_products_with_other_kernels(name, x64):
     H = KernelOperator(dict(KERNELS)[name](1.2), rows(), 0.3, memory_budget=4 * 8 * 5**2)
     V = vectors(N, 3)
-    product = compiled(KernelOperator.matmul)(H, V)
+    product = jax.jit(KernelOperator.matmul)(H, V)
     np.testing.assert_allclose(product, dense(H) @ V, rtol=0, atol=1e-12)
 
 
@@ -148,7 +142,7 @@ def test_float64_noise_widens_the_result(x64):
 # Gradients
 
 
-@compiled
+@jax.jit
 def gradient_of(H, U, V):
     return H.bilinear_gradient(U, V)
 
@@ -227,7 +221,7 @@ def test_leaves_that_are_no_floating_point_arrays_have_no_gradient(x64):
 def test_compiles_once(x64):
     traces = 0
 
-    @compiled
+    @jax.jit
     def work(H, V):
         nonlocal traces
         traces += 1

@@ -21,9 +21,6 @@ NOISE = 0.1
 PER_ROW = np.linspace(0.05, 0.4, N)
 CG = ConjugateGradients(1e-9, 60, PivotedCholesky(20))
 
-# Only compilation takes long here, so the compiler may leave its optimisations out.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def data() -> tuple[Array, Array, Array]:
     """Inputs of which some rows repeat, observations, and new inputs, one of them an old one."""
@@ -61,7 +58,7 @@ def posterior(num_samples: int = MANY, per_row: bool = False) -> sgp.predict.Pat
     estimator = pathwise(num_features=200 if num_samples == MANY else 2000)
     gp = process(estimator, PER_ROW if per_row else NOISE)
     y = data()[1]
-    return compiled(lambda y: gp.condition(y, key=KEY, num_samples=num_samples))(y)
+    return jax.jit(lambda y: gp.condition(y, key=KEY, num_samples=num_samples))(y)
 
 
 per_row = pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
@@ -253,7 +250,7 @@ def calls() -> int:
     return number
 
 
-@compiled
+@jax.jit
 def step(estimator: Any, noise: Array, y: Array, key: Array = KEY) -> SolverState:
     """A state after one evaluation."""
     state = SolverState(5)
@@ -261,7 +258,7 @@ def step(estimator: Any, noise: Array, y: Array, key: Array = KEY) -> SolverStat
     return state
 
 
-@functools.partial(compiled, static_argnames="num_samples")
+@functools.partial(jax.jit, static_argnames="num_samples")
 def condition(
     estimator: Any, noise: Array, y: Array, state: Any = None, num_samples: int | None = None
 ) -> sgp.predict.PathwisePosterior:
@@ -346,8 +343,8 @@ def test_key_of_condition(x64):
     """A given key draws other samples; the mean stays."""
     _, y, Xs = data()
     gp = process(pathwise(), key=KEY)
-    conditioned = compiled(lambda key: gp.condition(y, key=key))
-    own = compiled(gp.condition)(y)
+    conditioned = jax.jit(lambda key: gp.condition(y, key=key))
+    own = jax.jit(gp.condition)(y)
     same, other = conditioned(KEY), conditioned(jax.random.key(1))
     np.testing.assert_allclose(own.variance(Xs), same.variance(Xs), rtol=1e-9)
     assert not np.allclose(own.variance(Xs), other.variance(Xs))
@@ -371,7 +368,7 @@ def test_solves_that_end_above_the_tolerance_warn():
     y = data()[1]
     gp = process(pathwise(ConjugateGradients(1e-3, 2, PivotedCholesky(5))), key=KEY)
     with pytest.warns(RuntimeWarning, match="a linear solve ended above its tolerance") as seen:
-        found = compiled(gp.condition)(y)
+        found = jax.jit(gp.condition)(y)
         jax.effects_barrier()
     assert len(seen) == 1
     assert not found.diagnostics["converged"]
@@ -392,7 +389,7 @@ def test_without_a_key():
 def test_bad_inputs(unchecked):
     _, y, Xs = data()
     solver = ConjugateGradients(1e-3, 60, PivotedCholesky(20))
-    one = compiled(lambda y: process(pathwise(solver), key=KEY).condition(y))(y)
+    one = jax.jit(lambda y: process(pathwise(solver), key=KEY).condition(y))(y)
     for evaluate in (one.mean, one.variance, lambda Xs: one.sample(KEY, Xs)):
         with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, 2\), got \(5, 1\)"):
             evaluate(Xs[:, :1])

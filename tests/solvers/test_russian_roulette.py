@@ -13,6 +13,9 @@ from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
 from numpyro_scalegp.truncation import StoppingLaw
+from tests.compilation import optimised
+
+pytestmark = pytest.mark.monte_carlo
 
 N, NUM_DRAWS = 200, 2000
 DIRECTIONS = np.random.default_rng(1).normal(size=(N, 4))
@@ -50,7 +53,7 @@ def draws(name):
         )
         return value, twin, squares, solution.iterations
 
-    found = jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
+    found = optimised(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
     return *map(np.asarray, found), DIRECTIONS.T @ np.linalg.solve(dense(H), B)
 
 
@@ -140,7 +143,7 @@ def test_a_guess_changes_no_mean(x64):
     def one(key):
         return solver.solve(H, B, guess=guess, key=key).value[:3, 0]
 
-    found = jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
+    found = optimised(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
     assert np.max(np.abs(scores(np.asarray(found), exact[:3, 0]))) < 4
 
 

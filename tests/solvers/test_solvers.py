@@ -67,11 +67,7 @@ def dense(H):
     return np.float64(H.kernel.variance) * (1.0 + r) * np.exp(-r) + np.diag(noise)
 
 
-# Only compilation takes long here, so the compiler may leave its optimisations out.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.partial(compiled, static_argnums=4)
+@functools.partial(jax.jit, static_argnums=4)
 def solve(solver, H, B, guess=None, num_averaged=0):
     return solver.solve(H, B, guess=guess, key=jax.random.key(7), num_averaged=num_averaged)
 
@@ -347,7 +343,7 @@ def test_vmap_over_hyperparameters(name, x64):
 def test_compiles_once(name, x64):
     traces = 0
 
-    @compiled
+    @jax.jit
     def run(solver, H, B, guess):
         nonlocal traces
         traces += 1
@@ -377,7 +373,7 @@ def test_nothing_is_differentiated(name, x64):
 def test_keys_change_the_path_of_sgd_alone(x64):
     H, B = operator(0.05), targets()
 
-    @compiled
+    @jax.jit
     def run(solver, seed):
         return solver.solve(H, B, key=jax.random.key(seed)).value
 
@@ -390,7 +386,7 @@ def test_keys_change_the_path_of_sgd_alone(x64):
 # Probes for the log-determinant
 
 
-@functools.partial(compiled, static_argnums=3)
+@functools.partial(jax.jit, static_argnums=3)
 def solve_with_probes(solver, H, B, num_probes, guess=None):
     solution, coefficients = solver.solve_with_probes(
         H, B, jax.random.key(11), num_probes, guess=guess
