@@ -68,9 +68,9 @@ class DecoupledGP(AbstractVariationalGP):
         kernel: AbstractKernel,
         X: Float[ArrayLike, "n d"],
         mean_points: Float[ArrayLike, "M_p d"],
-        mean_weights: Float[ArrayLike, " M_p"],
+        mean_weights: Float[ArrayLike, "*batch M_p"],
         cov_points: Float[ArrayLike, "M_q d"],
-        cov_scale_tril: Float[ArrayLike, "M_q M_q"],
+        cov_scale_tril: Float[ArrayLike, "*batch M_q M_q"],
         *,
         num_columns: int | None = None,
         key: Key[Array, ""] | None = None,
@@ -80,15 +80,16 @@ class DecoupledGP(AbstractVariationalGP):
         self.X = checks.inputs("X", X)
         self.mean_points = checks.inputs("mean_points", mean_points, self.X.shape[1])
         self.mean_weights = checks.as_float(mean_weights)
-        expected = self.mean_points.shape[:1]
+        batch = self.mean_weights.shape[:-1]
+        expected = (*batch, len(self.mean_points))
         checks.shape("mean_weights", self.mean_weights, expected, why="one for each mean point")
         self.cov_points = checks.inputs("cov_points", cov_points, self.X.shape[1])
         M = self.cov_points.shape[0]
         self.cov_scale_tril = checks.as_float(cov_scale_tril)
-        checks.shape("cov_scale_tril", self.cov_scale_tril, (M, M), why="a row a covariance point")
+        checks.shape("cov_scale_tril", self.cov_scale_tril, (*batch, M, M), why="a row a point")
         self.num_columns = num_columns
         self.key = key
-        super().__init__((), (self.X.shape[0],), validate_args=validate_args)
+        super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
 
     def posterior(self) -> DecoupledPosterior:
         """The process itself, for moments and joint samples at any inputs."""
@@ -98,11 +99,12 @@ class DecoupledGP(AbstractVariationalGP):
 
 
 @kl_divergence.register(DecoupledGP, LatentGP)
-def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, ""]:
+def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
     """The divergence of the processes, whatever rows the two sites are evaluated at."""
     W = q.posterior().whitening()
-    log_determinant = -2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
-    covariance = log_determinant - len(W) + jnp.sum(jnp.square(W))
+    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
+    log_determinant = -2.0 * jnp.sum(jnp.log(diagonal), axis=-1)
+    covariance = log_determinant - W.shape[-1] + jnp.sum(jnp.square(W), axis=(-2, -1))
     norm = squared_norm(
         q.kernel, q.mean_points, q.mean_weights, num_columns=q.num_columns, key=q.key
     )

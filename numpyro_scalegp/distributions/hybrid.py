@@ -1,5 +1,6 @@
 """A sparse variational family with further basis functions for its mean."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
@@ -73,10 +74,10 @@ class HybridGP(AbstractVariationalGP):
         kernel: AbstractKernel,
         X: Float[ArrayLike, "n d"],
         inducing_points: Float[ArrayLike, "M d"],
-        loc: Float[ArrayLike, " M"],
-        scale_tril: Float[ArrayLike, "M M"],
+        loc: Float[ArrayLike, "*batch M"],
+        scale_tril: Float[ArrayLike, "*batch M M"],
         residual_points: Float[ArrayLike, "M_r d"],
-        residual_weights: Float[ArrayLike, " M_r"],
+        residual_weights: Float[ArrayLike, "*batch M_r"],
         *,
         num_columns: int | None = None,
         key: Key[Array, ""] | None = None,
@@ -90,12 +91,13 @@ class HybridGP(AbstractVariationalGP):
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.residual_points = checks.inputs("residual_points", residual_points, width)
         self.residual_weights = checks.as_float(residual_weights)
-        expected = self.residual_points.shape[:1]
+        batch = self.loc.shape[:-1]
+        expected = (*batch, len(self.residual_points))
         checks.shape("residual_weights", self.residual_weights, expected, why="one a point")
         self.num_columns = num_columns
         self.key = key
         self.jitter = jitter
-        super().__init__((), (self.X.shape[0],), validate_args=validate_args)
+        super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
 
     def posterior(self) -> HybridPosterior:
         """The process itself, for moments and joint samples at any inputs."""
@@ -106,11 +108,11 @@ class HybridGP(AbstractVariationalGP):
 
 
 @kl_divergence.register(HybridGP, LatentGP)
-def _kl_hybrid_latent(q: HybridGP, p: LatentGP) -> Float[Array, ""]:
+def _kl_hybrid_latent(q: HybridGP, p: LatentGP) -> Float[Array, "*batch"]:
     """The divergence of the processes, whatever rows the two sites are evaluated at."""
     a = q.residual_weights
     K = linalg.add_jitter(q.kernel.covariance(q.inducing_points), q.jitter)
-    at_inducing = matmul(q.kernel(q.inducing_points, q.residual_points), a)
-    across = q.loc.dot(matmul(linalg.inverse_cholesky(K), at_inducing))
+    at_inducing = matmul(a, q.kernel(q.residual_points, q.inducing_points))
+    across = jnp.sum(q.loc * matmul(at_inducing, linalg.inverse_cholesky(K).T), axis=-1)
     norm = squared_norm(q.kernel, q.residual_points, a, num_columns=q.num_columns, key=q.key)
     return whitened_divergence(q.loc, q.scale_tril) + across + 0.5 * norm

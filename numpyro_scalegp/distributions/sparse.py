@@ -60,8 +60,8 @@ class SparseGP(AbstractVariationalGP):
         kernel: AbstractKernel,
         X: Float[ArrayLike, "n d"],
         inducing_points: Float[ArrayLike, "M d"],
-        loc: Float[ArrayLike, " M"],
-        scale_tril: Float[ArrayLike, "M M"],
+        loc: Float[ArrayLike, "*batch M"],
+        scale_tril: Float[ArrayLike, "*batch M M"],
         *,
         jitter: float | None = None,
         validate_args: bool | None = None,
@@ -71,7 +71,7 @@ class SparseGP(AbstractVariationalGP):
         self.inducing_points = checks.inputs("inducing_points", inducing_points, self.X.shape[1])
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.jitter = jitter
-        super().__init__((), (self.X.shape[0],), validate_args=validate_args)
+        super().__init__(self.loc.shape[:-1], (self.X.shape[0],), validate_args=validate_args)
 
     def posterior(self) -> SparsePosterior:
         """The process itself, for moments and joint samples at any inputs."""
@@ -81,24 +81,26 @@ class SparseGP(AbstractVariationalGP):
 
 
 @kl_divergence.register(SparseGP, LatentGP)
-def _kl_sparse_latent(q: SparseGP, p: LatentGP) -> Float[Array, ""]:
+def _kl_sparse_latent(q: SparseGP, p: LatentGP) -> Float[Array, "*batch"]:
     """KL(q(v) || N(0, I)): that of the processes, whatever rows the two sites are evaluated at."""
     return whitened_divergence(q.loc, q.scale_tril)
 
 
 def whitened_divergence(
-    loc: Float[Array, " M"], scale_tril: Float[Array, "M M"]
-) -> Float[Array, ""]:
+    loc: Float[Array, "*batch M"], scale_tril: Float[Array, "*batch M M"]
+) -> Float[Array, "*batch"]:
     """KL(N(loc, S S') || N(0, I)), in O(M^2)."""
-    trace = jnp.sum(jnp.square(scale_tril)) + jnp.sum(jnp.square(loc)) - loc.size
-    return 0.5 * trace - jnp.sum(jnp.log(jnp.diagonal(scale_tril)))
+    trace = jnp.sum(jnp.square(scale_tril), axis=(-2, -1)) + jnp.sum(jnp.square(loc), axis=-1)
+    diagonal = jnp.diagonal(scale_tril, axis1=-2, axis2=-1)
+    return 0.5 * (trace - loc.shape[-1]) - jnp.sum(jnp.log(diagonal), axis=-1)
 
 
 def whitened_parts(
     loc: Float[ArrayLike, "..."], scale_tril: Float[ArrayLike, "..."], M: int
-) -> tuple[Float[Array, " {M}"], Float[Array, "{M} {M}"]]:
+) -> tuple[Float[Array, "*batch {M}"], Float[Array, "*batch {M} {M}"]]:
     """Check the mean and the scale of M whitened inducing values."""
     mean, scale = checks.as_float(loc), checks.as_float(scale_tril)
-    checks.shape("loc", mean, (M,), why="one value for each inducing point")
-    checks.shape("scale_tril", scale, (M, M), why="a row for each inducing point")
+    batch = mean.shape[:-1]
+    checks.shape("loc", mean, (*batch, M), why="one value for each inducing point")
+    checks.shape("scale_tril", scale, (*batch, M, M), why="a row for each inducing point")
     return mean, scale

@@ -19,6 +19,9 @@ class AbstractVariationalGP(RowsDistribution):
     those of the *marginals*, independent across rows: all that a likelihood needs that factorises
     over rows, at a cost linear in n. Joint draws come from `posterior().sample`.
 
+    Weights with leading dimensions make it a batch of independent functions that share kernel and
+    points: a plate over outputs.
+
     Use it with an objective that knows the divergence between processes, `QuadratureELBO` or
     NumPyro's `TraceMeanField_ELBO`. The density at the rows of a mini-batch, which `Trace_ELBO`
     would use, bounds nothing.
@@ -31,17 +34,17 @@ class AbstractVariationalGP(RowsDistribution):
         """The process itself, for moments and joint samples at any inputs."""
         raise NotImplementedError
 
-    def marginals(self) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    def marginals(self) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
         """The mean and the variance of f at each row of X, from one factorisation."""
         return self.posterior().marginals(self.X)
 
     @property
-    def mean(self) -> Float[Array, " n"]:
+    def mean(self) -> Float[Array, "*batch n"]:
         """The mean of f at each row."""
         return self.marginals()[0]
 
     @property
-    def variance(self) -> Float[Array, " n"]:
+    def variance(self) -> Float[Array, "*batch n"]:
         """The variance of f at each row."""
         return self.marginals()[1]
 
@@ -53,11 +56,11 @@ class AbstractVariationalGP(RowsDistribution):
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
-    ) -> Float[Array, "*sample_shape n"]:
-        """Draw from the marginals, independently across rows: shape (*sample_shape, n)."""
+    ) -> Float[Array, "*sample_shape_and_batch n"]:
+        """Draw from the marginals, independently across rows: shape (*sample_shape, *batch, n)."""
         law = self._normal()
         # Not the law's own `sample`, which draws in JAX's default type.
-        noise = jax.random.normal(key, (*sample_shape, *self.event_shape), law.loc.dtype)
+        noise = jax.random.normal(key, (*sample_shape, *law.batch_shape), law.loc.dtype)
         return law.loc + law.scale * noise
 
     def log_prob(

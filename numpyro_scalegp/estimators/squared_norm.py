@@ -1,5 +1,6 @@
 """The squared norm of a function sum_i a_i k(., z_i) in the kernel's own space."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
@@ -11,22 +12,23 @@ from numpyro_scalegp.kernels import AbstractKernel
 def squared_norm(
     kernel: AbstractKernel,
     points: Float[Array, "M d"],
-    weights: Float[Array, " M"],
+    weights: Float[Array, "*batch M"],
     *,
     num_columns: int | None = None,
     key: Key[Array, ""] | None = None,
-) -> Float[Array, ""]:
+) -> Float[Array, "*batch"]:
     """The squared norm a'K(Z, Z) a, or an unbiased estimate of it from some columns of K.
 
     Args:
         kernel: covariance function.
         points: Z, shape (M, d).
-        weights: a, shape (M,).
+        weights: a, shape (M,), or (*batch, M) for several functions.
         num_columns: how many columns are drawn, by `stratified_indices`; None for all.
         key: a typed JAX key for them.
 
     Returns:
-        A scalar, whose gradient is unbiased, too. O(M num_columns d), in chunks.
+        One number for each function, whose gradient is unbiased, too. They share the columns.
+        O(M num_columns d), in chunks.
 
     Raises:
         ValueError: if columns are to be drawn, and there is no key or not so many of them.
@@ -34,15 +36,18 @@ def squared_norm(
     References:
         Cheng and Boots (2017), section 3.4, for the subset of columns.
     """
-    columns, factors, scale = points, weights, 1.0
-    if num_columns is not None and num_columns != weights.size:
+    M = points.shape[0]
+    functions = weights.reshape(-1, M).T
+    columns, factors, scale = points, functions, 1.0
+    if num_columns is not None and num_columns != M:
         if key is None:
             raise ValueError("`key` must be given where `num_columns` are drawn at random.")
-        index = stratified_indices(key, weights.size, num_columns)
-        columns, factors, scale = points[index], weights[index], weights.size / num_columns
+        index = stratified_indices(key, M, num_columns)
+        columns, factors, scale = points[index], functions[index], M / num_columns
 
     def of_chunk(rows: tuple[Array, Array]) -> Array:
         Z, a = rows
-        return a.dot(matmul(kernel(Z, columns), factors))
+        return jnp.sum(a * matmul(kernel(Z, columns), factors), axis=0)
 
-    return scale * sum_rows(of_chunk, (points, weights), rows_per_chunk(columns.shape[0]))
+    total = sum_rows(of_chunk, (points, functions), rows_per_chunk(columns.shape[0]))
+    return scale * total.reshape(weights.shape[:-1])

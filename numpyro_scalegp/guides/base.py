@@ -73,7 +73,10 @@ class AbstractGPGuide(abc.ABC):
         }
         site = find_gp_site(self.model, self.site, drawn, args, kwargs)
         latent = {name: drawn[name] for name in drawn if rest_trace[name]["type"] == "sample"}
-        return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
+        with ExitStack() as stack:
+            for plate in site.plates:
+                stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
+            return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
 
     def median(self, params: dict[str, Array]) -> dict[str, Array]:
         """The median of each site that the rest's guide owns.

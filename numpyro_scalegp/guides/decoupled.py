@@ -103,10 +103,10 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         self.train_mean = train_mean
         self.num_columns = num_columns
 
-    def _weights(self, site: GPSite) -> tuple[Float[Array, " M_p"], bool]:
+    def _weights(self, site: GPSite) -> tuple[Float[Array, "*batch M_p"], bool]:
         """Declare the mean's weights; also whether they are about to be made."""
         size = self.sizes["mean"] if self.points is None else len(self.points["mean"])
-        start = jnp.zeros(size, site.X.dtype)
+        start = jnp.zeros((*site.batch_shape, size), site.X.dtype)
         weights = self._param(site, "mean_weights", start)
         return weights, weights is start
 
@@ -132,6 +132,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         w, _ = self._weights(site)
         # Nothing in the objective tells L = 0 from its neighbours to first order.
         start = _SMALL_SCALE * jnp.eye(len(Q), dtype=Q.dtype)
+        start = jnp.broadcast_to(start, (*site.batch_shape, *start.shape))
         L = jnp.tril(self._param(site, "cov_scale_tril", start))
         if not self.train_mean:
             P, w = jax.lax.stop_gradient((P, w))
@@ -143,14 +144,14 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             jnp.where(mean_active, w, 0.0) / scale,
             Q,
             jnp.where(cov_active[:, None], L, 0.0) / scale,
-            **self._columns(w.size),
+            **self._columns(len(P)),
         )
 
-    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:
+    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         return self._bases(site, training=False)["mean"], family.mean_weights
 
     def _as_params(
-        self, site: GPSite, family: Any, weights: Float[Array, " M"]
+        self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
     ) -> dict[str, Array]:
         scale = prior_scale(site, family.mean_points)
         return {f"{site.name}_{self.prefix}_mean_weights": weights * scale}

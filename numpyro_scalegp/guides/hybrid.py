@@ -1,5 +1,6 @@
 """The guide for a sparse Gaussian process with further basis functions for its mean."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions import HybridGP
 from numpyro_scalegp.guides.base import Rest
 from numpyro_scalegp.guides.growth import Basis
@@ -119,13 +121,17 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             )
         return X[: self.num_residual]
 
-    def _residual(self, site: GPSite, *, training: bool) -> tuple[Basis, Float[Array, " M_r"]]:
+    def _residual(
+        self, site: GPSite, *, training: bool
+    ) -> tuple[Basis, Float[Array, "*batch M_r"]]:
         """Declare the residual points and their weights."""
         if self.growth is None:
             R = self._param(site, "residual_points", lambda _: self._start_residual(site.X))
             basis = Basis(R, jnp.ones(len(R), bool))
-            return basis, self._param(site, "residual_weights", jnp.zeros(len(R), R.dtype))
-        start = jnp.zeros(self.num_residual, site.X.dtype)
+            return basis, self._param(
+                site, "residual_weights", jnp.zeros((*site.batch_shape, len(R)), R.dtype)
+            )
+        start = jnp.zeros((*site.batch_shape, self.num_residual), site.X.dtype)
         w = self._param(site, "residual_weights", start)
         sizes = {"residual": self.num_residual}
         bases = self._grown(site, sizes, self.growth, begins=w is start, training=training)
@@ -141,26 +147,27 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             *self._whitened(site),
             R,
             jnp.where(active, w, 0.0) / prior_scale(site, R),
-            **self._columns(w.size),
+            **self._columns(len(R)),
             jitter=self.jitter,
         )
 
-    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:
+    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         points = jnp.concatenate([family.inducing_points, family.residual_points])
         _, factor = family.posterior().sparse._factorise()
-        shared = solve_triangular(factor.tril, family.loc, lower=True, trans=1)
-        weights = jnp.concatenate([shared, family.residual_weights])
+        solve = functools.partial(solve_triangular, factor.tril, lower=True, trans=1)
+        shared = jnp.vectorize(solve, signature="(m)->(m)")(family.loc)
+        weights = jnp.concatenate([shared, family.residual_weights], axis=-1)
         (_, residual_active), _ = self._residual(site, training=False)
-        active = jnp.concatenate([jnp.ones(len(shared), bool), residual_active])
+        active = jnp.concatenate([jnp.ones(shared.shape[-1], bool), residual_active])
         return Basis(points, active), weights
 
     def _as_params(
-        self, site: GPSite, family: Any, weights: Float[Array, " M"]
+        self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
     ) -> dict[str, Array]:
         K, factor = family.posterior().sparse._factorise()
         M = len(K)
         name = f"{site.name}_{self.prefix}_"
         return {
-            f"{name}loc": factor.tril.T @ weights[:M],
-            f"{name}residual_weights": weights[M:] * prior_scale(site, family.residual_points),
+            f"{name}loc": matmul(weights[..., :M], factor.tril),
+            f"{name}residual_weights": weights[..., M:] * prior_scale(site, family.residual_points),
         }

@@ -14,20 +14,20 @@ def expected_slopes(
     model: Callable[..., Any],
     site: str,
     values: dict[str, Any],
-    mean: Float[Array, " n"],
-    variance: Float[Array, " n"],
+    mean: Float[Array, "*batch n"],
+    variance: Float[Array, "*batch n"],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     num_nodes: int = 20,
-) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
     """Expectations of the log-likelihood's first two derivatives in f(x_i), by quadrature.
 
     Args:
         model: the model.
         site: the name of the function site.
         values: values of all other latent sites, of parameters and of mutable sites.
-        mean: the mean of f at each row, shape (n,).
-        variance: the variance of f at each row, shape (n,).
+        mean: the mean of f at each row, shape (*batch, n).
+        variance: the variance of f at each row, shape (*batch, n).
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         num_nodes: nodes of the Gauss-Hermite rule.

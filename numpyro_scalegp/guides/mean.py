@@ -1,6 +1,7 @@
 """Guides whose mean has a basis of its own, and solves for its weights."""
 
 import abc
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,12 +38,12 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         }
 
     @abc.abstractmethod
-    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, " M"]]:
+    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         """All points whose kernel functions make up the mean, and their weights."""
 
     @abc.abstractmethod
     def _as_params(
-        self, site: GPSite, family: Any, weights: Float[Array, " M"]
+        self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
     ) -> dict[str, Array]:
         """Parameters under which the mean is k(x, basis) weights."""
 
@@ -87,10 +88,11 @@ class AbstractDecoupledGuide(AbstractGPGuide):
             values = {**values, **self.rest._function_means(params, args, kwargs)}
         site = self._site(params, None, args, kwargs)
         given = {**params, **values}
+        options = {"tolerance": tolerance, "max_iterations": max_iterations}
         for _ in range(num_newton_steps):
             with self._parameters(params, None):
                 family = self._family(site, training=False)
-                (points, active), weights = self._basis(site, family)
+                basis, weights = self._basis(site, family)
             posterior = family.posterior()
             mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
             slope, curvature = expected_slopes(
@@ -98,20 +100,28 @@ class AbstractDecoupledGuide(AbstractGPGuide):
             )
             # Where the likelihood is not concave, any positive number leads to the same optimum.
             concave = jnp.maximum(-curvature, 0.0)
-            precision = jnp.maximum(concave, 1e-3 * jnp.mean(concave))
-            found = representer_weights(
-                site.kernel,
-                points,
-                site.X,
-                mean + slope / precision,
-                precision,
-                guess=weights,
-                active=active,
-                tolerance=tolerance,
-                max_iterations=max_iterations,
+            least = 1e-3 * jnp.mean(concave, axis=-1, keepdims=True)
+            precision = jnp.maximum(concave, least)
+            solve = functools.partial(_solve, site, basis, options)
+            weights = jnp.vectorize(solve, signature="(n),(n),(m)->(m)")(
+                mean + slope / precision, precision, weights
             )
-            params = {**params, **self._as_params(site, family, found.value)}
+            params = {**params, **self._as_params(site, family, weights)}
         return params
+
+
+def _solve(
+    site: GPSite,
+    basis: Basis,
+    options: dict[str, Any],
+    targets: Float[Array, " n"],
+    precision: Float[Array, " n"],
+    guess: Float[Array, " M"],
+) -> Float[Array, " M"]:
+    points, active = basis
+    return representer_weights(
+        site.kernel, points, site.X, targets, precision, guess=guess, active=active, **options
+    ).value
 
 
 def prior_scale(site: GPSite, points: Float[Array, "M d"]) -> Float[Array, ""]:

@@ -8,7 +8,7 @@ import numpyro
 from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.distributions import Distribution, ExpandedDistribution
-from numpyro.primitives import Messenger
+from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_scalegp.distributions import LatentGP
 from numpyro_scalegp.kernels import AbstractKernel
@@ -22,6 +22,8 @@ class GPSite(NamedTuple):
     name: str
     kernel: AbstractKernel
     X: Float[Array, "n d"]
+    batch_shape: tuple[int, ...]  # of independent functions, by plates
+    plates: tuple[CondIndepStackFrame, ...]
 
 
 class HideGPSite(Messenger):
@@ -49,16 +51,19 @@ class HideGPSite(Messenger):
         is_other = self.site not in (None, msg["name"])
         if not isinstance(prior, LatentGP) or (is_other and not self.hide_others):
             return
-        if msg["cond_indep_stack"]:
-            plates = ", ".join(f"`{frame.name}`" for frame in msg["cond_indep_stack"])
+        plates = tuple(msg["cond_indep_stack"])
+        if plates and msg["scale"] is not None:
+            names = ", ".join(f"`{frame.name}`" for frame in plates)
             raise ValueError(
-                f"the GP site `{msg['name']}` stands inside the plate {plates}: take it out, "
-                "since a function is one draw for all rows; only the likelihood belongs inside."
+                f"the GP site `{msg['name']}` stands inside the plate {names}, which takes a part "
+                "of its functions: a guide owns all of them. Only rows come in mini-batches, and "
+                "their plate belongs around the likelihood."
             )
         if is_other and msg["value"] is not None:
             return
         if not is_other:
-            self.found.append(GPSite(msg["name"], prior.kernel, prior.X))
+            batch_shape = msg["fn"].batch_shape
+            self.found.append(GPSite(msg["name"], prior.kernel, prior.X, batch_shape, plates))
         msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
         msg["stop"] = True
 

@@ -95,15 +95,15 @@ class AutoSparseGP(AbstractGPGuide):
 
     def _whitened(
         self, site: GPSite
-    ) -> tuple[Float[Array, "M d"], Float[Array, " M"], Float[Array, "M M"]]:
+    ) -> tuple[Float[Array, "M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
         """Declare inducing points, mean and scale of the whitened inducing values."""
         Z = self._param(site, "inducing_points", lambda key: self._start(key, site.X))
         M = Z.shape[0]
-        loc = self._param(site, "loc", lambda _: jnp.zeros(M, Z.dtype))
+        loc = self._param(site, "loc", lambda _: jnp.zeros((*site.batch_shape, M), Z.dtype))
         scale_tril = self._param(
             site,
             "scale_tril",
-            lambda _: jnp.eye(M, dtype=Z.dtype),
+            lambda _: jnp.broadcast_to(jnp.eye(M, dtype=Z.dtype), (*site.batch_shape, M, M)),
             constraint=constraints.lower_cholesky,
         )
         return Z, loc, scale_tril

@@ -1,5 +1,7 @@
 """The posterior of a Gaussian process with one basis for its mean and one for its covariance."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,9 +21,9 @@ class DecoupledPosterior(AbstractVariationalPosterior):
     Args:
         kernel: covariance function of the prior.
         mean_points: P, shape (M_p, d).
-        mean_weights: a, shape (M_p,).
+        mean_weights: a, shape (M_p,), or (*batch, M_p) for several functions.
         cov_points: Q, shape (M_q, d).
-        cov_scale_tril: L, lower triangular, shape (M_q, M_q).
+        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
 
     References:
         Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
@@ -30,9 +32,9 @@ class DecoupledPosterior(AbstractVariationalPosterior):
 
     kernel: AbstractKernel
     mean_points: Float[Array, "M_p d"]
-    mean_weights: Float[Array, " M_p"]
+    mean_weights: Float[Array, "*batch M_p"]
     cov_points: Float[Array, "M_q d"]
-    cov_scale_tril: Float[Array, "M_q M_q"]
+    cov_scale_tril: Float[Array, "*batch M_q M_q"]
 
     @property
     def _num_columns(self) -> int:
@@ -40,10 +42,16 @@ class DecoupledPosterior(AbstractVariationalPosterior):
 
     @property
     def _row_width(self) -> int:
-        return self.mean_weights.size + self.cov_points.shape[0]
+        return self.mean_points.shape[0] + self.cov_points.shape[0]
 
-    def whitening(self) -> Float[Array, "M_q M_q"]:
+    def _weights(self) -> tuple[Any, ...]:
+        return self.mean_weights, self.cov_scale_tril
+
+    def whitening(self) -> Float[Array, "*batch M_q M_q"]:
         """The inverse C^-1 of the lower Cholesky factor of M, in O(M_q^3)."""
+        return self._each(lambda one: one._whitening())
+
+    def _whitening(self) -> Float[Array, "M_q M_q"]:
         L = self.cov_scale_tril
         if L.size == 0:
             return L
@@ -51,7 +59,7 @@ class DecoupledPosterior(AbstractVariationalPosterior):
         return linalg.inverse_cholesky(M + jnp.eye(len(L), dtype=L.dtype))
 
     def _factorise(self) -> Float[Array, "M_q M_q"]:
-        return matmul(self.whitening(), self.cov_scale_tril.T)
+        return matmul(self._whitening(), self.cov_scale_tril.T)
 
     def _mean(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return matmul(self.kernel(X, self.mean_points), self.mean_weights)

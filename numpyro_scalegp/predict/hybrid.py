@@ -17,7 +17,7 @@ class HybridPosterior(AbstractVariationalPosterior):
     Args:
         sparse: the posterior without the residual part.
         residual_points: R, shape (M_r, d).
-        residual_weights: a, shape (M_r,).
+        residual_weights: a, shape (M_r,), or (*batch, M_r) for several functions.
 
     References:
         Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
@@ -26,7 +26,7 @@ class HybridPosterior(AbstractVariationalPosterior):
 
     sparse: SparsePosterior
     residual_points: Float[Array, "M_r d"]
-    residual_weights: Float[Array, " M_r"]
+    residual_weights: Float[Array, "*batch M_r"]
 
     @property
     def _num_columns(self) -> int:
@@ -34,7 +34,10 @@ class HybridPosterior(AbstractVariationalPosterior):
 
     @property
     def _row_width(self) -> int:
-        return self.sparse._row_width + self.residual_weights.size
+        return self.sparse._row_width + self.residual_points.shape[0]
+
+    def _weights(self) -> tuple[Any, ...]:
+        return self.residual_weights, *self.sparse._weights()
 
     def _factorise(self) -> Any:
         return self.sparse._factorise()

@@ -1,5 +1,7 @@
 """The posterior of a Gaussian process that is summarised by inducing points."""
 
+from typing import Any
+
 import equinox as eqx
 from jaxtyping import Array, Float
 
@@ -22,8 +24,8 @@ class SparsePosterior(AbstractVariationalPosterior):
     Args:
         kernel: covariance function of the prior.
         inducing_points: Z, shape (M, d).
-        loc: mean of v, shape (M,).
-        scale_tril: S, lower triangular, shape (M, M).
+        loc: mean of v, shape (M,), or (*batch, M) for several functions.
+        scale_tril: S, lower triangular, shape (*batch, M, M).
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     References:
@@ -33,8 +35,8 @@ class SparsePosterior(AbstractVariationalPosterior):
 
     kernel: AbstractKernel
     inducing_points: Float[Array, "M d"]
-    loc: Float[Array, " M"]
-    scale_tril: Float[Array, "M M"]
+    loc: Float[Array, "*batch M"]
+    scale_tril: Float[Array, "*batch M M"]
     jitter: float | None = eqx.field(static=True, default=None)
 
     @property
@@ -44,6 +46,9 @@ class SparsePosterior(AbstractVariationalPosterior):
     @property
     def _row_width(self) -> int:
         return self.inducing_points.shape[0]
+
+    def _weights(self) -> tuple[Any, ...]:
+        return self.loc, self.scale_tril
 
     def _factorise(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
         K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)

@@ -525,12 +525,12 @@ def test_several_sites_must_be_told_apart():
         draw(AutoSparseGP(two_sites, rest=AutoDelta, num_inducing=M), X, y)
 
 
-def test_site_inside_a_plate():
+def test_site_inside_the_plate_of_the_rows():
     def inside(X: Array, y: Array | None = None) -> None:
-        with numpyro.plate("groups", 2):
+        with numpyro.plate("rows", X.shape[0]):
             numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
 
-    with pytest.raises(ValueError, match=r"GP site `f` stands inside the plate `groups`: take it"):
+    with pytest.raises(ValueError, match="take the site out of the plate over the rows"):
         draw(AutoSparseGP(inside, num_inducing=M), *data())
 
 

@@ -1,0 +1,146 @@
+"""Independent functions in a plate: a batch for the guides, one by one the same as alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jaxtyping import Array
+from numpyro.infer import SVI, TraceMeanField_ELBO
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.guides import AutoDecoupledGP, AutoHybridGP, AutoSparseGP
+
+N, P = 20, 3
+KEY = jax.random.key(0)
+KERNEL = sgp.kernels.RBF(0.7, 1.3)
+
+
+def data() -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-2, 2, size=(N, 1))
+    Y = np.stack([np.sin(2 * X[:, 0]), X[:, 0], np.cos(X[:, 0])])
+    return jnp.array(X), jnp.array(Y + 0.3 * rng.normal(size=(P, N)))
+
+
+def several(X: Array, Y: Array | None = None) -> None:
+    with numpyro.plate("outputs", P):
+        f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+    with numpyro.plate("each", P, dim=-2), numpyro.plate("rows", X.shape[0], dim=-1):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=Y)
+
+
+def alone(X: Array, y: Array | None = None) -> None:
+    f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+    with numpyro.plate("rows", X.shape[0]):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def guide(name: str, model: Any, X: Array) -> Any:
+    if name == "sparse":
+        return AutoSparseGP(model, inducing_points=X[:5])
+    if name == "hybrid":
+        return AutoHybridGP(
+            model, inducing_points=X[:5], residual_points=X[5:12], num_columns=None, jitter=1e-10
+        )
+    return AutoDecoupledGP(model, mean_points=X[:9], cov_points=X[:4], num_columns=None)
+
+
+def loss_of(model: Any, guide: Any) -> Any:
+    svi = SVI(model, guide, optax.adam(0.1), sgp.infer.QuadratureELBO(4))
+    return svi, lambda params, *args: svi.loss.loss(KEY, params, model, guide, *args)
+
+
+def perturbed(params: dict[str, Array]) -> dict[str, Array]:
+    """Weights of all functions that differ from each other."""
+    keys = jax.random.split(KEY, len(params))
+    return {
+        name: value
+        if "points" in name
+        else jnp.tril(value + 0.1 * jax.random.normal(key, value.shape))
+        if "tril" in name
+        else value + 0.5 * jax.random.normal(key, value.shape)
+        for key, (name, value) in zip(keys, params.items(), strict=True)
+    }
+
+
+def one_of(params: dict[str, Array], index: int) -> dict[str, Array]:
+    return {name: v if "points" in name else v[index] for name, v in params.items()}
+
+
+every_guide = pytest.mark.parametrize("name", ["sparse", "hybrid", "decoupled"])
+
+
+@every_guide
+def test_a_batch_is_each_function_alone(name, x64):
+    X, Y = data()
+    together, single = guide(name, several, X), guide(name, alone, X)
+    svi, loss = loss_of(several, together)
+    params = perturbed(svi.get_params(jax.jit(svi.init)(KEY, X, Y)))
+    _, loss_alone = loss_of(alone, single)
+    alones = [jax.jit(loss_alone)(one_of(params, i), X, Y[i]) for i in range(P)]
+    np.testing.assert_allclose(jax.jit(loss)(params, X, Y), sum(alones), rtol=1e-10)
+
+    Xs = jnp.linspace(-2.5, 2.5, 6)[:, None]
+    posterior = together.posterior(params, X, Y)
+    draws = posterior.sample(KEY, Xs, 4000)
+    assert draws.shape == (4000, P, 6)
+    assert posterior.batch_shape == (P,)
+    mean, variance = posterior.mean(Xs), posterior.variance(Xs, chunk_size=4)
+    for i in range(P):
+        one = single.posterior(one_of(params, i), X, Y[i])
+        np.testing.assert_allclose(mean[i], one.mean(Xs), rtol=1e-10)
+        np.testing.assert_allclose(variance[i], one.variance(Xs), rtol=1e-8)
+    scores = (draws.mean(axis=0) - mean) / jnp.sqrt(variance / 4000)
+    assert np.max(np.abs(scores)) < 4
+    correlations = np.corrcoef(draws[:, :, 0].T) - np.eye(P)
+    assert np.max(np.abs(correlations)) < 4 / np.sqrt(4000)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "decoupled"])
+def test_solves_for_every_mean(name, x64):
+    X, Y = data()
+    together, single = guide(name, several, X), guide(name, alone, X)
+    svi, _ = loss_of(several, together)
+    params = perturbed(svi.get_params(jax.jit(svi.init)(KEY, X, Y)))
+    jax.eval_shape(loss_of(alone, single)[0].init, KEY, X, Y[0])  # sets the guide up
+    solved = together.solve_mean(params, X, Y, tolerance=1e-12)
+    for i in range(P):
+        one = single.solve_mean(one_of(params, i), X, Y[i], tolerance=1e-12)
+        for key, value in one.items():
+            np.testing.assert_allclose(one_of(solved, i)[key], value, atol=1e-6)
+
+
+@every_guide
+@pytest.mark.parametrize("loss", ["quadrature", "stock"])
+def test_takes_part_in_svi_and_export(name, loss):
+    pytest.importorskip("arviz")
+    X, Y = data()
+    guides = {
+        "sparse": lambda: AutoSparseGP(several, num_inducing=4),
+        "hybrid": lambda: AutoHybridGP(several, num_inducing=4, num_residual=8, growth=8),
+        "decoupled": lambda: AutoDecoupledGP(several, mean_size=12, cov_size=4, growth=6),
+    }
+    together = guides[name]()
+    objective = sgp.infer.QuadratureELBO(2) if loss == "quadrature" else TraceMeanField_ELBO()
+    svi = SVI(several, together, optax.adam(0.1), objective)
+    result = svi.run(KEY, 20, X, Y, progress_bar=False)
+    assert np.mean(result.losses[-3:]) < np.mean(result.losses[:3])
+    found = sgp.to_arviz(result, several, together, key=KEY, model_args=(X, Y), num_samples=4)
+    assert np.asarray(found["posterior"]["f"]).shape == (1, 4, P, N)
+    assert np.asarray(found["posterior_predictive"]["y"]).shape == (1, 4, P, N)
+
+
+def test_a_part_of_the_functions_is_refused():
+    def part(X: Array, Y: Array | None = None) -> None:
+        with numpyro.plate("outputs", P, subsample_size=2):
+            numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+
+    X, Y = data()
+    svi = SVI(part, AutoSparseGP(part, num_inducing=4), optax.adam(0.1), TraceMeanField_ELBO())
+    with pytest.raises(ValueError, match="inside the plate `outputs`, which takes a part"):
+        svi.init(KEY, X, Y)
