@@ -1,18 +1,15 @@
 """The guide for a sparse Gaussian process with further basis functions for its mean."""
 
-import functools
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions import HybridGP
 from numpyro_scalegp.guides.base import Rest
 from numpyro_scalegp.guides.growth import Basis
@@ -26,8 +23,8 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
 
     Its parameters are those of `AutoSparseGP`, so that a fit of that guide can be its start, and
     `{site}_{prefix}_residual_points` and `..._residual_weights`, the weights as multiples of one
-    over the prior's standard deviation. `solve_mean` sets the weights (and `..._loc`, by which they
-    are shared) at once; gradients, from mini-batches or a stream, crawl.
+    over the prior's standard deviation. `solve_mean` sets the weights at once; gradients, from
+    mini-batches or a stream, crawl.
 
     With `growth`, each mini-batch adds rows to the residual points until they are full, as in
     `AutoDecoupledGP`: give `posterior` and `solve_mean` the mutable state as well. Inducing points
@@ -152,22 +149,14 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         )
 
     def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
-        points = jnp.concatenate([family.inducing_points, family.residual_points])
-        _, factor = family.posterior().sparse._factorise()
-        solve = functools.partial(solve_triangular, factor.tril, lower=True, trans=1)
-        shared = jnp.vectorize(solve, signature="(m)->(m)")(family.loc)
-        weights = jnp.concatenate([shared, family.residual_weights], axis=-1)
-        (_, residual_active), _ = self._residual(site, training=False)
-        active = jnp.concatenate([jnp.ones(shared.shape[-1], bool), residual_active])
-        return Basis(points, active), weights
+        return self._residual(site, training=False)[0], family.residual_weights
+
+    def _rest_of_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
+        sparse = family.posterior().sparse
+        return sparse.marginals(X, chunk_size=sparse.rows_per_chunk())[0]
 
     def _as_params(
         self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
     ) -> dict[str, Array]:
-        K, factor = family.posterior().sparse._factorise()
-        M = len(K)
-        name = f"{site.name}_{self.prefix}_"
-        return {
-            f"{name}loc": matmul(weights[..., :M], factor.tril),
-            f"{name}residual_weights": weights[..., M:] * prior_scale(site, family.residual_points),
-        }
+        scale = prior_scale(site, family.residual_points)
+        return {f"{site.name}_{self.prefix}_residual_weights": weights * scale}

@@ -39,13 +39,17 @@ class AbstractDecoupledGuide(AbstractGPGuide):
 
     @abc.abstractmethod
     def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
-        """All points whose kernel functions make up the mean, and their weights."""
+        """The points whose weights `solve_mean` sets, and these weights."""
+
+    def _rest_of_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
+        """What other parameters add to the mean."""
+        return jnp.zeros((*family.batch_shape, X.shape[0]), X.dtype)
 
     @abc.abstractmethod
     def _as_params(
         self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
     ) -> dict[str, Array]:
-        """Parameters under which the mean is k(x, basis) weights."""
+        """The parameters that hold these weights."""
 
     def solve_mean(
         self,
@@ -103,8 +107,12 @@ class AbstractDecoupledGuide(AbstractGPGuide):
             least = 1e-3 * jnp.mean(concave, axis=-1, keepdims=True)
             precision = jnp.maximum(concave, least)
             solve = functools.partial(_solve, site, basis, options)
-            weights = jnp.vectorize(solve, signature="(n),(n),(m)->(m)")(
-                mean + slope / precision, precision, weights
+            weights = jnp.vectorize(solve, signature="(n),(n),(m),(n),(m)->(m)")(
+                mean + slope / precision,
+                precision,
+                weights,
+                self._rest_of_mean(family, site.X),
+                self._rest_of_mean(family, basis.points),
             )
             params = {**params, **self._as_params(site, family, weights)}
         return params
@@ -117,10 +125,20 @@ def _solve(
     targets: Float[Array, " n"],
     precision: Float[Array, " n"],
     guess: Float[Array, " M"],
+    rest_at_rows: Float[Array, " n"],
+    rest_at_points: Float[Array, " M"],
 ) -> Float[Array, " M"]:
     points, active = basis
     return representer_weights(
-        site.kernel, points, site.X, targets, precision, guess=guess, active=active, **options
+        site.kernel,
+        points,
+        site.X,
+        targets,
+        precision,
+        offset=(rest_at_rows, rest_at_points),
+        guess=guess,
+        active=active,
+        **options,
     ).value
 
 

@@ -40,6 +40,7 @@ def representer_weights(
     targets: Float[Array, " n"],
     precision: Float[Array, " n"],
     *,
+    offset: tuple[Float[Array, " n"], Float[Array, " M"]] | None = None,
     guess: Float[Array, " M"] | None = None,
     active: Bool[Array, " M"] | None = None,
     tolerance: float = 1e-3,
@@ -47,6 +48,9 @@ def representer_weights(
     jitter: float | None = None,
 ) -> RepresenterWeights:
     """Minimise sum_i precision_i (t_i - k(x_i, Z) a)^2 + a'K(Z, Z) a over a.
+
+    With `offset`, a function g that stays as it is, the minimum is that of k(., Z) a + g and of its
+    own squared norm in place of both terms.
 
     Conjugate gradients on the system (I + B D B') c = B D t with B = L^-1 K(Z, X), K(Z, Z) = L L'
     and a = L'^-1 c, preconditioned by what it would be if the points were a random subset of the
@@ -58,6 +62,7 @@ def representer_weights(
         X: inputs, shape (n, d).
         targets: t, shape (n,).
         precision: D, not negative, shape (n,).
+        offset: g(X) and g(Z), shapes (n,) and (M,), of a function of the kernel's own space.
         guess: weights to start from, shape (M,), than which the result is never worse; None for
             zeros.
         active: which points take part, shape (M,); the others get weights of zero.
@@ -101,7 +106,13 @@ def representer_weights(
         return whiten(sum_rows(of_chunk, (X, precision, targets), chunk_size))
 
     value = jnp.zeros(M, L.dtype)
-    residual = weigh_misfit(value, targets)
+    if offset is None:
+        residual = weigh_misfit(value, targets)
+    else:
+        at_rows, at_points = offset
+        residual = weigh_misfit(value, targets - at_rows)
+        # Twice a'g(Z) is what the squared norm of the sum has besides.
+        residual -= whiten(jnp.where(active, at_points, 0.0))
     rounding = 10.0 * jnp.finfo(L.dtype).eps * jnp.linalg.norm(residual)
     no_targets = jnp.zeros_like(targets)
     if guess is not None:

@@ -38,6 +38,26 @@ def test_weights_minimise_the_penalised_misfit(chunk_size, x64, monkeypatch):
     np.testing.assert_allclose(found.value, dense(P, X, t, precision), rtol=1e-7)
 
 
+def test_a_function_that_stays_counts(x64):
+    """With g = k(., Q) b given, the weights are those of the joint minimum over both, b fixed."""
+    X, t, precision = data()
+    P, Q, b = X[:M], X[M : M + 9], jnp.linspace(-1.0, 1.0, 9)
+    offset = KERNEL(X, Q) @ b, KERNEL(P, Q) @ b
+    found = representer_weights(
+        KERNEL, P, X, t, precision, offset=offset, tolerance=1e-12, jitter=0.0
+    )
+
+    def objective(a):
+        both = jnp.concatenate([P, Q]), jnp.concatenate([a, b])
+        misfit = t - KERNEL(X, both[0]) @ both[1]
+        return precision @ misfit**2 + both[1] @ KERNEL(both[0], both[0]) @ both[1]
+
+    assert np.max(np.abs(jax.grad(objective)(found.value))) < 1e-8
+    # Left out of the norm, the function leads elsewhere.
+    other = representer_weights(KERNEL, P, X, t - offset[0], precision, tolerance=1e-12)
+    assert np.max(np.abs(jax.grad(objective)(other.value))) > 1e-2
+
+
 def test_points_that_take_no_part(x64):
     X, t, precision = data()
     P = X[:M].at[::3].set(0.0)  # the same point many times
