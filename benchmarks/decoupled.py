@@ -9,11 +9,12 @@
 covariance. `compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same
 process, a sparse GP here for some steps, then residual points for the mean: their weights by
 `solve_mean`, the noise at its optimum given the mean and the variances, twice over. With
-`--subset`, the kernel's hyperparameters come from an exact GP on so many random rows, and stay.
+`--subset`, all hyperparameters come from an exact GP on so many neighbouring rows, and stay: then
+there is one solve.
 
 `stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points grow
-holds the last batches and solves for its mean on them now and then, its kernel's hyperparameters
-from an exact fit of the first batch; beside it a sparse GP that starts from the same values and
+holds the last batches and solves for its mean on them now and then, its hyperparameters from an
+exact fit of the first batch; beside it a sparse GP that starts from the same values and
 trains them, on the same stream. Times include compilation.
 Needs SCALEGP_DATA; the peer needs the `bench` extra.
 """
@@ -61,10 +62,11 @@ def fit_exactly(X, y, subset_size):
 
 
 class Hybrid:
-    """A fit by `AutoSparseGP`, with a mean of many more points on top."""
+    """A fit by `AutoSparseGP`, with a mean of many more points on top, its noise given or not."""
 
-    def __init__(self, fit, num_residual, seed=0):
+    def __init__(self, fit, num_residual, noise=None, seed=0):
         self.fit = fit
+        self.noise = noise
         n = fit.X.shape[0]
         rows = np.random.default_rng(seed).permutation(n)[: min(num_residual, n)]
         self.guide = sgp.guides.AutoHybridGP(
@@ -86,6 +88,8 @@ class Hybrid:
         @jax.jit
         def refine(params, X, y):
             params = guide.solve_mean(params, X, y, None)
+            if self.noise is not None:
+                return params
             posterior = guide.posterior(params, X, y, None)
             misfit = jnp.square(y - posterior.mean(X)) + posterior.variance(X)
             # The bound's maximum over the noise, its weak prior left aside.
@@ -102,7 +106,8 @@ class Hybrid:
         fit, params = self.fit, self.params
         posterior = self.guide.posterior(params, fit.X[:10], fit.y[:10], None)
         Xs = jnp.asarray(fit.test.X_test, jnp.float32)
-        variance = posterior.variance(Xs) + params["noise_auto_loc"] ** 2
+        noise = params["noise_auto_loc"] if self.noise is None else self.noise
+        variance = posterior.variance(Xs) + noise**2
         return score(np.asarray(posterior.mean(Xs)), np.asarray(variance), fit.test.y_test)
 
 
@@ -122,19 +127,17 @@ def compare(arguments):
         print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
     began = time.perf_counter()
     points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
-    start = model
+    start, noise = model, None
     if arguments.subset:
-        y = jnp.asarray(data.y_train, jnp.float32)
-        hyper = fit_exactly(X, y, arguments.subset)
-        kernel = {name: hyper[name] for name in ("lengthscale", "variance")}
-        start = numpyro.handlers.condition(model, data=kernel)
-    fit = Ours(data, points, 1024, arguments.steps, arguments.learning_rate, start)
+        hyper = fit_exactly(X, jnp.asarray(data.y_train, jnp.float32), arguments.subset)
+        start, noise = numpyro.handlers.condition(model, data=hyper), hyper["noise"]
+    fit = Ours(data, points, 1024, arguments.steps, arguments.learning_rate, start, noise)
     fit.run(arguments.steps - 1)
     spent = time.perf_counter() - began
     print(f"sparse, {arguments.steps} steps: {spent:6.1f} s, {fit.score()}", flush=True)
     began = time.perf_counter() - spent
-    hybrid = Hybrid(fit, arguments.num_residual)
-    for _ in range(2):
+    hybrid = Hybrid(fit, arguments.num_residual, noise)
+    for _ in range(1 if arguments.subset else 2):
         hybrid.refine()
         spent = time.perf_counter() - began
         print(f"hybrid, {arguments.num_residual}: {spent:6.1f} s, {hybrid.score()}", flush=True)
@@ -176,7 +179,8 @@ def stream_model(X, y, size):
 
 def follow(data, model, guide, arguments, solve_every=None):
     """Train on a stream; the time and the test error, as a part of the variance, on the way."""
-    n, size, held = len(data.y_train), arguments.batch_size, arguments.held
+    n, size = len(data.y_train), arguments.batch_size
+    held = min(arguments.held, n // size)
     X_train, y_train = data.X_train.astype(np.float32), data.y_train.astype(np.float32)
     X_test, variance = jnp.asarray(data.X_test, jnp.float32), np.var(data.y_test)
     generator = np.random.default_rng(0)
@@ -228,13 +232,11 @@ def stream(arguments):
     began = time.perf_counter()
     hyper = fit_exactly(X, y, len(y))
     print(f"hyperparameters: {time.perf_counter() - began:.1f} s")
-    start = init_to_value(values=hyper)
-    rest = functools.partial(AutoDelta, init_loc_fn=start)
-    kernel = {name: hyper[name] for name in ("lengthscale", "variance")}
-    pinned = numpyro.handlers.condition(stream_model, data=kernel)
+    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
+    pinned = numpyro.handlers.condition(stream_model, data=hyper)
     hybrid = sgp.guides.AutoHybridGP(
         pinned,
-        rest=rest,
+        rest=AutoDelta,
         inducing_points=sgp.features.kmeans_points(jax.random.key(1), X, 128),
         num_residual=arguments.num_residual,
         growth=128,

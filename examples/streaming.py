@@ -63,13 +63,13 @@ def model(X, y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def follow(guide, batches, every):
+def follow(guide, batches, every, held):
     """Train on a stream; the test error after every so many batches."""
     svi = SVI(guide.model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
     update = jax.jit(svi.update)
     solve = jax.jit(getattr(guide, "solve_mean", lambda params, X, y: params))
     X_test = next(stream(seed=1, batch_size=4000))[0]
-    state, errors, recent = None, [], deque(maxlen=40)
+    state, errors, recent = None, [], deque(maxlen=held)
     for step, (X, y) in zip(range(1, batches + 1), stream(seed=0), strict=False):
         state = jax.jit(svi.init)(jax.random.key(0), X, y) if state is None else state
         state, _ = update(state, X, y)
@@ -85,28 +85,30 @@ def follow(guide, batches, every):
     return errors
 
 
-def main(batches=400, every=40, num_inducing=64, num_residual=1024, output="outputs/streaming"):
+def main(
+    batches=400, every=40, held=40, num_inducing=64, num_residual=1024, output="outputs/streaming"
+):
     """Follow the stream with both guides, and draw their errors."""
     X, y = next(stream(seed=0))
-    # 64 points cannot tell a short lengthscale; the first batch, fitted exactly, can.
+    # 64 points cannot tell a short lengthscale, nor little noise; the first batch, fitted exactly,
+    # can.
     start = sgp.infer.initial_hyperparameters(
         jax.random.key(0), exact_model, X, y, num_subsets=1, subset_size=len(y)
     )
-    kernel = {name: start[name] for name in ("lengthscale", "variance")}
     print("first batch:", {name: round(float(value), 3) for name, value in start.items()})
     rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=start))
     points = sgp.features.kmeans_points(jax.random.key(1), X, num_inducing)
     sparse = sgp.guides.AutoSparseGP(model, rest=rest, inducing_points=points)
     hybrid = sgp.guides.AutoHybridGP(
-        numpyro.handlers.condition(model, data=kernel),
-        rest=rest, inducing_points=points, num_residual=num_residual, growth=128,
+        numpyro.handlers.condition(model, data=start),
+        rest=AutoDelta, inducing_points=points, num_residual=num_residual, growth=128,
         train_residual=False,
     )  # fmt: skip
     figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
     errors = {}
     for name, guide in {"sparse": sparse, "decoupled": hybrid}.items():
         print(name)
-        errors[name] = follow(guide, batches, every)
+        errors[name] = follow(guide, batches, every, held)
         axes.plot(*zip(*errors[name], strict=True), marker=".", label=name)
     axes.set(xlabel="batches", ylabel="test RMSE", yscale="log")
     axes.legend()

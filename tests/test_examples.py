@@ -123,6 +123,16 @@ def test_bayesian_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+def test_streaming(tmp_path: Path) -> None:
+    errors = load("streaming").main(
+        40, every=20, held=10, num_inducing=30, num_residual=256, output=tmp_path
+    )
+    # Thirty points cannot follow the function; a few hundred for the mean do better.
+    assert errors["decoupled"][-1][1] < 0.7 * errors["sparse"][-1][1]
+    assert (tmp_path / "errors.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report

@@ -171,9 +171,9 @@ def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     return _cholesky(K, factorise(K).tril)
 
 
-def inverse_cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W."""
-    return inverse_cholesky_given(K, factorise(K).tril)
+def inverse_cholesky(K: Float[Array, "n n"], *, warn: bool = True) -> Float[Array, "n n"]:
+    """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W. Warns as `factorise`."""
+    return inverse_cholesky_given(K, factorise(K, warn=warn).tril)
 
 
 def gaussian_log_density(

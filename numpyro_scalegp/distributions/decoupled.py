@@ -28,10 +28,10 @@ class DecoupledGP(AbstractVariationalGP):
         kernel: covariance function of the prior.
         X: inputs, shape (n, d).
         mean_points: P, shape (M_p, d).
-        mean_weights: a, shape (M_p,).
+        mean_weights: a, shape (M_p,), or (*batch, M_p) for independent functions.
         cov_points: Q, shape (M_q, d); without any (M_q = 0) the mean at its optimum is kernel ridge
             regression.
-        cov_scale_tril: L, lower triangular, shape (M_q, M_q).
+        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
         num_columns: columns of K(P, P) that the divergence draws; None for all.
         key: a typed JAX key for the columns.
 

@@ -30,10 +30,11 @@ class HybridGP(AbstractVariationalGP):
         kernel: covariance function of the prior.
         X: inputs, shape (n, d).
         inducing_points: Z, shape (M, d).
-        loc: mean of v without the residual part, shape (M,).
-        scale_tril: S, lower triangular with a positive diagonal, shape (M, M).
+        loc: mean of v without the residual part, shape (M,), or (*batch, M) for independent
+            functions.
+        scale_tril: S, lower triangular with a positive diagonal, shape (*batch, M, M).
         residual_points: R, shape (M_r, d).
-        residual_weights: a, shape (M_r,).
+        residual_weights: a, shape (*batch, M_r).
         num_columns: columns of K(R, R) that the divergence draws; None for all.
         key: a typed JAX key for the columns.
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.

@@ -24,6 +24,6 @@ class RowsDistribution(Distribution):
             raise ValueError(
                 f"`{name}` got the batch shape {tuple(batch_shape)} with {n} rows in `X`: take the "
                 "site out of the plate over the rows, since it is one draw for all of them. "
-                "(For as many independent functions as rows, use jax.vmap.)"
+                "(For as many independent functions as rows, put their plate at dim=-2.)"
             )
         return super().expand(tuple(batch_shape))

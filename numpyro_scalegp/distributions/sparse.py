@@ -25,8 +25,8 @@ class SparseGP(AbstractVariationalGP):
         kernel: covariance function of the prior.
         X: inputs, shape (n, d).
         inducing_points: Z, shape (M, d).
-        loc: mean of v, shape (M,).
-        scale_tril: S, lower triangular with a positive diagonal, shape (M, M).
+        loc: mean of v, shape (M,), or (*batch, M) for independent functions.
+        scale_tril: S, lower triangular with a positive diagonal, shape (*batch, M, M).
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Raises:

@@ -33,7 +33,8 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
     `{**svi.get_params(state), **state.mutable_state}`.
 
     Args:
-        model: a NumPyro model with a `LatentGP` site outside its plates.
+        model: a NumPyro model with a `LatentGP` site outside the plate of its rows; a plate over
+            outputs makes it a batch of functions.
         site: the name of that site; None if the model has only one.
         rest: what guides the other sites, as for `AutoSparseGP`.
         mean_size: number of mean points, where they grow.
@@ -67,6 +68,8 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
         >>> guide = sgp.guides.AutoDecoupledGP(model, mean_size=400, cov_size=20)
     """
+
+    weights_name = "mean_weights"
 
     def __init__(
         self,
@@ -149,9 +152,3 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
 
     def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         return self._bases(site, training=False)["mean"], family.mean_weights
-
-    def _as_params(
-        self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
-    ) -> dict[str, Array]:
-        scale = prior_scale(site, family.mean_points)
-        return {f"{site.name}_{self.prefix}_mean_weights": weights * scale}

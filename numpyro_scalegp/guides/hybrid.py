@@ -27,11 +27,12 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
     mini-batches or a stream, crawl.
 
     With `growth`, each mini-batch adds rows to the residual points until they are full, as in
-    `AutoDecoupledGP`: give `posterior` and `solve_mean` the mutable state as well. Inducing points
-    do not grow.
+    `AutoDecoupledGP`, and a parameter `..._residual_shift` moves them: give `posterior` and
+    `solve_mean` the mutable state as well. Inducing points do not grow.
 
     Args:
-        model: a NumPyro model with a `LatentGP` site outside its plates.
+        model: a NumPyro model with a `LatentGP` site outside the plate of its rows; a plate over
+            outputs makes it a batch of functions.
         site: the name of that site; None if the model has only one.
         rest: what guides the other sites, as for `AutoSparseGP`.
         num_inducing: number of inducing points, if `inducing_points` is not given.
@@ -48,7 +49,8 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Raises:
-        ValueError: as of `AutoSparseGP`, or if a number is not positive.
+        ValueError: as of `AutoSparseGP`, or if a number is not positive, or both `residual_points`
+            and `growth` are given.
 
     References:
         Cheng and Boots (2017), appendix A.3. A step costs O(b (M^2 + d M_r) + M^3) for b rows.
@@ -64,6 +66,8 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
         >>> guide = sgp.guides.AutoHybridGP(model, num_inducing=20, num_residual=200)
     """
+
+    weights_name = "residual_weights"
 
     def __init__(
         self,
@@ -154,9 +158,3 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
     def _rest_of_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
         sparse = family.posterior().sparse
         return sparse.marginals(X, chunk_size=sparse.rows_per_chunk())[0]
-
-    def _as_params(
-        self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
-    ) -> dict[str, Array]:
-        scale = prior_scale(site, family.residual_points)
-        return {f"{site.name}_{self.prefix}_residual_weights": weights * scale}

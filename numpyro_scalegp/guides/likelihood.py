@@ -49,13 +49,31 @@ def expected_slopes(
             data = {**values, site: mean + scale * node}
             given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data=data)
             trace = handlers.trace(given).get_trace(*args, **kwargs)
-            observed = [log_density(site) for site in trace.values() if _is_observed(site)]
-            return jnp.sum(jnp.stack(observed))
+            observed = [site for site in trace.values() if _is_observed(site)]
+            for one in observed:
+                check_keeps_functions_apart(one, mean.shape[:-1], mean.shape[-1])
+            return jnp.sum(jnp.stack([log_density(one) for one in observed]))
 
         return weights.dot(jax.vmap(at_node)(nodes))
 
     slope, half_curvature = jax.grad(expected, argnums=(0, 1))(mean, variance)
     return slope, 2.0 * half_curvature
+
+
+def check_keeps_functions_apart(site: dict[str, Any], batch: tuple[int, ...], n: int) -> None:
+    """Raise where an observed site has rows, but does not have them for each function of a plate.
+
+    The functions' marginals alone then do not determine the expected log-likelihood.
+    """
+    shape, several = site["fn"].batch_shape, tuple(size for size in batch if size > 1)
+    wanted = (*several, n)
+    if several and shape[-1:] == (n,) and shape[-len(wanted) :] != wanted:
+        raise ValueError(
+            f"the observed site `{site['name']}` has the batch shape {shape}, and the functions in "
+            f"a plate have the shape {wanted}: its likelihood must be one for each of them. "
+            "Where it combines functions, write a GP site for each, outside of plates, and nest "
+            "the guides."
+        )
 
 
 def _is_observed(site: dict[str, Any]) -> bool:

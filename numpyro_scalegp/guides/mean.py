@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpyro
@@ -19,6 +19,7 @@ class AbstractDecoupledGuide(AbstractGPGuide):
     """Guides with a large basis for the mean; see `solve_mean`."""
 
     num_columns: int | None
+    weights_name: ClassVar[str]  # of the parameter that holds the weights
 
     def _columns(self, size: int) -> dict[str, Any]:
         """What a family of `size` weights needs to draw columns for its divergence."""
@@ -45,12 +46,6 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         """What other parameters add to the mean."""
         return jnp.zeros((*family.batch_shape, X.shape[0]), X.dtype)
 
-    @abc.abstractmethod
-    def _as_params(
-        self, site: GPSite, family: Any, weights: Float[Array, "*batch M"]
-    ) -> dict[str, Array]:
-        """The parameters that hold these weights."""
-
     def solve_mean(
         self,
         params: dict[str, Any],
@@ -61,7 +56,10 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         max_iterations: int = 50,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Set the mean's weights to their optimum, everything else held fixed.
+        """Set the weights of the large basis to their optimum, everything else held fixed.
+
+        For `AutoHybridGP` that leaves what the inducing points add to the mean where it is, so that
+        they may go on moving.
 
         For a Gaussian likelihood the evidence bound is quadratic in the weights, and one linear
         solve finds its maximum over *all* rows; other likelihoods take Newton steps. Steps of SVI
@@ -114,7 +112,8 @@ class AbstractDecoupledGuide(AbstractGPGuide):
                 self._rest_of_mean(family, site.X),
                 self._rest_of_mean(family, basis.points),
             )
-            params = {**params, **self._as_params(site, family, weights)}
+            name = f"{site.name}_{self.prefix}_{self.weights_name}"
+            params = {**params, name: weights * prior_scale(site, basis.points)}
         return params
 
 

@@ -42,9 +42,14 @@ class HideGPSite(Messenger):
         self.site = site
         self.hide_others = hide_others
         self.found: list[GPSite] = []
+        self.partial: set[str] = set()  # plates that take a part of their elements
 
     def process_message(self, msg: dict) -> None:
         """Stop at the GP site."""
+        if msg["type"] == "plate":
+            size, taken = msg["args"]
+            if taken not in (None, size):
+                self.partial.add(msg["name"])
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         prior = _without_expansion(msg["fn"])
@@ -52,7 +57,7 @@ class HideGPSite(Messenger):
         if not isinstance(prior, LatentGP) or (is_other and not self.hide_others):
             return
         plates = tuple(msg["cond_indep_stack"])
-        if plates and msg["scale"] is not None:
+        if self.partial.intersection(frame.name for frame in plates):
             names = ", ".join(f"`{frame.name}`" for frame in plates)
             raise ValueError(
                 f"the GP site `{msg['name']}` stands inside the plate {names}, which takes a part "

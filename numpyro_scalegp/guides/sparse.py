@@ -23,7 +23,8 @@ class AutoSparseGP(AbstractGPGuide):
     `AutoSparseGP(model, "f", rest=functools.partial(AutoSparseGP, site="g"))`.
 
     Args:
-        model: a NumPyro model with a `LatentGP` site outside its plates.
+        model: a NumPyro model with a `LatentGP` site outside the plate of its rows; a plate over
+            outputs makes it a batch of functions.
         site: the name of that site; None if the model has only one.
         rest: what guides the other sites: an autoguide class, which starts at prior medians; a
             `functools.partial` of one; another GP guide class; or any guide that takes the model's
@@ -36,7 +37,8 @@ class AutoSparseGP(AbstractGPGuide):
 
     Raises:
         ValueError: if `inducing_points` has the wrong rank or width, `num_inducing` is not
-            positive, or, when called, the model has no such GP site, several, or one in a plate.
+            positive, or, when called, the model has no such GP site, several, or one in a
+            plate that takes a part of its elements.
 
     References:
         Hensman, Matthews and Ghahramani (2015). A step costs O(b M^2 + M^3) for b rows and M

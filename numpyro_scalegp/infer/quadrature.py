@@ -14,7 +14,7 @@ from numpyro.infer.elbo import ELBO
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import AbstractVariationalGP
-from numpyro_scalegp.guides.likelihood import log_density
+from numpyro_scalegp.guides.likelihood import check_keeps_functions_apart, log_density
 
 Trace = dict[str, Any]
 
@@ -26,7 +26,9 @@ class QuadratureELBO(ELBO):
     w_j of the standard normal law; several GP sites use all combinations of nodes. Any NumPyro
     likelihood that factorises over rows works, a mini-batch scaled by its plate included, and a
     Gaussian one is exact from two nodes. Other sites are sampled, with their analytic divergences
-    where NumPyro knows them; the GP sites' divergence is that of the processes.
+    where NumPyro knows them; the GP sites' divergence is that of the processes. Functions in a
+    plate share the nodes, so that each must have a likelihood of its own: one that combines them (a
+    difference, a softmax, a mixing matrix) needs a GP site for each.
 
     The gradient has no Monte Carlo noise from f. For a factorising likelihood it is unbiased under
     mini-batches.
@@ -38,7 +40,8 @@ class QuadratureELBO(ELBO):
 
     Raises:
         ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site or an
-            observed site couples the rows (a multivariate normal over them, say).
+            observed site couples the rows (a multivariate normal over them, say), or has rows but
+            not the shape of the functions in a plate.
 
     References:
         Hensman, Matthews and Ghahramani (2015), section 4. The likelihood is evaluated
@@ -134,8 +137,8 @@ class QuadratureELBO(ELBO):
             model_trace = handlers.trace(handlers.substitute(replayed, data=given)).get_trace(
                 *args, **kwargs
             )
-            rows = {shape for mean, _ in marginals.values() for shape in mean.shape}
-            return _elbo_of_traces(model_trace, trace, rows), _mutable_values(model_trace)
+            shapes = {mean.shape for mean, _ in marginals.values()}
+            return _elbo_of_traces(model_trace, trace, shapes), _mutable_values(model_trace)
 
         grid = np.indices((len(self.nodes),) * len(marginals)).reshape(len(marginals), -1).T
         weights = jnp.asarray(np.prod(self.weights[grid], axis=1))
@@ -166,14 +169,18 @@ def _mutable_values(trace: Trace) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
 
 
-def _elbo_of_traces(model_trace: Trace, guide_trace: Trace, rows: set[int]) -> Float[Array, ""]:
+def _elbo_of_traces(
+    model_trace: Trace, guide_trace: Trace, shapes: set[tuple[int, ...]]
+) -> Float[Array, ""]:
     """The sum of log-densities of observed sites minus the divergences of latent ones."""
     total = jnp.zeros(())
     for name, site in model_trace.items():
         if site["type"] != "sample":
             continue
         if site["is_observed"]:
-            _check_factorises(site, rows)
+            _check_factorises(site, {shape[-1] for shape in shapes})
+            for *batch, n in shapes:
+                check_keeps_functions_apart(site, tuple(batch), n)
             total += log_density(site)
             continue
         if name not in guide_trace:

@@ -15,7 +15,7 @@ class MultiscaleRBF(AbstractKernel):
     with q_i = c_i^2 + e_i^2 and l the lengthscales. Where all scales are one, this is `RBF`: data
     have scales of one, which `with_unit_scales` adds. A guide's points start there and move, and
     then each has lengthscales l_i c_i of its own: small where the function is rough, large where it
-    is smooth.
+    is smooth. The sign of a scale does not matter; at zero there is no derivative.
 
     Args:
         lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).

@@ -68,7 +68,8 @@ class AbstractPosterior(eqx.Module):
 
         Args:
             Xs: inputs, shape (m, d).
-            noise_variance: variance of the noise at the new inputs, shape () or (m,).
+            noise_variance: variance of the noise at the new inputs, shape () or (m,); for a batch
+                of functions also (*batch, 1) or (*batch, m).
             chunk_size: rows worked on at a time.
 
         Returns:

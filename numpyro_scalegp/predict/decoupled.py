@@ -56,7 +56,9 @@ class DecoupledPosterior(AbstractVariationalPosterior):
         if L.size == 0:
             return L
         M = matmul(L.T, matmul(self.kernel.covariance(self.cov_points), L))
-        return linalg.inverse_cholesky(M + jnp.eye(len(L), dtype=L.dtype))
+        # Eigenvalues of one or more: there is nothing to warn of, for which a batch would have to
+        # ask the host.
+        return linalg.inverse_cholesky(M + jnp.eye(len(L), dtype=L.dtype), warn=False)
 
     def _factorise(self) -> Float[Array, "M_q M_q"]:
         return matmul(self._whitening(), self.cov_scale_tril.T)

@@ -1,6 +1,7 @@
 """What posteriors that are summarised by basis functions share."""
 
 import abc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,9 @@ class AbstractVariationalPosterior(AbstractPosterior):
 
     def rows_per_chunk(self, chunk_size: int | None = None) -> int:
         """A number of rows for `marginals`: the given one, or what fits 64 MiB in float32."""
-        return chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
+        if chunk_size is None:
+            return chunks.rows_per_chunk(self._row_width * max(1, math.prod(self.batch_shape)))
+        return chunk_size
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None

@@ -85,7 +85,8 @@ def representer_weights(
     L = linalg.factorise(K).tril
     per_point = jnp.sum(precision) / jnp.sum(active)
     inner = jnp.eye(M, dtype=L.dtype) + per_point * matmul(L.T, L)
-    C = linalg.factorise(inner).tril
+    # Eigenvalues of one or more: there is nothing to warn of.
+    C = linalg.factorise(inner, warn=False).tril
     chunk_size = rows_per_chunk(M)
 
     def solve_both(L: Array, b: Array) -> Array:

@@ -14,8 +14,6 @@ from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
 from tests.compilation import optimised
 
-pytestmark = pytest.mark.monte_carlo
-
 N, NUM_DRAWS = 200, 2000
 # A solver, and conjugate gradients cut short at the same expected cost.
 SOLVERS = {
@@ -73,6 +71,7 @@ def scores(family: str, solver: Any) -> dict[str, np.ndarray]:
     return result
 
 
+@pytest.mark.monte_carlo
 @pytest.mark.parametrize(("family", "name"), [("hutchinson", "plain"), ("pathwise", "rank_10")])
 def test_value_and_gradient_are_unbiased(family, name, x64):
     found = scores(family, SOLVERS[name][0])
@@ -82,6 +81,7 @@ def test_value_and_gradient_are_unbiased(family, name, x64):
         assert np.max(np.abs(score)) < (4.0 if score.size < 5 else 4.5), name
 
 
+@pytest.mark.monte_carlo
 @pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
 @pytest.mark.parametrize("name", SOLVERS)
 def test_the_same_check_sees_the_bias_of_a_solve_cut_short(name, x64):
@@ -102,6 +102,7 @@ def test_posterior_is_solved_to_tolerance(x64):
     np.testing.assert_allclose(posterior.mean(p["X"]), exact.mean(p["X"]), atol=0.05)
 
 
+@pytest.mark.monte_carlo
 @pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
 def test_log_determinant_by_telescoped_quadrature_is_unbiased(x64):
     p = parameters()
@@ -127,6 +128,7 @@ def test_log_determinant_by_telescoped_quadrature_is_unbiased(x64):
     assert score(ConjugateGradients(0.0, 8, Identity(), group_size=1), 600) > 10.0
 
 
+@pytest.mark.monte_carlo
 def test_a_single_index_for_both_sides_is_biased(x64, monkeypatch):
     monkeypatch.setattr(sgp.solvers.Solution, "squares", lambda s, m: (s.value[None, :, :m],) * 2)
     found = scores("hutchinson", SOLVERS["plain"][0])

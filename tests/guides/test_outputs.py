@@ -1,5 +1,6 @@
 """Independent functions in a plate: a batch for the guides, one by one the same as alone."""
 
+import functools
 from typing import Any
 
 import jax
@@ -84,6 +85,12 @@ def test_a_batch_is_each_function_alone(name, x64):
     _, loss_alone = loss_of(alone, single)
     alones = [jax.jit(loss_alone)(one_of(params, i), X, Y[i]) for i in range(P)]
     np.testing.assert_allclose(jax.jit(loss)(params, X, Y), sum(alones), rtol=1e-10)
+    slope = jax.jit(jax.grad(loss))(params, X, Y)
+    slopes = [jax.jit(jax.grad(loss_alone))(one_of(params, i), X, Y[i]) for i in range(P)]
+    for key, value in slope.items():
+        parts = [one[key] for one in slopes]
+        expected = sum(parts) if "points" in key else jnp.stack(parts)
+        np.testing.assert_allclose(value, expected, rtol=1e-7, atol=1e-9)
 
     Xs = jnp.linspace(-2.5, 2.5, 6)[:, None]
     posterior = together.posterior(params, X, Y)
@@ -133,6 +140,83 @@ def test_takes_part_in_svi_and_export(name, loss):
     found = sgp.to_arviz(result, several, together, key=KEY, model_args=(X, Y), num_samples=4)
     assert np.asarray(found["posterior"]["f"]).shape == (1, 4, P, N)
     assert np.asarray(found["posterior_predictive"]["y"]).shape == (1, 4, P, N)
+
+
+def test_a_batch_can_be_saved(tmp_path):
+    X, Y = data()
+    together = guide("hybrid", several, X)
+    svi, _ = loss_of(several, together)
+    posterior = together.posterior(perturbed(svi.get_params(jax.jit(svi.init)(KEY, X, Y))), X, Y)
+    sgp.save(tmp_path / "fit.npz", posterior)
+    again = sgp.load(tmp_path / "fit.npz")
+    assert again.batch_shape == (P,)
+    np.testing.assert_array_equal(again.mean(X), posterior.mean(X))
+
+
+def test_other_sites_share_the_plate_and_another_function_does_not():
+    X, Y = data()
+
+    def model(X: Array, Y: Array | None = None) -> None:
+        with numpyro.plate("outputs", P, dim=-2):
+            f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+            noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        g = numpyro.sample("g", sgp.LatentGP(sgp.kernels.RBF(2.0), X))
+        with numpyro.plate("each", P, dim=-2), numpyro.plate("rows", X.shape[0], dim=-1):
+            numpyro.sample("y", dist.Normal(f[:, 0] + g, noise), obs=Y)
+
+    rest = functools.partial(AutoSparseGP, site="g", num_inducing=4)
+    together = AutoHybridGP(model, "f", rest=rest, num_inducing=4, num_residual=9, growth=9)
+    svi = SVI(model, together, optax.adam(0.05), sgp.infer.QuadratureELBO(3))
+    state = jax.jit(svi.init)(KEY, X, Y)
+    update = jax.jit(svi.update)
+    losses = []
+    for _ in range(30):
+        state, loss = update(state, X, Y)
+        losses.append(loss)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    params = {**svi.get_params(state), **state.mutable_state}
+    solved = jax.jit(together.solve_mean)(params, X, Y)
+    assert solved["f_auto_residual_weights"].shape == (P, 1, 9)
+    mean = together.posterior(solved, X, Y).mean(X)
+    assert mean.shape == (P, 1, N)
+    error = jnp.mean(jnp.square(Y - mean[:, 0] - together.rest.posterior(solved, X, Y).mean(X)))
+    assert error < 0.25 * jnp.var(Y)
+
+
+COMBINING: dict[str, Any] = {
+    "difference": lambda f: dist.Normal(f[0] - f[1], 0.3),
+    "softmax": lambda f: dist.Categorical(logits=f.T),
+    "mixed": lambda f: dist.Normal(jnp.ones((2, P)) @ f, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", COMBINING)
+def test_likelihoods_that_combine_functions_are_refused(name):
+    def model(X: Array) -> None:
+        with numpyro.plate("outputs", P):
+            f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
+        law = COMBINING[name](f)
+        numpyro.sample("y", law, obs=jnp.zeros(law.batch_shape, law.sample(KEY).dtype))
+
+    X, _ = data()
+    together = AutoHybridGP(model, num_inducing=4, num_residual=8)
+    svi = SVI(model, together, optax.adam(0.1), sgp.infer.QuadratureELBO(2))
+    state = jax.jit(svi.init)(KEY, X)
+    with pytest.raises(ValueError, match="its likelihood must be one for each of them"):
+        jax.eval_shape(svi.update, state, X)
+    with pytest.raises(ValueError, match="its likelihood must be one for each of them"):
+        together.solve_mean(svi.get_params(state), X)
+
+
+def test_an_observed_site_with_as_many_entries_as_functions_is_no_row():
+    X, Y = data()
+
+    def model(X: Array, Y: Array) -> None:
+        several(X, Y)
+        numpyro.sample("w", dist.Dirichlet(jnp.ones(P)), obs=jnp.full(P, 1 / P))
+
+    svi, _ = loss_of(model, AutoSparseGP(model, num_inducing=4))
+    jax.eval_shape(svi.update, jax.eval_shape(svi.init, KEY, X, Y), X, Y)
 
 
 def test_a_part_of_the_functions_is_refused():

@@ -15,8 +15,6 @@ from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
 from numpyro_scalegp.truncation import StoppingLaw
 from tests.compilation import optimised
 
-pytestmark = pytest.mark.monte_carlo
-
 N, NUM_DRAWS = 200, 2000
 DIRECTIONS = np.random.default_rng(1).normal(size=(N, 4))
 KEY = jax.random.key(3)
@@ -62,6 +60,7 @@ def scores(samples, expected):
     return (samples.mean(axis=0) - expected) / (samples.std(axis=0, ddof=1) / math.sqrt(NUM_DRAWS))
 
 
+@pytest.mark.monte_carlo
 @every_solver
 def test_value_and_twin_are_unbiased(name, x64):
     value, twin, _, _, expected = draws(name)
@@ -69,6 +68,7 @@ def test_value_and_twin_are_unbiased(name, x64):
     assert np.max(np.abs(scores(twin, expected[:, 1:]))) < 4
 
 
+@pytest.mark.monte_carlo
 @every_solver
 def test_squares_are_unbiased(name, x64):
     # The data's by their shares of iterates, the averaged columns' as products with the twins.
@@ -78,6 +78,7 @@ def test_squares_are_unbiased(name, x64):
     assert np.max(np.abs(scores(np.square(value), np.square(expected)))) > 10
 
 
+@pytest.mark.monte_carlo
 @every_solver
 def test_the_plain_solve_of_the_same_cost_is_biased(name, x64):
     value, _, _, iterations, expected = draws(name)
@@ -92,6 +93,7 @@ def test_the_plain_solve_of_the_same_cost_is_biased(name, x64):
     assert np.max(np.abs(errors)) > 10
 
 
+@pytest.mark.monte_carlo
 @every_solver
 def test_iterations_follow_the_law(name, x64):
     *_, iterations, _ = draws(name)
