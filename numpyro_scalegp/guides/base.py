@@ -78,7 +78,7 @@ class AbstractGPGuide(abc.ABC):
                 stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
             return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
 
-    def median(self, params: dict[str, Array]) -> dict[str, Array]:
+    def median(self, params: dict[str, Any]) -> dict[str, Array]:
         """The median of each site that the rest's guide owns.
 
         Args:
@@ -97,7 +97,7 @@ class AbstractGPGuide(abc.ABC):
     def sample_posterior(
         self,
         rng_key: Key[Array, ""],
-        params: dict[str, Array],
+        params: dict[str, Any],
         *args: Any,
         sample_shape: tuple[int, ...] = (),
         **kwargs: Any,
