@@ -77,7 +77,8 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         Returns:
             The parameters with the new weights. Other function sites stand at their means, other
             sites at their medians: where the rest's guide draws other hyperparameters of the
-            kernel, the weights do not fit them. Time O(iterations n M d + M^3) for each step; it may be jitted.
+            kernel, the weights do not fit them. Time O(iterations n M d + M^3) for each step; it
+            may be jitted.
 
         Raises:
             ValueError: if the rest's guide has no medians.
