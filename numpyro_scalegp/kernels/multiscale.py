@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.base import AbstractKernel
+from numpyro_scalegp.kernels.stationary import check_lengthscale_and_variance
 
 
 class MultiscaleRBF(AbstractKernel):
@@ -43,13 +44,7 @@ class MultiscaleRBF(AbstractKernel):
     variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
 
     def __check_init__(self) -> None:
-        if self.lengthscale.ndim > 1:
-            raise ValueError(
-                f"`lengthscale` must have shape () or (d,), got {self.lengthscale.shape}."
-            )
-        checks.positive("lengthscale", self.lengthscale)
-        checks.shape("variance", self.variance, (), why="the amplitude squared")
-        checks.positive("variance", self.variance)
+        check_lengthscale_and_variance(self.lengthscale, self.variance)
 
     @staticmethod
     def with_unit_scales(X: Float[ArrayLike, "n d"]) -> Float[Array, "n two_d"]:

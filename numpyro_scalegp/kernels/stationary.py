@@ -12,6 +12,17 @@ from numpyro_scalegp.kernels.base import AbstractKernel
 from numpyro_scalegp.kernels.distances import squared_distances
 
 
+def check_lengthscale_and_variance(
+    lengthscale: Float[Array, "..."], variance: Float[Array, "..."]
+) -> None:
+    """Raise unless both are positive, with at most one lengthscale a column and one variance."""
+    if lengthscale.ndim > 1:
+        raise ValueError(f"`lengthscale` must have shape () or (d,), got {lengthscale.shape}.")
+    checks.positive("lengthscale", lengthscale)
+    checks.shape("variance", variance, (), why="the amplitude squared")
+    checks.positive("variance", variance)
+
+
 class _Stationary(AbstractKernel):
     """k(x, z) = variance * profile(||(x - z) / lengthscale||^2)."""
 
@@ -19,13 +30,7 @@ class _Stationary(AbstractKernel):
     variance: eqx.AbstractVar[Float[Array, ""]]
 
     def __check_init__(self) -> None:
-        if self.lengthscale.ndim > 1:
-            raise ValueError(
-                f"`lengthscale` must have shape () or (d,), got {self.lengthscale.shape}."
-            )
-        checks.positive("lengthscale", self.lengthscale)
-        checks.shape("variance", self.variance, (), why="the amplitude squared")
-        checks.positive("variance", self.variance)
+        check_lengthscale_and_variance(self.lengthscale, self.variance)
 
     @property
     def is_stationary(self) -> bool:

@@ -322,6 +322,33 @@ def test_a_posterior_needs_the_bases():
         guide.posterior(svi.get_params(state), X, y)
 
 
+def test_points_with_scales_of_their_own_raise_the_bound():
+    X, y = data(100)
+    X, y = X.astype(jnp.float32), y.astype(jnp.float32)
+    few = jnp.linspace(-1.9, 1.9, 5)[:, None]
+
+    def bound(kernel: Any, lift: Any) -> float:
+        def model(X: Array, y: Array) -> None:
+            f = numpyro.sample("f", sgp.LatentGP(kernel, X))
+            with numpyro.plate("rows", X.shape[0]):
+                numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+        guide = AutoSparseGP(model, inducing_points=lift(few))
+        svi = SVI(model, guide, optax.adam(0.03), sgp.infer.QuadratureELBO(2))
+        state = jax.jit(svi.init)(KEY, lift(X), y)
+
+        @jax.jit
+        def run(state: Any) -> Any:
+            step = lambda state, _: svi.update(state, lift(X), y)  # noqa: E731
+            return jax.lax.scan(step, state, length=1500)
+
+        return -float(run(state)[1][-1])
+
+    lift = sgp.kernels.MultiscaleRBF.with_unit_scales
+    scaled = bound(sgp.kernels.MultiscaleRBF(0.3), lift)
+    assert scaled > bound(sgp.kernels.RBF(0.3), lambda X: X) + 30.0
+
+
 # What they share with others
 
 
