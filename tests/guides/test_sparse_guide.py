@@ -124,12 +124,16 @@ def argument_model(X: Array, y: Array | None, size: int) -> None:
         numpyro.sample("y", dist.Normal(f, noise).to_event(1), obs=y)
 
 
+NUM_STEPS = 1500
+DECAY = optax.cosine_decay_schedule(0.05, NUM_STEPS)
+
+
 @functools.cache
 def by_mini_batches() -> tuple[AutoSparseGP, dict[str, Array]]:
     """A guide trained on mini-batches that the model draws, and its parameters."""
     X, y = data(200)
     guide = AutoSparseGP(model, inducing_points=sgp.features.kmeans_points(KEY, X, 12))
-    return guide, train(model, guide, X, y, 40, steps=400, rate=0.05).params
+    return guide, train(model, guide, X, y, 40, steps=NUM_STEPS, rate=DECAY).params
 
 
 @pytest.mark.parametrize("by", ["plate", "arguments"])
@@ -141,7 +145,7 @@ def test_learns_from_mini_batches(by):
     else:
         start = sgp.features.kmeans_points(KEY, X, 12)
         guide = AutoSparseGP(argument_model, inducing_points=start)
-        svi = SVI(argument_model, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2))
+        svi = SVI(argument_model, guide, optax.adam(DECAY), sgp.infer.QuadratureELBO(2))
 
         @jax.jit
         def run(X: Array, y: Array) -> Any:
@@ -150,7 +154,7 @@ def test_learns_from_mini_batches(by):
                 return svi.update(state, X[index], y[index], 200)
 
             state = svi.init(KEY, X[:40], y[:40], 200)
-            return jax.lax.scan(step, state, jax.random.split(KEY, 400))
+            return jax.lax.scan(step, state, jax.random.split(KEY, NUM_STEPS))
 
         params = svi.get_params(run(X, y)[0])
         posterior = guide.posterior(params, X[:1], None, 200)
@@ -165,7 +169,7 @@ def test_learns_from_mini_batches(by):
 
     (mean, variance), (true_mean, true_variance) = moments(posterior)
     np.testing.assert_allclose(mean, true_mean, atol=0.15)
-    assert np.all((variance > true_variance / 4) & (variance < 4 * true_variance))
+    assert np.all((variance > true_variance / 2) & (variance < 2 * true_variance))
 
 
 # What it wraps
