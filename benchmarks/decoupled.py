@@ -33,18 +33,9 @@ import optax
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_value
-from sparse import GPyTorch, Ours, made_up, model, score
+from sparse import GPyTorch, Ours, hyperparameters, made_up, model, score
 
 import numpyro_scalegp as sgp
-
-
-def hyperparameters(d):
-    """The priors of a GP regression: lengthscales, variance, noise."""
-    return (
-        numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([d]).to_event(1)),
-        numpyro.sample("variance", dist.LogNormal(0.0, 1.0)),
-        numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)),
-    )
 
 
 def exact_model(X, y):

@@ -50,12 +50,19 @@ def made_up(num_rows):
     return sgp.datasets.Dataset("made up", *parts, columns, zeros, ones, mean, scale)
 
 
+def hyperparameters(d):
+    """The priors of a GP regression: lengthscales, variance, noise."""
+    return (
+        numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([d]).to_event(1)),
+        numpyro.sample("variance", dist.LogNormal(0.0, 1.0)),
+        numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)),
+    )
+
+
 def model(X, y, batch_size):
     """A GP regression with a Gaussian likelihood, mini-batched in the model."""
     n, d = X.shape
-    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([d]).to_event(1))
-    variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
-    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    lengthscale, variance, noise = hyperparameters(d)
     rows = sgp.plate("rows", n, batch_size)
     with rows as index:
         X_batch, y_batch = X[index], y[index]
