@@ -1,11 +1,11 @@
 """Mini-batches whose cost does not depend on the size of the data."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 from jaxtyping import Array, Int, Key
 from numpyro.primitives import Messenger
+
+from numpyro_scalegp.estimators.index_sampling import stratified_indices
 
 
 class _StratifiedDraw(Messenger):
@@ -17,45 +17,17 @@ class _StratifiedDraw(Messenger):
 
     def process_message(self, msg: dict) -> None:
         if msg["type"] == "plate" and msg["name"] == self.name:
-            msg["fn"] = stratified_indices
+            msg["fn"] = _draw
 
 
-def stratified_indices(
+def _draw(
     size: int, subsample_size: int | None, rng_key: Key[Array, ""] | None = None
 ) -> Int[Array, " subsample_size"]:
-    """Draw `subsample_size` of `size` indices without replacement, in O(subsample_size).
-
-    One index from each of `subsample_size` runs of nearly equal length, all shifted by one random
-    offset modulo `size`: every index is drawn with the same probability, none twice.
-
-    Args:
-        size: number of rows, below 2^31.
-        subsample_size: number of indices; None or `size` for all of them in order.
-        rng_key: a typed JAX key.
-
-    Returns:
-        Indices, shape (subsample_size,), int32.
-
-    Raises:
-        ValueError: if `size` is not below 2^31, `subsample_size` is not between 1 and `size`, or
-            there is no key.
-    """
-    if not 1 <= size < 2**31:
-        raise ValueError(f"`size` must be in 1..2^31 - 1, got {size}.")
     if subsample_size is None or subsample_size == size:
         return jnp.arange(size, dtype=jnp.int32)
-    if not 1 <= subsample_size <= size:
-        raise ValueError(f"`subsample_size` must be in 1..{size}, got {subsample_size}.")
     if rng_key is None:
         raise ValueError("a plate with a `subsample_size` needs a random key: use handlers.seed.")
-    edges = np.arange(subsample_size + 1, dtype=np.int64) * size // subsample_size
-    within_key, shift_key = jax.random.split(rng_key)
-    widths = jnp.array(np.diff(edges), jnp.int32)
-    within = jax.random.randint(within_key, (subsample_size,), 0, widths, jnp.int32)
-    shift = jax.random.randint(shift_key, (), 0, size, jnp.int32)
-    # Without the sum of two indices, which could pass 2^31.
-    drawn = jnp.array(edges[:-1], jnp.int32) + within
-    return jnp.where(drawn >= size - shift, drawn - (size - shift), drawn + shift)
+    return stratified_indices(rng_key, size, subsample_size)
 
 
 def plate(

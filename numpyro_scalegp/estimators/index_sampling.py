@@ -7,28 +7,36 @@ from jaxtyping import Array, Int, Key
 
 
 def stratified_indices(key: Key[Array, ""], size: int, num: int) -> Int[Array, " num"]:
-    """Draw one index from each of `num` strata of equal length that make up 0 .. size - 1.
+    """Draw `num` of `size` indices without replacement, in O(num).
 
-    Each index is expected num / size times, so that size / num times the sum over the indices drawn
-    has the sum over all as its mean, with less variance than from independent draws.
+    One index from each of `num` runs of nearly equal length, all shifted by one random offset
+    modulo `size`: every index is drawn with the same probability, none twice. So size / num times
+    the sum over the indices drawn has the sum over all as its mean, with less variance than from
+    independent draws.
 
     Args:
         key: a typed JAX key.
-        size: number of indices to draw from.
+        size: number of indices to draw from, below 2^31.
         num: how many to draw, at most `size`.
 
     Returns:
-        Indices in ascending order, shape (num,), in O(num). Where `num` does not divide `size`, an
-        index may occur twice.
+        Indices, shape (num,), int32: all of them in order, or else in ascending order but for one
+        step back at most.
 
     Raises:
-        ValueError: if `num` is not from 1 to `size`.
+        ValueError: if `size` is not below 2^31 or `num` is not from 1 to `size`.
     """
+    if not 1 <= size < 2**31:
+        raise ValueError(f"`size` must be in 1..2^31 - 1, got {size}.")
     if not 1 <= num <= size:
         raise ValueError(f"`num` must be from 1 to `size`, here {size}, got {num}.")
-    # In whole numbers as far as can be: float32 has too few digits for large sizes.
-    length = size / num
-    first = np.floor(np.arange(num) * length)
-    within = jnp.asarray(np.arange(num) * length - first, float)
-    offset = jnp.floor(within + length * jax.random.uniform(key, (num,))).astype(int)
-    return jnp.minimum(jnp.asarray(first, int) + offset, size - 1)
+    if num == size:
+        return jnp.arange(size, dtype=jnp.int32)
+    edges = np.arange(num + 1, dtype=np.int64) * size // num
+    within_key, shift_key = jax.random.split(key)
+    widths = jnp.array(np.diff(edges), jnp.int32)
+    within = jax.random.randint(within_key, (num,), 0, widths, jnp.int32)
+    shift = jax.random.randint(shift_key, (), 0, size, jnp.int32)
+    # Without the sum of two indices, which could pass 2^31.
+    drawn = jnp.array(edges[:-1], jnp.int32) + within
+    return jnp.where(drawn >= size - shift, drawn - (size - shift), drawn + shift)

@@ -11,7 +11,6 @@ from jaxtyping import Array
 from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators.index_sampling import stratified_indices
 from numpyro_scalegp.estimators.squared_norm import squared_norm
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -156,21 +155,6 @@ def test_a_scale_of_zero_leaves_the_prior():
     q = decoupled({**p, "tril": jnp.zeros((6, 6)), "a": jnp.zeros(9)})
     np.testing.assert_allclose(q.variance, p["kernel"].diag(p["X"]))
     assert kl_divergence(q, sgp.LatentGP(p["kernel"], p["X"])) == 0.0
-
-
-def test_strata_are_drawn_evenly():
-    draws = jax.vmap(lambda key: stratified_indices(key, 10, 4))(jax.random.split(KEY, 20_000))
-    share = np.bincount(np.ravel(draws), minlength=10) / 20_000
-    np.testing.assert_allclose(share, 0.4, atol=4 * np.sqrt(0.4 / 20_000))
-    assert draws.max() == 9
-    whole = stratified_indices(KEY, 10, 10)
-    np.testing.assert_array_equal(whole, np.arange(10))
-
-
-@pytest.mark.parametrize("num", [0, 11])
-def test_bad_number_of_strata(num):
-    with pytest.raises(ValueError, match="`num` must be from 1 to `size`, here 10, got"):
-        stratified_indices(KEY, 10, num)
 
 
 def test_squared_norm():

@@ -10,61 +10,6 @@ from numpyro import handlers
 from numpyro.infer.util import log_density
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.distributions.plates import stratified_indices
-
-
-def draws(size, subsample_size, num):
-    keys = jax.random.split(jax.random.key(0), num)
-    draw = jax.jit(jax.vmap(lambda key: stratified_indices(size, subsample_size, key)))
-    return np.asarray(draw(keys))
-
-
-# The law of the indices
-
-
-@pytest.mark.parametrize(("size", "subsample_size"), [(23, 7), (10, 3), (12, 11), (9, 1)])
-def test_each_index_is_drawn_equally_often(size, subsample_size):
-    num = 20_000
-    indices = draws(size, subsample_size, num)
-    frequencies = np.bincount(indices.ravel(), minlength=size) / num
-    share = subsample_size / size
-    assert frequencies.size == size
-    error = np.sqrt(share * (1 - share) / num)
-    assert np.max(np.abs(frequencies - share)) < 4 * error
-
-
-def test_unequal_runs_without_the_shift_are_found_out():
-    # One index from each of three runs of 3, 3 and 4: the same check must fail.
-    num, edges = 20_000, np.array([0, 3, 6, 10])
-    keys = jax.random.split(jax.random.key(0), num)
-    draw = jax.vmap(lambda key: jax.random.randint(key, (3,), edges[:-1], edges[1:]))
-    frequencies = np.bincount(np.asarray(draw(keys)).ravel(), minlength=10) / num
-    assert np.max(np.abs(frequencies - 0.3)) > 4 * np.sqrt(0.3 * 0.7 / num)
-
-
-@pytest.mark.parametrize(
-    ("size", "subsample_size"),
-    [(23, 7), (23, 22), (2, 1), (10**6, 1000), (2**31 - 1, 1000), (2**31 - 1, 3), (2**31 - 2, 1)],
-)
-def test_indices_are_distinct_and_in_range(size, subsample_size):
-    indices = draws(size, subsample_size, 200)
-    assert indices.shape == (200, subsample_size)
-    assert np.issubdtype(indices.dtype, np.integer)
-    assert indices.min() >= 0
-    assert indices.max() < size
-    ordered = np.sort(indices, axis=1)
-    assert np.all(np.diff(ordered, axis=1) > 0)
-    # All of the range is used: the lowest and the highest tenth are met.
-    assert indices.min() < size / 10 or size < 20
-    assert indices.max() > 0.9 * size - 1
-
-
-def test_indices_have_one_type_and_need_no_promotion(dtype):
-    with jax.numpy_dtype_promotion("strict"):
-        drawn = stratified_indices(23, 7, jax.random.key(0))
-    assert drawn.dtype == jnp.int32
-    assert stratified_indices(23, None).dtype == jnp.int32
-    assert stratified_indices(23, 23).dtype == jnp.int32
 
 
 @pytest.mark.parametrize("subsample_size", [None, 6])
@@ -190,16 +135,8 @@ def test_bad_subsample_size(subsample_size, unchecked):
     message = rf"`subsample_size` must be in 1\.\.10, got {subsample_size}"
     with pytest.raises(ValueError, match=message), handlers.seed(rng_seed=0):
         sgp.plate("rows", 10, subsample_size)
-    with pytest.raises(ValueError, match=message):
-        stratified_indices(10, subsample_size, jax.random.key(0))
 
 
 def test_no_key(unchecked):
     with pytest.raises(ValueError, match=r"needs a random key: use handlers\.seed"):
         sgp.plate("rows", 10, 3)
-
-
-def test_too_many_rows(unchecked):
-    for size in (2**31, 2**32 + 7):
-        with pytest.raises(ValueError, match=r"`size` must be .*2\^31"):
-            stratified_indices(size, 5, jax.random.key(0))
