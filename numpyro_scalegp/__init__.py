@@ -14,11 +14,14 @@ from numpyro_scalegp import (
     solvers,
 )
 from numpyro_scalegp.distributions import (
+    ChevronGP,
+    ChevronNormal,
     DecoupledGP,
     GaussianProcess,
     HybridGP,
     LatentGP,
     SparseGP,
+    WeightSpaceGP,
     plate,
     solver_state,
 )
@@ -26,11 +29,14 @@ from numpyro_scalegp.export import to_arviz
 from numpyro_scalegp.saving import load, save
 
 __all__ = [
+    "ChevronGP",
+    "ChevronNormal",
     "DecoupledGP",
     "GaussianProcess",
     "HybridGP",
     "LatentGP",
     "SparseGP",
+    "WeightSpaceGP",
     "datasets",
     "distributions",
     "estimators",

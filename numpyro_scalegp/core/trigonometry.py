@@ -26,12 +26,25 @@ def cos_sin_of_turns(
         Both, with the shape and dtype of `turns`; in float32 with an error of at most 1e-6 beside
         that of `turns` itself.
     """
-    fraction = turns - jax.lax.stop_gradient(jnp.round(turns))
+    fraction = _fraction(turns)
     if turns.dtype != jnp.float32:
         angle = 2.0 * jnp.pi * fraction
         return jnp.cos(angle), jnp.sin(angle)
     square = fraction * fraction
     return _polynomial(_COS, square), fraction * _polynomial(_SIN, square)
+
+
+def cos_of_turns(turns: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Compute cos(2 pi t) alone; see `cos_sin_of_turns`."""
+    fraction = _fraction(turns)
+    if turns.dtype != jnp.float32:
+        return jnp.cos(2.0 * jnp.pi * fraction)
+    return _polynomial(_COS, fraction * fraction)
+
+
+def _fraction(turns: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The distance to the nearest whole turn."""
+    return turns - jax.lax.stop_gradient(jnp.round(turns))
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -8,12 +8,11 @@ import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.distributions.rows import RowsDistribution
-from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict import AbstractVariationalPosterior
 
 
 class AbstractVariationalGP(RowsDistribution):
-    """A variational process at the rows X, the guide's side of a site with a `LatentGP` prior.
+    """A variational process at the rows X, the guide's side of a function site.
 
     The value of the site is the function at the rows of one mini-batch. `sample` and `log_prob` are
     those of the *marginals*, independent across rows: all that a likelihood needs that factorises
@@ -27,7 +26,6 @@ class AbstractVariationalGP(RowsDistribution):
     would use, bounds nothing.
     """
 
-    kernel: AbstractKernel
     X: Float[Array, "n d"]
 
     def posterior(self) -> AbstractVariationalPosterior:
@@ -73,7 +71,7 @@ class AbstractVariationalGP(RowsDistribution):
         warnings.warn(
             "the density of a GP at the rows of a mini-batch gives no variational bound: "
             "use loss=numpyro_scalegp.infer.QuadratureELBO() or numpyro.infer.TraceMeanField_ELBO "
-            "with a `LatentGP` in the model, which take the divergence between the processes.",
+            "with the prior of the family in the model, which take the divergence between the processes.",
             UserWarning,
             stacklevel=2,
         )

@@ -1,5 +1,16 @@
 """Finite descriptions of a function space, and where to put their points."""
 
+from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.features.inducing_points import InducingPoints
+from numpyro_scalegp.features.learned import Learned
+from numpyro_scalegp.features.random_fourier import RandomFourier
 from numpyro_scalegp.features.selection import greedy_points, kmeans_points
 
-__all__ = ["greedy_points", "kmeans_points"]
+__all__ = [
+    "AbstractFeatures",
+    "InducingPoints",
+    "Learned",
+    "RandomFourier",
+    "greedy_points",
+    "kmeans_points",
+]

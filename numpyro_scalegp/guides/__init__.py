@@ -1,6 +1,7 @@
 """Guides that own a GP site."""
 
 from numpyro_scalegp.guides.base import AbstractGPGuide
+from numpyro_scalegp.guides.chevron import AutoChevronGP
 from numpyro_scalegp.guides.decoupled import AutoDecoupledGP
 from numpyro_scalegp.guides.hybrid import AutoHybridGP
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide
@@ -9,6 +10,7 @@ from numpyro_scalegp.guides.sparse import AutoSparseGP
 __all__ = [
     "AbstractDecoupledGuide",
     "AbstractGPGuide",
+    "AutoChevronGP",
     "AutoDecoupledGP",
     "AutoHybridGP",
     "AutoSparseGP",

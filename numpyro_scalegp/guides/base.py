@@ -4,7 +4,7 @@ import abc
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpyro
@@ -13,8 +13,8 @@ from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 from numpyro.infer.initialization import init_to_median
 
-from numpyro_scalegp.distributions import AbstractVariationalGP
-from numpyro_scalegp.guides.sites import GPSite, Model, find_gp_site, hide_gp_site
+from numpyro_scalegp.distributions import AbstractVariationalGP, LatentGP
+from numpyro_scalegp.guides.sites import GPSite, Model, Prior, find_gp_site, hide_gp_site
 from numpyro_scalegp.predict import AbstractPosterior
 
 Guide = Callable[..., Any]
@@ -29,6 +29,8 @@ class AbstractGPGuide(abc.ABC):
     guide's hyperparameters, and the model's mini-batch.
     """
 
+    prior_kind: ClassVar[Prior] = LatentGP  # what the model has at the site
+
     def __init__(
         self,
         model: Model,
@@ -40,7 +42,7 @@ class AbstractGPGuide(abc.ABC):
         self.model = model
         self.site = site
         self.prefix = prefix
-        self.rest = _build_rest(rest, hide_gp_site(model, site))
+        self.rest = _build_rest(rest, hide_gp_site(model, site, self.prior_kind))
 
     @abc.abstractmethod
     def _family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
@@ -71,7 +73,7 @@ class AbstractGPGuide(abc.ABC):
             for name, site in rest_trace.items()
             if site["type"] in ("sample", "plate")
         }
-        site = find_gp_site(self.model, self.site, drawn, args, kwargs)
+        site = find_gp_site(self.model, self.site, self.prior_kind, drawn, args, kwargs)
         latent = {name: drawn[name] for name in drawn if rest_trace[name]["type"] == "sample"}
         with ExitStack() as stack:
             for plate in site.plates:
@@ -174,7 +176,7 @@ class AbstractGPGuide(abc.ABC):
         seed, rest_key = (key, key) if key is None else jax.random.split(key)
         values = self._values(params, rest_key, args, kwargs)
         with self._parameters(params, seed):
-            return find_gp_site(self.model, self.site, values, args, kwargs)
+            return find_gp_site(self.model, self.site, self.prior_kind, values, args, kwargs)
 
     def _function_means(
         self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]

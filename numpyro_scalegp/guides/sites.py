@@ -10,20 +10,30 @@ from numpyro import handlers
 from numpyro.distributions import Distribution, ExpandedDistribution
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
-from numpyro_scalegp.distributions import LatentGP
+from numpyro_scalegp.distributions import LatentGP, WeightSpaceGP
 from numpyro_scalegp.kernels import AbstractKernel
 
 Model = Callable[..., Any]
+Prior = type[LatentGP] | type[WeightSpaceGP]
 
 
 class GPSite(NamedTuple):
     """A GP site of a model, as the model made it under given hyperparameters."""
 
     name: str
-    kernel: AbstractKernel
-    X: Float[Array, "n d"]
+    prior: Any  # `LatentGP` or `WeightSpaceGP`, as the guide wants
     batch_shape: tuple[int, ...]  # of independent functions, by plates
     plates: tuple[CondIndepStackFrame, ...]
+
+    @property
+    def kernel(self) -> AbstractKernel:
+        """The kernel of a `LatentGP`."""
+        return self.prior.kernel
+
+    @property
+    def X(self) -> Float[Array, "n d"]:
+        """The rows."""
+        return self.prior.X
 
 
 class HideGPSite(Messenger):
@@ -34,12 +44,16 @@ class HideGPSite(Messenger):
     Args:
         model: the model.
         site: the name of its GP site, or None if it has just one.
+        kind: the kind of prior that the site has.
         hide_others: also replace other GP sites that have no value yet, without recording them.
     """
 
-    def __init__(self, model: Model, site: str | None, *, hide_others: bool = False) -> None:
+    def __init__(
+        self, model: Model, site: str | None, kind: Prior, *, hide_others: bool = False
+    ) -> None:
         super().__init__(model)
         self.site = site
+        self.kind = kind
         self.hide_others = hide_others
         self.found: list[GPSite] = []
         self.partial: set[str] = set()  # plates that take a part of their elements
@@ -53,8 +67,15 @@ class HideGPSite(Messenger):
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         prior = _without_expansion(msg["fn"])
-        is_other = self.site not in (None, msg["name"])
-        if not isinstance(prior, LatentGP) or (is_other and not self.hide_others):
+        if not isinstance(prior, LatentGP | WeightSpaceGP):
+            return
+        if msg["name"] == self.site and not isinstance(prior, self.kind):
+            raise ValueError(
+                f"the GP site `{self.site}` has a `{type(prior).__name__}` prior, and this guide "
+                f"is for a `{self.kind.__name__}`."
+            )
+        is_other = self.site not in (None, msg["name"]) or not isinstance(prior, self.kind)
+        if is_other and not self.hide_others:
             return
         plates = tuple(msg["cond_indep_stack"])
         if self.partial.intersection(frame.name for frame in plates):
@@ -68,7 +89,7 @@ class HideGPSite(Messenger):
             return
         if not is_other:
             batch_shape = msg["fn"].batch_shape
-            self.found.append(GPSite(msg["name"], prior.kernel, prior.X, batch_shape, plates))
+            self.found.append(GPSite(msg["name"], prior, batch_shape, plates))
         msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
         msg["stop"] = True
 
@@ -81,8 +102,10 @@ class HideGPSite(Messenger):
         names = [found.name for found in self.found]
         if not names:
             wanted = "no GP site" if self.site is None else f"no GP site `{self.site}`"
+            arguments = "kernel" if self.kind is LatentGP else "features"
             raise ValueError(
-                f"the model has {wanted}: write numpyro.sample(name, sgp.LatentGP(kernel, X))."
+                f"the model has {wanted}: write "
+                f"numpyro.sample(name, sgp.{self.kind.__name__}({arguments}, X))."
             )
         if len(names) > 1:
             raise ValueError(
@@ -98,12 +121,12 @@ def _without_expansion(distribution: Distribution) -> Distribution:
     return distribution
 
 
-def hide_gp_site(model: Model, site: str | None) -> Model:
+def hide_gp_site(model: Model, site: str | None, kind: Prior) -> Model:
     """The model without its GP site: what a guide for all other sites is built on."""
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
         # A handler for each run, so that no traced value outlives it.
-        return HideGPSite(model, site)(*args, **kwargs)
+        return HideGPSite(model, site, kind)(*args, **kwargs)
 
     return hidden
 
@@ -111,6 +134,7 @@ def hide_gp_site(model: Model, site: str | None) -> Model:
 def find_gp_site(
     model: Model,
     site: str | None,
+    kind: Prior,
     values: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -123,11 +147,12 @@ def find_gp_site(
     Args:
         model: the model.
         site: the name of its GP site, or None if it has just one.
+        kind: the kind of prior that the site has.
         values: values of the other latent sites and indices of plates that are drawn already.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
     """
-    hidden = HideGPSite(model, site, hide_others=True)
+    hidden = HideGPSite(model, site, kind, hide_others=True)
     given = handlers.seed(handlers.substitute(hidden, data=values), numpyro.prng_key())
     visible = ("param", "mutable", "plate")
     handlers.block(given, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)

@@ -6,20 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.distributions import Independent
-from numpyro.distributions.kl import kl_divergence
-from numpyro.infer.elbo import ELBO
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.likelihood import check_keeps_functions_apart, log_density
+from numpyro_scalegp.infer.base import AbstractParticleELBO
+from numpyro_scalegp.infer.traces import Trace, divergence, mutable_values
 
-Trace = dict[str, Any]
 
-
-class QuadratureELBO(ELBO):
+class QuadratureELBO(AbstractParticleELBO):
     """An ELBO whose expectation over the function's marginals is a Gauss-Hermite sum.
 
     E_q[log p(y | f)] ~ sum_j w_j sum_i log p(y_i | mean_i + sd_i x_j), with nodes x_j and weights
@@ -65,45 +63,6 @@ class QuadratureELBO(ELBO):
         self.nodes, self.weights = nodes, weights / weights.sum()
         super().__init__(num_particles, vectorize_particles)
 
-    def loss_with_mutable_state(
-        self,
-        rng_key: Key[Array, ""],
-        param_map: dict[str, Any],
-        model: Callable,
-        guide: Callable,
-        *args: Any,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """The negative ELBO and the new mutable state; NumPyro's SVI calls it.
-
-        Args:
-            rng_key: a JAX key.
-            param_map: constrained parameters, by name.
-            model: the model.
-            guide: the guide.
-            *args: positional arguments of both.
-            **kwargs: keyword arguments of both.
-
-        Returns:
-            `loss`, a scalar, and `mutable_state`, a dict or None.
-        """
-
-        def particle(key: Array) -> tuple[Array, dict[str, Any]]:
-            return self._particle(key, param_map, model, guide, args, kwargs)
-
-        if self.num_particles == 1:
-            elbo, mutable = particle(rng_key)
-            return {"loss": -elbo, "mutable_state": mutable or None}
-        elbos, mutable = self.vectorize_particles_fn(
-            particle, jax.random.split(rng_key, self.num_particles)
-        )
-        if mutable:
-            raise ValueError(
-                f"mutable state ({', '.join(mutable)}) needs num_particles=1, got "
-                f"{self.num_particles}: each particle would write its own."
-            )
-        return {"loss": -jnp.mean(elbos), "mutable_state": None}
-
     def _particle(
         self,
         key: Array,
@@ -123,7 +82,7 @@ class QuadratureELBO(ELBO):
                 "`QuadratureELBO` found no GP site in the guide: use one of sgp.guides, or "
                 "NumPyro's own ELBOs for a guide without GP sites."
             )
-        mutable = _mutable_values(guide_trace)
+        mutable = mutable_values(guide_trace)
         given = {**params, **mutable}
 
         def at_nodes(index: Array) -> tuple[Array, dict[str, Any]]:
@@ -138,7 +97,7 @@ class QuadratureELBO(ELBO):
                 *args, **kwargs
             )
             shapes = {mean.shape for mean, _ in marginals.values()}
-            return _elbo_of_traces(model_trace, trace, shapes), _mutable_values(model_trace)
+            return _elbo_of_traces(model_trace, trace, shapes), mutable_values(model_trace)
 
         grid = np.indices((len(self.nodes),) * len(marginals)).reshape(len(marginals), -1).T
         weights = jnp.asarray(np.prod(self.weights[grid], axis=1))
@@ -165,10 +124,6 @@ class _Marginals(Messenger):
             msg["value"] = self.marginals[msg["name"]][0]
 
 
-def _mutable_values(trace: Trace) -> dict[str, Any]:
-    return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
-
-
 def _elbo_of_traces(
     model_trace: Trace, guide_trace: Trace, shapes: set[tuple[int, ...]]
 ) -> Float[Array, ""]:
@@ -185,20 +140,11 @@ def _elbo_of_traces(
             continue
         if name not in guide_trace:
             raise ValueError(f"the guide has no site `{name}`, which the model samples.")
-        total -= _divergence(guide_trace[name], site)
+        total -= divergence(guide_trace[name], site)
     for name, site in guide_trace.items():
         if site["type"] == "sample" and name not in model_trace:
             total -= log_density(site)
     return total
-
-
-def _divergence(guide_site: Trace, model_site: Trace) -> Float[Array, ""]:
-    try:
-        divergence = kl_divergence(guide_site["fn"], model_site["fn"])
-    except NotImplementedError:
-        return log_density(guide_site) - log_density(model_site)
-    scale = guide_site["scale"]
-    return jnp.sum(divergence if scale is None else scale * divergence)
 
 
 def _check_factorises(site: Trace, rows: set[int]) -> None:

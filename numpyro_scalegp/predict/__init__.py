@@ -1,6 +1,7 @@
 """Posteriors over functions: moments and samples, in chunks of inputs."""
 
 from numpyro_scalegp.predict.base import AbstractPosterior
+from numpyro_scalegp.predict.chevron import ChevronPosterior
 from numpyro_scalegp.predict.decoupled import DecoupledPosterior
 from numpyro_scalegp.predict.exact import ExactPosterior
 from numpyro_scalegp.predict.feature import FeaturePosterior
@@ -12,6 +13,7 @@ from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
 __all__ = [
     "AbstractPosterior",
     "AbstractVariationalPosterior",
+    "ChevronPosterior",
     "DecoupledPosterior",
     "ExactPosterior",
     "FeaturePosterior",

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
+from numpyro_scalegp.predict.variational import AbstractKernelPosterior
 
 
-class DecoupledPosterior(AbstractVariationalPosterior):
+class DecoupledPosterior(AbstractKernelPosterior):
     """A Gaussian process with mean k(x, P) a and covariance k(x, x') - k(x, Q) G k(Q, x').
 
     With L the scale, B = L L' and M = I + L'K(Q, Q) L: G = (B^-1 + K(Q, Q))^-1 = L M^-1 L'.

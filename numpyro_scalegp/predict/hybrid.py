@@ -6,10 +6,10 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.predict.sparse import SparsePosterior
-from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
+from numpyro_scalegp.predict.variational import AbstractKernelPosterior
 
 
-class HybridPosterior(AbstractVariationalPosterior):
+class HybridPosterior(AbstractKernelPosterior):
     """A sparse posterior plus k(x, R) a in the mean, for residual points R with weights a.
 
     Moments at m inputs cost O(m (M^2 + d M_r) + M^3) with M inducing and M_r residual points.

@@ -9,10 +9,10 @@ from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.whitening import whitened_moments
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
+from numpyro_scalegp.predict.variational import AbstractKernelPosterior
 
 
-class SparsePosterior(AbstractVariationalPosterior):
+class SparsePosterior(AbstractKernelPosterior):
     """The variational posterior of a whitened sparse Gaussian process.
 
     With K(Z, Z) = L L', A = L^-1 k(Z, X) and q(v) = N(loc, S S') over v = L^-1 f(Z):

@@ -23,8 +23,8 @@ class AbstractVariationalPosterior(AbstractPosterior):
 
     @property
     @abc.abstractmethod
-    def _num_columns(self) -> int:
-        """Columns of the inputs."""
+    def _num_columns(self) -> int | None:
+        """Columns of the inputs; None if any number will do."""
 
     @property
     @abc.abstractmethod
@@ -59,16 +59,6 @@ class AbstractVariationalPosterior(AbstractPosterior):
         self, factors: Any, X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         """The mean and the variance of f at each row of X."""
-
-    @abc.abstractmethod
-    def _joint(
-        self, factors: Any, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-        """The mean and the covariance of f at the rows of X."""
-
-    @abc.abstractmethod
-    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """k(x, x) of each row."""
 
     # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
     @eqx.filter_jit
@@ -119,6 +109,24 @@ class AbstractVariationalPosterior(AbstractPosterior):
     ) -> Float[Array, "num_samples *batch m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
         return self._sample(key, self._check(Xs), num_samples)
+
+    @abc.abstractmethod
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        """Draw jointly at all rows of Xs."""
+
+
+class AbstractKernelPosterior(AbstractVariationalPosterior):
+    """A variational posterior with a covariance at any rows, from which draws are made."""
+
+    @abc.abstractmethod
+    def _joint(
+        self, factors: Any, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        """The mean and the covariance of f at the rows of X."""
+
+    @abc.abstractmethod
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """k(x, x) of each row."""
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

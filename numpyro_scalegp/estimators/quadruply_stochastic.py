@@ -1,0 +1,223 @@
+"""Unbiased estimates about f = Phi w and its weights from two random sets of features.
+
+With q of m features in a set and s = m / q, the set i sees f_i = s Phi_i loc_i and
+G_i = s Phi_i C_i. Independent sets i and j make E[<f_i, f_j>] = ||Phi loc||^2 and
+E[<G_i, G_j>] = ||Phi C||_F^2; one set used twice does not.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.chevron import dense_columns, sparse_diagonal
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.rows import Rows
+from numpyro_scalegp.estimators.chevron import Chevron, projections
+from numpyro_scalegp.estimators.index_sampling import stratified_indices
+from numpyro_scalegp.features import AbstractFeatures
+
+
+def draw_sets(
+    key: Key[Array, ""], size: int, num: int, num_sets: int = 2
+) -> Int[Array, "sets num"]:
+    """Draw independent stratified sets of `num` of `size` features, in O(num)."""
+    keys = jax.random.split(key, num_sets)
+    return jnp.stack([stratified_indices(key, size, num) for key in keys])
+
+
+class WeightRows(NamedTuple):
+    """The rows of a chevron law of m weights that the sets hold."""
+
+    index: Int[Array, "sets num"]
+    size: int  # m
+    directions: Float[Array, "sets num one_plus_k"]  # the mean beside the dense columns
+    log_diagonal: Float[Array, "sets num"]  # of all of C
+    diagonal: Float[Array, "sets num"]  # of C besides the dense columns, zero in these
+
+    @property
+    def share(self) -> float:
+        """The number of weights that each of a set stands for, s."""
+        return self.size / self.index.shape[1]
+
+    def some_columns(self, columns: Int[Array, " c"]) -> "WeightRows":
+        """Keep some of the dense columns, drawn at random, scaled to stand for all."""
+        return self._replace(directions=_some_columns(self.directions, columns))
+
+
+def weight_rows(
+    index: Int[Array, "sets num"],
+    loc: Float[Array, " m"] | Rows,
+    scale_diag: Float[Array, " m"] | Rows,
+    scale_columns: Float[Array, "m k"] | Rows,
+) -> WeightRows:
+    """The rows `index` of a chevron law, of whole arrays or of rows that hold just these."""
+    mean, diagonal, columns = (Rows.of(a, index).values for a in (loc, scale_diag, scale_columns))
+    directions = [mean[..., None], dense_columns(index, diagonal, columns)]
+    return WeightRows(
+        index,
+        loc.shape[0],
+        jnp.concatenate(directions, axis=-1),
+        jnp.log(diagonal),
+        sparse_diagonal(index, diagonal, columns.shape[-1]),
+    )
+
+
+class Views(NamedTuple):
+    """The function at n rows as each set of features sees it."""
+
+    projected: Float[Array, "sets n one_plus_k"]  # s Phi_i [loc_i, C_i]
+    diagonal: Float[Array, "sets n"]  # s sum_{r in i} phi_r^2 c_rr^2 besides the dense columns
+
+
+def views(features: AbstractFeatures, X: Float[Array, "n d"], rows: WeightRows) -> Views:
+    """Evaluate the features of each set at X: O(n num (d + k)) for each."""
+    projected, variances = [], []
+    for index, directions, diagonal in zip(
+        rows.index, rows.directions, rows.diagonal, strict=True
+    ):
+        Phi = features.columns(X, index)
+        projected.append(rows.share * matmul(Phi, directions))
+        variances.append(rows.share * jnp.sum(jnp.square(Phi * diagonal), axis=1))
+    return Views(jnp.stack(projected), jnp.stack(variances))
+
+
+def prior_divergence(
+    features: AbstractFeatures,
+    rows: WeightRows,
+    precision: Float[Array, " m"] | Rows | None,
+    log_determinant: Float[Array, ""],
+) -> Float[Array, ""]:
+    """Estimate KL(N(loc, C C') || N(0, S^-1)), without bias.
+
+    Args:
+        features: phi, for its own precision.
+        rows: of the law of the weights; of two sets where S is dense.
+        precision: the diagonal of S; None for the features' own.
+        log_determinant: log|S|, used where S is dense.
+
+    Returns:
+        The estimate, in O(num k), or O(num^2 (d + k)) where S is dense.
+    """
+    squares = jnp.sum(jnp.square(rows.directions), axis=-1) + jnp.square(rows.diagonal)
+    if precision is None and features.has_dense_precision:
+        i, j = rows.index
+        block = matmul(features.precision(j, i), rows.directions[0])
+        quadratic = rows.share**2 * jnp.sum(rows.directions[1] * block)
+        variances = features.precision_diagonal(rows.index)
+        terms = variances * jnp.square(rows.diagonal) - 1.0 - 2.0 * rows.log_diagonal
+        return 0.5 * (quadratic + _sum_of_all(rows, terms) - log_determinant)
+    if precision is None:
+        terms = squares - 1.0 - 2.0 * rows.log_diagonal
+    else:
+        s = Rows.of(precision, rows.index).values
+        terms = s * squares - 1.0 - jnp.log(s) - 2.0 * rows.log_diagonal
+    return 0.5 * _sum_of_all(rows, terms)
+
+
+def _sum_of_all(rows: WeightRows, terms: Float[Array, "sets num"]) -> Float[Array, ""]:
+    """Estimate a sum over all weights from the sets' terms."""
+    return rows.share * jnp.sum(terms) / rows.index.shape[0]
+
+
+class ControlVariate(eqx.Module):
+    """What lowers the variance of <f_i, f_j>: the same product at support rows, less its mean.
+
+    The mean comes from a = Phi_p [loc, C_k], which `moved` keeps up to date at the cost of the rows
+    that a step has changed. The features are those of the hyperparameters at the last `fit`.
+
+    References:
+        Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, eq. 3, proposition 3 and
+        appendix F. The gradient of the mean is estimated from the same sets, half from each.
+    """
+
+    X: Float[Array, "r d"]  # support rows
+    targets: Float[Array, " r"]  # what f is observed as there, or zero
+    projected: Float[Array, "r one_plus_k"]  # a
+    hyperparameters: Any
+    whitening: Float[Array, "u u"]  # L^-1 of K(X, X) = L L' where S is dense, else empty
+
+    @classmethod
+    def fit(
+        cls,
+        features: AbstractFeatures,
+        X: Float[Array, "r d"],
+        targets: Float[Array, " r"],
+        law: Chevron,
+        *,
+        dense_precision: bool,
+    ) -> "ControlVariate":
+        """Make it anew, in O(r m (d + k)), without a derivative."""
+        features, law = jax.lax.stop_gradient((features, law))
+        whitening = jnp.zeros((0, 0), X.dtype)
+        if dense_precision:
+            whitening = linalg.inverse_cholesky(linalg.add_jitter(features.covariance(X)))
+        projected = projections(features, X, law)[0]
+        return cls(X, targets, projected, features.hyperparameters(), whitening)
+
+    def _features(self, features: AbstractFeatures) -> AbstractFeatures:
+        """The features of the last `fit`."""
+        return jax.lax.stop_gradient(features.with_hyperparameters(self.hyperparameters))
+
+    def views(
+        self, features: AbstractFeatures, rows: WeightRows
+    ) -> Float[Array, "sets r one_plus_k"]:
+        """What each set sees at the support rows, s Phi_p,i [loc_i, C_i]."""
+        return views(self._features(features), self.X, rows).projected
+
+    def some_columns(self, columns: Int[Array, " c"]) -> "ControlVariate":
+        """Keep the dense columns that `WeightRows.some_columns` keeps."""
+        return eqx.tree_at(
+            lambda one: one.projected, self, _some_columns(self.projected, columns)
+        )
+
+    def of_residuals(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
+        """A term of mean zero to add to <y - f_i, y - f_j> + <G_i, G_j>, with r rows in place of n.
+
+        The targets change its value, not its gradient.
+        """
+        targets = jnp.zeros_like(self.projected).at[:, 0].set(self.targets)
+        return _less_its_mean(seen - targets, self.projected - targets)
+
+    def of_precision(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
+        """A term of mean zero to add to s^2 tr([loc_j, C_j]'S_ji [loc_i, C_i]), for a dense S.
+
+        It takes the Nystrom approximation Phi_p'K(X, X)^-1 Phi_p in place of S.
+        """
+        return _less_its_mean(
+            jnp.stack([matmul(self.whitening, one) for one in seen]),
+            matmul(self.whitening, self.projected),
+        )
+
+    def moved(
+        self,
+        features: AbstractFeatures,
+        index: Int[Array, " num"],
+        change: Float[Array, "num one_plus_k"],
+    ) -> "ControlVariate":
+        """Follow a change of the rows `index` of [loc, C_k], each at most once, in O(r num k)."""
+        Phi = self._features(features).columns(self.X, index)
+        return eqx.tree_at(
+            lambda one: one.projected, self, self.projected + matmul(Phi, change)
+        )
+
+
+def _some_columns(
+    directions: Float[Array, "*sets num one_plus_k"], columns: Int[Array, " c"]
+) -> Float[Array, "*sets num one_plus_c"]:
+    loc, dense = directions[..., :1], directions[..., 1:]
+    scale = (dense.shape[-1] / columns.shape[0]) ** 0.5
+    return jnp.concatenate([loc, scale * dense[..., columns]], axis=-1)
+
+
+def _less_its_mean(
+    seen: Float[Array, "sets r c"], whole: Float[Array, "r c"]
+) -> Float[Array, ""]:
+    """-<A_i, A_j> + <A, A>, with the gradient of the second term estimated from A_i and A_j."""
+    i, j = seen
+    change = i - jax.lax.stop_gradient(i) + j - jax.lax.stop_gradient(j)
+    whole = jax.lax.stop_gradient(whole)
+    return jnp.sum(whole * (whole + change)) - jnp.sum(i * j)

@@ -1,0 +1,95 @@
+"""The interface of a finite feature map."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from numpyro_scalegp.core import checks
+
+
+class AbstractFeatures(eqx.Module):
+    """A finite feature map x -> phi(x), of which f(x) = phi(x)'w makes a Gaussian process.
+
+    `phi(X)` has all features and `phi.columns(X, index)` some of them, at a cost that does not grow
+    with their number. Hyperparameters enter as arrays, so that a model may give them priors.
+    """
+
+    @abc.abstractmethod
+    def size(self, X: Float[Array, "n d"]) -> int:
+        """The number m of features of inputs with the columns of X."""
+
+    @abc.abstractmethod
+    def _columns(
+        self, X: Float[Array, "n d"], index: Int[Array, " num"]
+    ) -> Float[Array, "n num"]: ...
+
+    def columns(
+        self, X: Float[ArrayLike, "n d"], index: Int[ArrayLike, " num"]
+    ) -> Float[Array, "n num"]:
+        """Evaluate some of the features.
+
+        Args:
+            X: inputs, shape (n, d).
+            index: which features, shape (num,), from 0 to m - 1.
+
+        Returns:
+            Features, shape (n, num), in O(n num d) for random Fourier features and inducing points,
+            whatever their number m.
+
+        Raises:
+            ValueError: if `X` is not of rank 2, or holds NaN or infinity.
+        """
+        return self._columns(checks.inputs("X", X), jnp.asarray(index))
+
+    def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
+        """Evaluate all features, shape (n, m)."""
+        X = checks.inputs("X", X)
+        return self._columns(X, jnp.arange(self.size(X)))
+
+    @property
+    def has_dense_precision(self) -> bool:
+        """Whether the weights' prior precision S is a matrix of these features, not the identity."""
+        return False
+
+    def precision(
+        self, rows: Int[Array, " r"], columns: Int[Array, " c"]
+    ) -> Float[Array, "r c"]:
+        """A block of the weights' prior precision S.
+
+        Args:
+            rows: indices of features, shape (r,).
+            columns: indices of features, shape (c,).
+
+        Returns:
+            S[rows, columns], shape (r, c).
+        """
+        return (rows[:, None] == columns[None, :]).astype(float)
+
+    def precision_diagonal(self, index: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Entries of the diagonal of S, at indices of any shape."""
+        return jnp.ones(index.shape)
+
+    def covariance(self, X: Float[Array, "r d"]) -> Float[Array, "r r"]:
+        """For a dense S: the matrix A that makes Phi(X)'A^-1 Phi(X) an approximation of S.
+
+        Args:
+            X: inputs, shape (r, d).
+
+        Returns:
+            A, shape (r, r).
+
+        Raises:
+            ValueError: if S is not dense.
+        """
+        raise ValueError(f"the weights of `{type(self).__name__}` are independent a priori.")
+
+    def hyperparameters(self) -> Any:
+        """What may change from step to step, as a pytree; see `with_hyperparameters`."""
+        return eqx.filter(self, eqx.is_array)
+
+    def with_hyperparameters(self, hyperparameters: Any) -> "AbstractFeatures":
+        """The same features with what `hyperparameters` gave at another time."""
+        return eqx.combine(hyperparameters, eqx.filter(self, eqx.is_array, inverse=True))

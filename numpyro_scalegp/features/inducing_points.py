@@ -1,0 +1,80 @@
+"""Kernel functions centred on points."""
+
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.linalg import default_jitter
+from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.kernels import AbstractKernel
+
+
+class InducingPoints(AbstractFeatures):
+    """Kernel functions at given points, phi_r(x) = k(x, z_r), with prior precision S = K(Z, Z).
+
+    With that precision, phi(x)'S^-1 phi(z) is the Nystrom approximation of k(x, z). A diagonal
+    precision in its place (`WeightSpaceGP(..., precision=s)`) makes a relevance vector machine.
+
+    Args:
+        kernel: covariance function.
+        points: Z, shape (m, d).
+        jitter: what S gets on its diagonal, relative to k(z, z); None for 100 `eps`.
+
+    Raises:
+        ValueError: if `points` is not of rank 2, or holds NaN or infinity.
+
+    References:
+        Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, appendix I.2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> phi = sgp.features.InducingPoints(sgp.kernels.RBF(0.5), jnp.zeros((7, 2)))
+        >>> phi(jnp.ones((3, 2))).shape
+        (3, 7)
+    """
+
+    kernel: AbstractKernel
+    points: Float[Array, "m d"] = eqx.field(
+        converter=lambda points: checks.inputs("points", points)
+    )
+    jitter: float | None = eqx.field(static=True, default=None)
+
+    @property
+    def num_features(self) -> int:
+        """The number of points."""
+        return self.points.shape[0]
+
+    def size(self, X: Float[Array, "n d"]) -> int:
+        """The number of points."""
+        return self.num_features
+
+    def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        return self.kernel(X, self.points[index])
+
+    @property
+    def has_dense_precision(self) -> bool:
+        """True."""
+        return True
+
+    def precision(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
+        """The block K(Z[rows], Z[columns]), with jitter on the diagonal of S."""
+        K = self.kernel(self.points[rows], self.points[columns])
+        on_diagonal = rows[:, None] == columns[None, :]
+        return jnp.where(on_diagonal, self.precision_diagonal(rows)[:, None], K)
+
+    def precision_diagonal(self, index: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """The variances k(z, z), with jitter."""
+        variance = self.kernel.diag(self.points[index.reshape(-1)]).reshape(index.shape)
+        jitter = default_jitter(variance.dtype) if self.jitter is None else self.jitter
+        return variance * (1.0 + jitter)
+
+    def covariance(self, X: Float[Array, "r d"]) -> Float[Array, "r r"]:
+        """The covariance K(X, X), that of the Nystrom approximation K(Z, X) K(X, X)^-1 K(X, Z)."""
+        return self.kernel.covariance(X)
+
+    def with_kernel(self, kernel: AbstractKernel) -> "InducingPoints":
+        """The same points with another kernel."""
+        return InducingPoints(kernel, self.points, self.jitter)

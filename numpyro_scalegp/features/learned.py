@@ -1,0 +1,55 @@
+"""Features that any function computes, a neural network's among them."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int
+
+from numpyro_scalegp.core import functions
+from numpyro_scalegp.features.base import AbstractFeatures
+
+
+class Learned(AbstractFeatures):
+    """The outputs of a function as features, with standard normal weights a priori.
+
+    Args:
+        feature_map: maps inputs (n, d) to features (n, m); an Equinox module maps one row. Its
+            parameters are the arrays within it, those of a network in `numpyro.contrib.module`.
+        columns_map: maps inputs (n, d) and indices (num,) to the features (n, num) alone. Without
+            it, `columns` computes all features and takes some.
+
+    Raises:
+        ValueError: if `feature_map` is not callable, or, when called, if it does not give a matrix
+            with a row for each input.
+
+    References:
+        Snoek et al. (2015), Scalable Bayesian Optimization Using Deep Neural Networks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> phi = sgp.features.Learned(lambda X: jnp.concatenate([X, jnp.square(X)], axis=1))
+        >>> phi(jnp.ones((3, 2))).shape
+        (3, 4)
+    """
+
+    feature_map: Callable[[Array], Array] = eqx.field(
+        converter=lambda function: functions.as_pytree(function, "feature_map")
+    )
+    columns_map: Callable[[Array, Array], Array] | None = eqx.field(static=True, default=None)
+
+    def size(self, X: Float[Array, "n d"]) -> int:
+        """The number of outputs, found without a computation."""
+        shape = jax.eval_shape(self.feature_map, X).shape
+        if len(shape) != 2 or shape[0] != X.shape[0]:
+            raise ValueError(
+                f"`feature_map` must map inputs of shape {X.shape} to features of shape "
+                f"({X.shape[0]}, m), got {shape}."
+            )
+        return shape[1]
+
+    def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        if self.columns_map is not None:
+            return self.columns_map(X, index)
+        return self.feature_map(X)[:, index]

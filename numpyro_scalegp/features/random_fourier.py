@@ -1,0 +1,130 @@
+"""Random Fourier features whose columns are made one by one."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.trigonometry import cos_of_turns
+from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.kernels import AbstractKernel, Matern12, Matern32, Matern52, RBF
+from numpyro_scalegp.kernels.base import Scaled
+
+
+class RandomFourier(AbstractFeatures):
+    """Cosines and sines at frequencies from a stationary kernel's spectral density.
+
+    phi_2r(x) = c cos(w_r'x) and phi_2r+1(x) = c sin(w_r'x) with c^2 = 2 k(x, x) / m, so that
+    phi(x)'phi(z) is k(x, z) on average over seeds; the weights are standard normal a priori. A
+    pair's frequency comes from a random stream of its own: any columns can be made at any time,
+    always the same, and none are kept. With the same seed they follow the hyperparameters.
+
+    Args:
+        kernel: a stationary kernel.
+        num_features: the number m of features, even.
+        seed: an integer, or a typed JAX key.
+        table: what `stored` keeps.
+
+    Raises:
+        ValueError: if `num_features` is not even and positive; when called, if the kernel is not
+            stationary.
+
+    References:
+        Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines.
+        `columns`: O(n d num) time, and the random numbers of num times d frequencies.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.5), 10_000_000, seed=0)
+        >>> phi.columns(jnp.zeros((3, 2)), jnp.array([0, 9_999_998])).shape
+        (3, 2)
+    """
+
+    kernel: AbstractKernel
+    num_features: int = eqx.field(static=True)
+    seed: Key[Array, ""] = eqx.field(
+        converter=lambda seed: jax.random.key(seed) if isinstance(seed, int) else seed
+    )
+    table: Float[Array, "pairs d"] | None = None
+
+    def __check_init__(self) -> None:
+        if self.num_features < 2 or self.num_features % 2:
+            raise ValueError(
+                f"`num_features` must be even and at least 2, got {self.num_features}."
+            )
+
+    def size(self, X: Float[Array, "n d"]) -> int:
+        """The number of features, `num_features`."""
+        return self.num_features
+
+    def stored(self, num_columns: int) -> "RandomFourier":
+        """The same features with their frequencies kept, instead of drawn when they are needed.
+
+        Make it once, outside of the model, and give the model's kernel with `with_kernel`: worth it
+        for inputs of many columns, and for kernels whose frequencies are dear to draw (Matern).
+
+        Args:
+            num_columns: the number d of input columns.
+
+        Returns:
+            Features that hold an array of shape (m / 2, d), in units of one over the lengthscale.
+
+        Raises:
+            ValueError: if the kernel is not `RBF` or a Matern kernel, or a multiple of one: then
+                frequencies are not inversely proportional to a lengthscale.
+        """
+        pairs = jnp.arange(self.num_features // 2)
+        table = self._drawn(pairs, num_columns) * _lengthscale(self.kernel)
+        return RandomFourier(self.kernel, self.num_features, self.seed, table)
+
+    def with_kernel(self, kernel: AbstractKernel) -> "RandomFourier":
+        """The same features for other hyperparameters.
+
+        Args:
+            kernel: a kernel of the same kind.
+
+        Returns:
+            Features with the same seed and the same frequencies kept, if any are.
+        """
+        return RandomFourier(kernel, self.num_features, self.seed, self.table)
+
+    def _drawn(self, pairs: Int[Array, " p"], d: int) -> Float[Array, "p d"]:
+        def one(pair: Array) -> Array:
+            return self.kernel.sample_frequencies(jax.random.fold_in(self.seed, pair), 1, d)[0]
+
+        return jax.vmap(one)(pairs)
+
+    def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        pairs = index // 2
+        if self.table is None:
+            frequencies = self._drawn(pairs, X.shape[1])
+        else:
+            frequencies = self.table[pairs] / _lengthscale(self.kernel)
+        turns = matmul(X, (frequencies / (2.0 * math.pi)).T.astype(X.dtype))
+        # A sine is a cosine a quarter of a turn later.
+        waves = cos_of_turns(turns - 0.25 * (index % 2).astype(X.dtype))
+        return jnp.sqrt(self.kernel.diag(X[:1]) * (2.0 / self.num_features)) * waves
+
+    def hyperparameters(self) -> Any:
+        """The kernel: seed and stored frequencies never change."""
+        return self.kernel
+
+    def with_hyperparameters(self, hyperparameters: Any) -> "RandomFourier":
+        """The same features with another kernel."""
+        return self.with_kernel(hyperparameters)
+
+
+def _lengthscale(kernel: AbstractKernel) -> Float[Array, "..."]:
+    while isinstance(kernel, Scaled):
+        kernel = kernel.kernel
+    if not isinstance(kernel, RBF | Matern12 | Matern32 | Matern52):
+        raise ValueError(
+            f"the frequencies of `{type(kernel).__name__}` cannot be stored: only those of RBF and "
+            "Matern kernels are inversely proportional to a lengthscale. Leave them to be drawn."
+        )
+    return kernel.lengthscale

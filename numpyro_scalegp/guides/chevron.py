@@ -1,0 +1,159 @@
+"""The guide for Gaussian processes in weight space."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from numpyro.distributions import constraints
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_scalegp.core import chunks
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.distributions import ChevronGP, WeightSpaceGP
+from numpyro_scalegp.estimators.chevron import blocks_of
+from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
+from numpyro_scalegp.guides.likelihood import expected_slopes
+from numpyro_scalegp.guides.sites import GPSite, Model
+
+
+class AutoChevronGP(AbstractGPGuide):
+    """A guide with a `ChevronGP` at a site with a `WeightSpaceGP` prior.
+
+    Its parameters are `{site}_{prefix}_loc`, `..._scale_diag` and `..._scale_columns`, with a row
+    for each of the m features; they start at zero, one and zero. Train it with
+    `QuadruplyStochasticELBO` and `SparseSVI`, whose steps touch some of the rows only; NumPyro's
+    `TraceMeanField_ELBO` and `QuadratureELBO` work too, and go through all features.
+
+    Args:
+        model: a NumPyro model with a `WeightSpaceGP` site outside of all plates.
+        site: the name of that site; None if the model has only one.
+        rest: what guides the other sites, as for `AutoSparseGP`.
+        rank: the number k of dense columns of the Cholesky factor; 0 is mean field.
+        prefix: part of the parameters' names.
+
+    Raises:
+        ValueError: if `rank` is negative, or, when called, larger than m, or the model has no such
+            site, several, or one in a plate.
+
+    References:
+        Evans and Nair (2020), Quadruply Stochastic Gaussian Processes. m (k + 2) parameters.
+
+    Example:
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y=None):
+        ...     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        ...     phi = sgp.features.RandomFourier(sgp.kernels.RBF(lengthscale), 10_000, seed=0)
+        ...     f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> guide = sgp.guides.AutoChevronGP(model, rank=20)
+    """
+
+    prior_kind = WeightSpaceGP
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        rank: int = 100,
+        prefix: str = "auto",
+    ) -> None:
+        super().__init__(model, site, rest=rest, prefix=prefix)
+        if rank < 0:
+            raise ValueError(f"`rank` must not be negative, got {rank}.")
+        self.rank = rank
+
+    def _family(self, site: GPSite, *, training: bool = True) -> ChevronGP:
+        if site.plates:
+            raise ValueError(
+                f"the GP site `{site.name}` stands inside a plate: `AutoChevronGP` is for one "
+                "function. Write a site for each, and nest the guides."
+            )
+        m = site.prior.features.size(site.X)
+        if self.rank > m:
+            raise ValueError(f"`rank` must be at most {m}, the number of features, got {self.rank}.")
+        dtype = site.X.dtype
+        loc = self._param(site, "loc", lambda _: jnp.zeros(m, dtype), rows=True)
+        scale_diag = self._param(
+            site,
+            "scale_diag",
+            lambda _: jnp.ones(m, dtype),
+            constraint=constraints.positive,
+            rows=True,
+        )
+        scale_columns = self._param(
+            site, "scale_columns", lambda _: jnp.zeros((m, self.rank), dtype), rows=True
+        )
+        return ChevronGP(site.prior.features, site.X, loc, scale_diag, scale_columns)
+
+    def solve_diagonal(
+        self, params: dict[str, Any], *args: Any, num_nodes: int = 20, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Set the diagonal outside of the dense columns to its optimum, all else held fixed.
+
+        c_rr = (sum_i l_i phi_r(x_i)^2 + s_rr)^(-1/2), with s_rr the prior's precision and l_i the
+        likelihood's expected curvature at row i: one over the noise variance of a Gaussian
+        likelihood, for which this is the maximum of the evidence bound. For others it is a fixed
+        point when repeated.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`.
+            *args: the model's positional arguments, such that it sees all rows; with mini-batches
+                the sum is estimated from one of them.
+            num_nodes: quadrature nodes for the curvature.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The parameters with the new diagonal, in O(n m (d + k)); it may be jitted. Other sites
+            stand at their medians.
+
+        Raises:
+            ValueError: if the rest's guide has no medians.
+
+        References:
+            Evans and Nair (2020), proposition 1.
+        """
+        values = self._values(params, None, args, kwargs)
+        site = self._site(params, None, args, kwargs)
+        with self._parameters(params, None):
+            family = self._family(site, training=False)
+        posterior = family.posterior()
+        mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
+        _, curvature = expected_slopes(
+            self.model, site.name, {**params, **values}, mean, variance, args, kwargs, num_nodes
+        )
+        prior = _prior_precision(site)
+        # Where the likelihood is not concave, the prior's own scale is the limit.
+        optimum = (prior + jnp.maximum(_weighted_squares(site, -curvature), 0.0)) ** -0.5
+        keep = jnp.arange(optimum.shape[0]) < self.rank
+        name = f"{site.name}_{self.prefix}_scale_diag"
+        return {**params, name: jnp.where(keep, family.scale_diag, optimum)}
+
+
+def _prior_precision(site: GPSite) -> Float[Array, " m"]:
+    """The diagonal of the weights' prior precision."""
+    if site.prior.precision is not None:
+        return site.prior.precision
+    features = site.prior.features
+    return features.precision_diagonal(jnp.arange(features.size(site.X)))
+
+
+def _weighted_squares(site: GPSite, weights: Float[Array, " n"]) -> Float[Array, " m"]:
+    """The sums over rows of l_i phi_r(x_i)^2, in blocks of features and chunks of rows."""
+    features, X = site.prior.features, site.X
+    size = features.size(X)
+
+    def of_block(index: Array) -> Array:
+        index = jnp.minimum(index, size - 1)
+
+        def of_rows(rows: tuple[Array, Array]) -> Array:
+            return matmul(rows[1], jnp.square(features.columns(rows[0], index)))
+
+        return chunks.sum_rows(of_rows, (X, weights), chunks.rows_per_chunk(index.shape[0]))
+
+    return jax.lax.map(of_block, blocks_of(size)).reshape(-1)[:size]

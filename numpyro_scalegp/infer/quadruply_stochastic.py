@@ -1,0 +1,476 @@
+"""The ELBO of a weight-space GP from some rows of the data and some of its features."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import erf
+from jaxtyping import Array, ArrayLike, Float, Int, Key
+from numpyro import handlers
+from numpyro.distributions import (
+    BernoulliLogits,
+    BinomialLogits,
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    Laplace,
+    MaskedDistribution,
+    Normal,
+    Poisson,
+)
+from numpyro.ops.provenance import eval_provenance
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.rows import Rows
+from numpyro_scalegp.distributions import AbstractVariationalGP, ChevronGP, WeightSpaceGP
+from numpyro_scalegp.estimators.chevron import Chevron
+from numpyro_scalegp.estimators.index_sampling import stratified_indices
+from numpyro_scalegp.estimators.quadruply_stochastic import (
+    ControlVariate,
+    Views,
+    draw_sets,
+    prior_divergence,
+    views,
+    weight_rows,
+)
+from numpyro_scalegp.guides.likelihood import log_density
+from numpyro_scalegp.infer.base import AbstractParticleELBO
+from numpyro_scalegp.infer.traces import Trace, divergence, mutable_values
+
+# Likelihoods whose logarithm is concave in f where this parameter is affine in it; of `Poisson` the
+# logarithm of the rate would have to be.
+_LOG_CONCAVE = {
+    BernoulliLogits: "logits",
+    BinomialLogits: "logits",
+    Laplace: "loc",
+    Normal: "loc",
+    Poisson: None,
+}
+
+
+class QuadruplyStochasticELBO(AbstractParticleELBO):
+    """The ELBO of a `ChevronGP` from a mini-batch of rows and two random sets of its features.
+
+    With q of m features in a set, s = m / q, f_i = s Phi_i loc_i and G_i = s Phi_i C_i at the rows,
+    E[<y - f_i, y - f_j> + <G_i, G_j>] = ||y - Phi loc||^2 + ||Phi C||_F^2 for independent sets i
+    and j: so value and gradient are unbiased for a Gaussian likelihood whose mean is affine in f,
+    at a cost that depends neither on the number of rows nor on m. The divergence from the prior is
+    estimated from the same sets; other sites are sampled, with their analytic divergences.
+
+    A likelihood that is no such Gaussian has no unbiased estimate, and needs `bound`: given one set
+    i, f is N(f_i, v_i) with v_i = ||G_i||^2, and where log p(y | f) is concave the mean over sets
+    of E[log p(y | f) | i] is a lower bound, by Jensen's inequality (`"strict"`). The diagonal of C
+    counts s times in v_i; `"plug_in"` takes it once, which is closer to the variance of f, and no
+    bound. Expectations over f are Gauss-Hermite sums, exact for a Laplace likelihood.
+
+    Control variates: at r support rows, <f_i, f_j> and <G_i, G_j> are known to vary about
+    <a, a> for an a that `SparseSVI` keeps up to date; what they are off is taken, times n / r, from
+    the estimate. For inducing points, the Nystrom approximation on the support rows does the same
+    for the prior's precision.
+
+    Args:
+        num_features: the number q of features in a set, at most m.
+        control_variate_rank: number of support rows; 0 for no control variate.
+        support_points: the support rows, shape (r, d), in place of rows that `SparseSVI` draws from
+            the model's mini-batches. Without `SparseSVI`, a step with them costs O(r m (d + k)).
+        num_columns: dense columns of C that a step draws, at most k; None for all.
+        bound: for likelihoods that are not Gaussian, `"strict"` or `"plug_in"`.
+        log_concave: names of observed sites whose log-likelihood is concave in f, besides
+            Bernoulli and binomial ones with affine logits, Laplace and Gaussian ones with an affine
+            location, and Poisson ones (the logarithm of whose rate must be affine in f).
+        fixed_prior: whether the kernel of inducing points is held, and the constant log|K(Z, Z)|,
+            which takes O(m^3), left out.
+        num_nodes: quadrature nodes.
+        num_particles: draws of the other sites.
+        vectorize_particles: as in NumPyro's ELBOs.
+
+    Raises:
+        ValueError: if a number is out of range; in a step, if the guide's GP site is not one
+            `ChevronGP`, an observed site depends on f in a way that the above does not allow, or
+            there should be a control variate, and neither support points nor `SparseSVI`.
+
+    References:
+        Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, theorems 1 to 3. The
+        standard deviation in theorem 3 is the root of what is printed there. A step costs
+        O((b + r) q (d + k)) for b rows, and O(q^2 (d + k)) more for inducing points with their own
+        precision.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> loss = sgp.infer.QuadruplyStochasticELBO(num_features=2000, control_variate_rank=500)
+    """
+
+    def __init__(
+        self,
+        num_features: int = 2000,
+        control_variate_rank: int = 0,
+        *,
+        support_points: Float[ArrayLike, "r d"] | None = None,
+        num_columns: int | None = None,
+        bound: Literal["strict", "plug_in"] | None = None,
+        log_concave: tuple[str, ...] = (),
+        fixed_prior: bool = False,
+        num_nodes: int = 20,
+        num_particles: int = 1,
+        vectorize_particles: bool | Callable = True,
+    ) -> None:
+        for name, number, least in (
+            ("num_features", num_features, 1),
+            ("control_variate_rank", control_variate_rank, 0),
+            ("num_columns", 1 if num_columns is None else num_columns, 1),
+            ("num_nodes", num_nodes, 1),
+        ):
+            if number < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {number}.")
+        if bound not in (None, "strict", "plug_in"):
+            raise ValueError(f'`bound` must be None, "strict" or "plug_in", got {bound!r}.')
+        self.num_features = num_features
+        # On the host, so that an optimiser that donates its state cannot delete this copy.
+        self.support_points = (
+            None
+            if support_points is None
+            else np.array(checks.inputs("support_points", support_points))
+        )
+        if self.support_points is not None:
+            control_variate_rank = len(self.support_points)
+        self.control_variate_rank = control_variate_rank
+        self.num_columns = num_columns
+        self.bound = bound
+        self.log_concave = tuple(log_concave)
+        self.fixed_prior = fixed_prior
+        self.num_nodes = num_nodes
+        super().__init__(num_particles, vectorize_particles)
+
+    def index_sets(
+        self, key: Key[Array, ""], size: int, *, dense_precision: bool
+    ) -> Int[Array, "sets q"]:
+        """Draw the sets of features for one step.
+
+        Args:
+            key: a typed JAX key.
+            size: the number m of features.
+            dense_precision: whether the prior's precision is a matrix, which takes two sets.
+
+        Returns:
+            Two independent sets, shape (2, q), or one if that is enough.
+        """
+        num_sets = 1 if self.bound is not None and not dense_precision else 2
+        return draw_sets(key, size, self.num_features, num_sets)
+
+    def _particle(
+        self,
+        key: Array,
+        params: dict[str, Any],
+        model: Callable,
+        guide: Callable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Float[Array, ""], dict[str, Any]]:
+        guide_key, model_key, index_key, column_key = jax.random.split(key, 4)
+        problem = trace_problem(params, model, guide, guide_key, model_key, args, kwargs)
+        site, q, p = problem.site, problem.q, problem.p
+        features = jax.lax.stop_gradient(q.features) if self.fixed_prior else q.features
+
+        index = (
+            q.loc.index
+            if isinstance(q.loc, Rows)
+            else self.index_sets(index_key, q.loc.shape[0], dense_precision=p.has_dense_precision)
+        )
+        rows = weight_rows(index, q.loc, q.scale_diag, q.scale_columns)
+        control = self._control_variate(params, site, q, p)
+        rank = q.scale_columns.shape[-1]
+        some = rows
+        inflation = 1.0
+        if self.num_columns is not None and self.num_columns < rank:
+            columns = stratified_indices(column_key, rank, self.num_columns)
+            some = rows.some_columns(columns)
+            inflation = rank / self.num_columns
+            control = None if control is None else control.some_columns(columns)
+        seen = views(features, q.X, some)
+        at_support = None if control is None else control.views(features, some)
+
+        total = problem.other_terms()
+        if self.bound is None:
+            likelihood, precision = problem.gaussian(seen)
+            total += likelihood
+            if control is not None and at_support is not None:
+                share = precision / control.X.shape[0]
+                total -= 0.5 * share * control.of_residuals(at_support)
+        else:
+            spread = jnp.sum(jnp.square(seen.projected[..., 1:]), axis=-1)
+            if self.bound == "strict":
+                spread = inflation * spread + rows.share * seen.diagonal
+            else:
+                spread = spread + seen.diagonal
+            total += problem.bound(
+                seen.projected[..., 0], spread, self.num_nodes, self.log_concave
+            )
+
+        log_determinant = jnp.zeros(())
+        if p.has_dense_precision and not self.fixed_prior:
+            log_determinant = p.log_determinant()
+        kl = prior_divergence(
+            features, rows if not p.has_dense_precision else some, p.precision, log_determinant
+        )
+        if p.has_dense_precision and control is not None and at_support is not None:
+            kl += 0.5 * control.of_precision(at_support)
+        return total - problem.scale * kl, problem.mutable
+
+    def _control_variate(
+        self, params: dict[str, Any], site: str, q: ChevronGP, p: WeightSpaceGP
+    ) -> ControlVariate | None:
+        if self.control_variate_rank == 0:
+            return None
+        if control_variate_name(site) in params:
+            return params[control_variate_name(site)]
+        if self.support_points is None or isinstance(q.loc, Rows):
+            raise ValueError(
+                "a control variate needs support rows: train with `SparseSVI`, which draws them, "
+                "or give `support_points`."
+            )
+        X = checks.inputs("support_points", self.support_points, width=q.X.shape[1])
+        law = Chevron(q.loc, q.scale_diag, q.scale_columns)
+        zero = jnp.zeros(X.shape[0], X.dtype)
+        return ControlVariate.fit(
+            q.features, X, zero, law, dense_precision=p.has_dense_precision
+        )
+
+
+def control_variate_name(site: str) -> str:
+    """The name under which a control variate is kept among mutable state."""
+    return f"{site}_control_variate"
+
+
+class Problem(NamedTuple):
+    """A guide's chevron site and a model that has been run around it."""
+
+    site: str
+    q: ChevronGP
+    p: WeightSpaceGP
+    scale: Any  # of the site's divergence
+    guide_trace: Trace
+    model_trace: Trace  # at f = 0
+    mutable: dict[str, Any]
+    run: Callable[[Float[Array, " n"]], Trace]  # the model at other values of f
+
+    def other_terms(self) -> Float[Array, ""]:
+        """Minus the divergences of all other latent sites."""
+        total = jnp.zeros(())
+        for name, site in self.model_trace.items():
+            if site["type"] == "sample" and not site["is_observed"] and name != self.site:
+                if name not in self.guide_trace:
+                    raise ValueError(f"the guide has no site `{name}`, which the model samples.")
+                total -= divergence(self.guide_trace[name], site)
+        for name, site in self.guide_trace.items():
+            if site["type"] == "sample" and name not in self.model_trace:
+                total -= log_density(site)
+        return total
+
+    def _observed(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+        """Each observed site, and whether its law depends on f."""
+
+        def laws(f: Array) -> dict[str, Any]:
+            trace = self.run(f)
+            return {
+                name: [jnp.asarray(leaf) for leaf in jax.tree.leaves(site["fn"])]
+                for name, site in trace.items()
+                if site["type"] == "sample" and site["is_observed"]
+            }
+
+        depends = eval_provenance(laws, f=jnp.zeros_like(self.q.X[:, 0]))
+        for name, leaves in depends.items():
+            yield name, self.model_trace[name], any("f" in leaf for leaf in leaves)
+
+    def _affine(self, name: str, parameter: str) -> Callable[[Array], Array] | None:
+        """A parameter of an observed site's law as a function of f; None if it is not affine."""
+
+        def value(f: Array) -> Array:
+            return getattr(unwrapped(self.run(f)[name]["fn"])[0], parameter)
+
+        f = jnp.zeros_like(self.q.X[:, 0])
+        try:
+            shape = jax.eval_shape(value, f)
+            jax.linear_transpose(value, f)(jnp.zeros(shape.shape, shape.dtype))
+        except Exception:  # whatever a non-linear operation raises when it is transposed
+            return None
+        return value
+
+    def gaussian(self, seen: Views) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """An unbiased estimate of E[log p(y | f)], and the sum of the rows' precisions.
+
+        Raises:
+            ValueError: if the likelihood is not Gaussian with a mean that is affine in f.
+        """
+        total, precision = jnp.zeros(()), jnp.zeros(())
+        for name, site, depends in self._observed():
+            if not depends:
+                total += log_density(site)
+                continue
+            fn, mask = unwrapped(site["fn"])
+            mean = self._affine(name, "loc") if isinstance(fn, Normal) else None
+            if mean is None or self._scale_depends(name):
+                raise ValueError(
+                    f"the observed site `{name}` is no Gaussian with a mean affine in f and a "
+                    "scale that does not depend on it, so there is no unbiased estimate: give "
+                    '`bound="strict"` for a log-concave likelihood, or use `QuadratureELBO`.'
+                )
+            f = jnp.zeros_like(self.q.X[:, 0])
+            at_zero, linear = jax.linearize(mean, f)
+            i, j = (jax.vmap(linear)(view.T) for view in seen.projected)
+            residual = site["value"] - at_zero
+            product = (residual - i[0]) * (residual - j[0]) + jnp.sum(i[1:] * j[1:], axis=0)
+            slope = linear(jnp.ones_like(f))
+            variance = jnp.maximum(jnp.mean(seen.diagonal, axis=0), jnp.finfo(f.dtype).tiny)
+            product += jnp.square(linear(jnp.sqrt(variance)))
+            terms = product / jnp.square(fn.scale) + 2.0 * jnp.log(fn.scale)
+            terms = -0.5 * (terms + math.log(2.0 * math.pi))
+            weight = 1.0 if site["scale"] is None else site["scale"]
+            total += jnp.sum(jnp.where(mask, weight * terms, 0.0))
+            precision += jnp.sum(
+                jnp.where(mask, weight * jnp.square(slope / fn.scale), 0.0)
+            )
+        return total, precision
+
+    def _scale_depends(self, name: str) -> bool:
+        def scale(f: Array) -> Array:
+            return jnp.asarray(unwrapped(self.run(f)[name]["fn"])[0].scale)
+
+        return "f" in eval_provenance(scale, f=jnp.zeros_like(self.q.X[:, 0]))
+
+    def bound(
+        self,
+        means: Float[Array, "sets n"],
+        variances: Float[Array, "sets n"],
+        num_nodes: int,
+        declared: tuple[str, ...],
+    ) -> Float[Array, ""]:
+        """The mean over sets of E[log p(y | f)] for f ~ N(means, variances).
+
+        Raises:
+            ValueError: if a likelihood is not known to be log-concave.
+        """
+        nodes, masses = np.polynomial.hermite_e.hermegauss(num_nodes)
+        weights = jnp.asarray(masses / masses.sum(), means.dtype)
+        scales = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
+        total = jnp.zeros(())
+        by_quadrature = []
+        for name, site, depends in self._observed():
+            if not depends:
+                total += log_density(site)
+                continue
+            fn, mask = unwrapped(site["fn"])
+            parameter = _LOG_CONCAVE.get(type(fn), "")
+            known = parameter is None or (parameter and self._affine(name, parameter) is not None)
+            if name not in declared and not known:
+                raise ValueError(
+                    f"the observed site `{name}`, a `{type(fn).__name__}`, is not known to be "
+                    f"log-concave in f: name it in `log_concave` if it is, or use `QuadratureELBO`."
+                )
+            if isinstance(fn, Laplace) and parameter and known:
+                total += self._laplace(name, site, means, scales)
+            else:
+                by_quadrature.append(name)
+        if not by_quadrature:
+            return total
+
+        def at(f: Array) -> Array:
+            trace = self.run(f)
+            return sum((log_density(trace[name]) for name in by_quadrature), jnp.zeros(()))
+
+        places = jnp.asarray(nodes, means.dtype)
+        points = means[:, None] + places[:, None] * scales[:, None]
+        values = jax.vmap(jax.vmap(at))(points)
+        return total + jnp.mean(values @ weights)
+
+    def _laplace(
+        self,
+        name: str,
+        site: dict[str, Any],
+        means: Float[Array, "sets n"],
+        scales: Float[Array, "sets n"],
+    ) -> Float[Array, ""]:
+        """E[-log 2b - |y - f| / b], in closed form."""
+        fn, mask = unwrapped(site["fn"])
+        value = self._affine(name, "loc")
+        assert value is not None
+        at_zero, linear = jax.linearize(value, jnp.zeros_like(self.q.X[:, 0]))
+        centre = site["value"] - at_zero - jax.vmap(linear)(means)
+        scale = jnp.abs(jax.vmap(linear)(scales))
+        ratio = centre / scale
+        distance = scale * math.sqrt(2.0 / math.pi) * jnp.exp(-0.5 * jnp.square(ratio))
+        distance += centre * erf(ratio / math.sqrt(2.0))
+        terms = -jnp.log(2.0 * fn.scale) - distance / fn.scale
+        weight = 1.0 if site["scale"] is None else site["scale"]
+        return jnp.sum(jnp.mean(jnp.where(mask, weight * terms, 0.0), axis=0))
+
+
+def unwrapped(fn: Distribution) -> tuple[Distribution, Any]:
+    """The distribution within expansions, masks and independent dimensions, and the mask."""
+    mask: Any = True
+    while isinstance(fn, ExpandedDistribution | Independent | MaskedDistribution):
+        if isinstance(fn, MaskedDistribution):
+            mask = mask & fn._mask
+        fn = fn.base_dist
+    return fn, mask
+
+
+class _Stopped(Messenger):
+    """Stands in for the guide's function sites, without their moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, AbstractVariationalGP] = {}
+
+    def __enter__(self) -> "_Stopped":
+        super().__enter__()
+        return self
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
+            self.found[msg["name"]] = msg["fn"]
+            msg["value"] = jnp.zeros(msg["fn"].shape(), msg["fn"].X.dtype)
+
+
+def trace_problem(
+    params: dict[str, Any],
+    model: Callable,
+    guide: Callable,
+    guide_key: Key[Array, ""],
+    model_key: Key[Array, ""],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Problem:
+    """Run the guide, and the model at what it draws, around a chevron site.
+
+    Raises:
+        ValueError: if the guide's GP sites are not one `ChevronGP`.
+    """
+    with _Stopped() as stopped:
+        seeded = handlers.substitute(handlers.seed(guide, guide_key), data=params)
+        guide_trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    kinds = {name: type(fn).__name__ for name, fn in stopped.found.items()}
+    if list(kinds.values()) != ["ChevronGP"]:
+        raise ValueError(
+            "`QuadruplyStochasticELBO` needs a guide with one GP site, a `ChevronGP`, such as "
+            f"`AutoChevronGP`; got {kinds or 'none'}."
+        )
+    ((name, q),) = stopped.found.items()
+    given = {**params, **mutable_values(guide_trace)}
+
+    def run(f: Array) -> Trace:
+        trace = {**guide_trace, name: {**guide_trace[name], "value": f}}
+        replayed = handlers.replay(handlers.seed(model, model_key), trace)
+        substituted = handlers.substitute(replayed, data=given)
+        return handlers.trace(substituted).get_trace(*args, **kwargs)
+
+    model_trace = run(jnp.zeros_like(q.X[:, 0]))
+    p = model_trace[name]["fn"]
+    scale = model_trace[name]["scale"]
+    mutable = {**mutable_values(guide_trace), **mutable_values(model_trace)}
+    return Problem(
+        name, q, p, 1.0 if scale is None else scale, guide_trace, model_trace, mutable, run
+    )

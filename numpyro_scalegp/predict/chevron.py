@@ -1,0 +1,166 @@
+"""The posterior of a Gaussian process in weight space with a chevron covariance."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Key
+
+from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
+from numpyro_scalegp.features import AbstractFeatures, InducingPoints
+from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
+
+
+class _Augmentation(eqx.Module):
+    """What a kernel function centred on each test point adds to the variance there."""
+
+    X: Float[Array, "n d"]
+    noise_variance: Float[Array, ""]
+
+
+class ChevronPosterior(AbstractVariationalPosterior):
+    """A Gaussian process f(x) = phi(x)'w with w ~ N(loc, C C') for m features.
+
+    C is lower triangular with k dense columns and a diagonal. Moments at n inputs cost
+    O(n m (d + k)), and so do draws of functions; features are made in blocks, never all at once.
+
+    Args:
+        features: phi.
+        loc: mean of the weights, shape (m,).
+        scale_diag: diagonal of C, positive, shape (m,).
+        scale_columns: C's dense columns, of which entries below the diagonal count, shape (m, k).
+
+    References:
+        Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, section 2.2 and appendix G.
+    """
+
+    features: AbstractFeatures
+    loc: Float[Array, " m"]
+    scale_diag: Float[Array, " m"]
+    scale_columns: Float[Array, "m k"]
+    augmentation: _Augmentation | None = None
+
+    @property
+    def _num_columns(self) -> int | None:
+        if isinstance(self.features, InducingPoints):
+            return self.features.points.shape[1]
+        return None
+
+    @property
+    def _row_width(self) -> int:
+        return min(BLOCK, self.loc.shape[0]) + self.scale_columns.shape[1]
+
+    def _weights(self) -> tuple[Any, ...]:
+        return self.loc, self.scale_diag, self.scale_columns
+
+    @property
+    def _law(self) -> Chevron:
+        return Chevron(self.loc, self.scale_diag, self.scale_columns)
+
+    def augmented(
+        self, X: Float[ArrayLike, "n d"], noise_variance: Float[ArrayLike, ""]
+    ) -> "ChevronPosterior":
+        """The same with a variance that goes back to the prior's far from the data.
+
+        A basis function k(., x) at each test point x, independent of the others a posteriori, adds
+        s k(x, x)^2 / (||k(X, x)||^2 + s k(x, x)) for noise variance s. Draws of functions
+        (`sample`) leave it out: it is no part of one function.
+
+        Args:
+            X: the training inputs, shape (n, d).
+            noise_variance: of the observations, shape ().
+
+        Returns:
+            A posterior whose `variance` costs O(n d) more for each row.
+
+        Raises:
+            ValueError: if the features are not `InducingPoints`.
+
+        References:
+            Evans and Nair (2020), proposition 4.
+        """
+        if not isinstance(self.features, InducingPoints):
+            raise ValueError(
+                "`augmented` needs features that are `InducingPoints`, got "
+                f"`{type(self.features).__name__}`."
+            )
+        X = checks.inputs("X", X, width=self._num_columns)
+        augmentation = _Augmentation(X, checks.as_float(noise_variance))
+        return ChevronPosterior(self.features, *self._weights(), augmentation)
+
+    def pruned(self, active: Bool[ArrayLike, " m"]) -> "ChevronPosterior":
+        """The same with the weights of inactive features at zero for certain.
+
+        Args:
+            active: such as `relevance_vectors` gives, shape (m,).
+
+        Returns:
+            A posterior of the same shapes.
+        """
+        active = jnp.asarray(active)
+        checks.shape("active", active, self.loc.shape, why="one entry for each feature")
+        # The covariance C C' loses rows and columns when C loses rows.
+        return ChevronPosterior(
+            self.features,
+            jnp.where(active, self.loc, 0.0),
+            jnp.where(active, self.scale_diag, 0.0),
+            jnp.where(active[:, None], self.scale_columns, 0.0),
+            self.augmentation,
+        )
+
+    def _factorise(self) -> None:
+        return None
+
+    def _moments(
+        self, factors: None, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        projected, variance = projections(self.features, X, self._law)
+        variance = variance + jnp.sum(jnp.square(projected[:, 1:]), axis=1)
+        if self.augmentation is not None:
+            variance = variance + self._added(self.augmentation, X)
+        return projected[:, 0], variance
+
+    def _added(self, augmentation: _Augmentation, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        kernel, noise = self.features.kernel, augmentation.noise_variance
+
+        def squares(rows: Array) -> Array:
+            return jnp.sum(jnp.square(kernel(rows, augmentation.X)), axis=1)
+
+        sums = chunks.map_rows(squares, X, chunks.rows_per_chunk(augmentation.X.shape[0]))
+        prior = kernel.diag(X)
+        return noise * jnp.square(prior) / (sums + noise * prior)
+
+    @eqx.filter_jit
+    def _sample(
+        self, key: Key[Array, ""], Xs: Float[Array, "n d"], num_samples: int
+    ) -> Float[Array, "num_samples n"]:
+        """Draw weights block by block; the same key gives the same functions at other inputs."""
+        law, size = self._law, self.loc.shape[0]
+        dense_key, sparse_key = jax.random.split(key)
+        shared = jax.random.normal(dense_key, (law.rank, num_samples), self.loc.dtype)
+
+        def draw(rows: Array) -> Array:
+            def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+                number, index = block
+                inside = index < size
+                index = jnp.minimum(index, size - 1)
+                directions, diagonal = law.rows(index)
+                own = jax.random.normal(
+                    jax.random.fold_in(sparse_key, number),
+                    (index.shape[0], num_samples),
+                    self.loc.dtype,
+                )
+                weights = directions[:, :1] + matmul(directions[:, 1:], shared)
+                weights = weights + diagonal[:, None] * own
+                Phi = jnp.where(inside, self.features.columns(rows, index), 0.0)
+                return total + matmul(Phi, weights), None
+
+            blocks = blocks_of(size)
+            dtype = jnp.result_type(Xs, self.loc)
+            zero = jnp.zeros((rows.shape[0], num_samples), dtype)
+            return jax.lax.scan(add, zero, (jnp.arange(len(blocks)), blocks))[0]
+
+        return chunks.map_rows(draw, Xs, self.rows_per_chunk()).T
