@@ -26,6 +26,7 @@ from numpyro_scalegp.distributions import (
     solver_state,
 )
 from numpyro_scalegp.export import to_arviz
+from numpyro_scalegp.infer import relevance_vectors
 from numpyro_scalegp.saving import load, save
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "plate",
     "preconditioners",
     "predict",
+    "relevance_vectors",
     "save",
     "solver_state",
     "solvers",

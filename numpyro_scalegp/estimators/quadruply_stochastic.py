@@ -195,14 +195,14 @@ class ControlVariate(eqx.Module):
     def moved(
         self,
         features: AbstractFeatures,
-        index: Int[Array, " num"],
-        change: Float[Array, "num one_plus_k"],
+        index: Int[Array, "sets num"],
+        change: Float[Array, "sets num one_plus_k"],
     ) -> "ControlVariate":
-        """Follow a change of the rows `index` of [loc, C_k], each at most once, in O(r num k)."""
-        Phi = self._features(features).columns(self.X, index)
-        return eqx.tree_at(
-            lambda one: one.projected, self, self.projected + matmul(Phi, change)
-        )
+        """Follow a change of some rows of [loc, C_k]; a row in both sets changes by both."""
+        features, projected = self._features(features), self.projected
+        for rows, of_rows in zip(index, change, strict=True):
+            projected = projected + matmul(features.columns(self.X, rows), of_rows)
+        return eqx.tree_at(lambda one: one.projected, self, projected)
 
 
 def _some_columns(

@@ -4,12 +4,22 @@ from numpyro_scalegp.infer.initialisation import initial_hyperparameters, median
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
+from numpyro_scalegp.infer.quadruply_stochastic import QuadruplyStochasticELBO
+from numpyro_scalegp.infer.relevance import relevance_vectors
+from numpyro_scalegp.infer.row_optimizers import RowOptimizer, row_adagrad, row_adam
+from numpyro_scalegp.infer.sparse_svi import SparseSVI
 
 __all__ = [
     "Draws",
     "Predictive",
     "QuadratureELBO",
+    "QuadruplyStochasticELBO",
+    "RowOptimizer",
+    "SparseSVI",
     "initial_hyperparameters",
     "median_distance",
+    "relevance_vectors",
     "replace_params",
+    "row_adagrad",
+    "row_adam",
 ]

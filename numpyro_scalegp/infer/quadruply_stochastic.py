@@ -335,6 +335,19 @@ class Problem(NamedTuple):
             )
         return total, precision
 
+    def targets(self) -> Float[Array, " n"]:
+        """What the first Gaussian site observes f as at each row, or zeros."""
+        f = jnp.zeros_like(self.q.X[:, 0])
+        for name, site, depends in self._observed():
+            is_normal = depends and isinstance(unwrapped(site["fn"])[0], Normal)
+            mean = self._affine(name, "loc") if is_normal else None
+            if mean is not None:
+                at_zero, linear = jax.linearize(mean, f)
+                targets = (site["value"] - at_zero) / linear(jnp.ones_like(f))
+                if targets.shape == f.shape:
+                    return jnp.where(jnp.isfinite(targets), targets, 0.0)
+        return f
+
     def _scale_depends(self, name: str) -> bool:
         def scale(f: Array) -> Array:
             return jnp.asarray(unwrapped(self.run(f)[name]["fn"])[0].scale)
@@ -418,14 +431,14 @@ def unwrapped(fn: Distribution) -> tuple[Distribution, Any]:
     return fn, mask
 
 
-class _Stopped(Messenger):
+class Stopped(Messenger):
     """Stands in for the guide's function sites, without their moments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, AbstractVariationalGP] = {}
 
-    def __enter__(self) -> "_Stopped":
+    def __enter__(self) -> "Stopped":
         super().__enter__()
         return self
 
@@ -433,6 +446,31 @@ class _Stopped(Messenger):
         if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
             self.found[msg["name"]] = msg["fn"]
             msg["value"] = jnp.zeros(msg["fn"].shape(), msg["fn"].X.dtype)
+
+
+def find_family(
+    params: dict[str, Any],
+    guide: Callable,
+    key: Key[Array, ""],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[str, ChevronGP, Trace]:
+    """Run the guide without the moments of its function site; its name, its family, the trace.
+
+    Raises:
+        ValueError: if the guide's GP sites are not one `ChevronGP`.
+    """
+    with Stopped() as stopped:
+        seeded = handlers.substitute(handlers.seed(guide, key), data=params)
+        guide_trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    kinds = {name: type(fn).__name__ for name, fn in stopped.found.items()}
+    if list(kinds.values()) != ["ChevronGP"]:
+        raise ValueError(
+            "`QuadruplyStochasticELBO` needs a guide with one GP site, a `ChevronGP`, such as "
+            f"`AutoChevronGP`; got {kinds or 'none'}."
+        )
+    ((name, q),) = stopped.found.items()
+    return name, q, guide_trace
 
 
 def trace_problem(
@@ -449,16 +487,7 @@ def trace_problem(
     Raises:
         ValueError: if the guide's GP sites are not one `ChevronGP`.
     """
-    with _Stopped() as stopped:
-        seeded = handlers.substitute(handlers.seed(guide, guide_key), data=params)
-        guide_trace = handlers.trace(seeded).get_trace(*args, **kwargs)
-    kinds = {name: type(fn).__name__ for name, fn in stopped.found.items()}
-    if list(kinds.values()) != ["ChevronGP"]:
-        raise ValueError(
-            "`QuadruplyStochasticELBO` needs a guide with one GP site, a `ChevronGP`, such as "
-            f"`AutoChevronGP`; got {kinds or 'none'}."
-        )
-    ((name, q),) = stopped.found.items()
+    name, q, guide_trace = find_family(params, guide, guide_key, args, kwargs)
     given = {**params, **mutable_values(guide_trace)}
 
     def run(f: Array) -> Trace:

@@ -1,0 +1,40 @@
+"""Which features of a relevance vector machine are switched on."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from numpyro_scalegp.core import checks
+
+
+def relevance_vectors(
+    precision: Float[ArrayLike, " m"], threshold: float = 1e4
+) -> Bool[Array, " m"]:
+    """Tell the features that matter from those that the prior switches off.
+
+    A weight with a large prior precision is zero for all that its feature could do. The mask has a
+    fixed shape, so it may be computed under `jit`; `ChevronPosterior.pruned` takes it.
+
+    Args:
+        precision: prior precisions s of the weights, in units of one over the function squared
+            times the feature squared, shape (m,).
+        threshold: precisions from here on are switched off.
+
+    Returns:
+        True for each relevance vector, shape (m,).
+
+    Raises:
+        ValueError: if `threshold` is not positive.
+
+    References:
+        Tipping (2001), Sparse Bayesian Learning and the Relevance Vector Machine; the threshold is
+        that of Evans and Nair (2020), appendix I.3.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> sgp.relevance_vectors(jnp.array([0.5, 1e6, 20.0])).tolist()
+        [True, False, True]
+    """
+    if not threshold > 0:
+        raise ValueError(f"`threshold` must be positive, got {threshold}.")
+    return checks.as_float(precision) < threshold
