@@ -16,6 +16,7 @@ from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractEstimator
+from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import AbstractSolver
@@ -175,11 +176,37 @@ def _decoupled(kernel: AbstractKernel, X: Array) -> sgp.DecoupledGP:
     )  # fmt: skip
 
 
-# family = factory(kernel, X): variational families for a site with an `sgp.LatentGP` prior.
+def _chevron(features: AbstractFeatures, X: Array) -> sgp.ChevronGP:
+    m = features.size(X)
+    columns = 0.1 * jnp.ones((m, 2))
+    return sgp.ChevronGP(features, X, jnp.linspace(-1.0, 1.0, m), 0.5 * jnp.ones(m), columns)
+
+
+# features = factory(kernel, X): finite feature maps.
+FEATURES: list[tuple[str, Callable[[AbstractKernel, Array], AbstractFeatures]]] = [
+    ("random_fourier", lambda kernel, X: sgp.features.RandomFourier(kernel, 6, seed=0)),
+    (
+        "stored_random_fourier",
+        lambda kernel, X: sgp.features.RandomFourier(kernel, 6, seed=0).stored(NUM_COLUMNS),
+    ),
+    ("inducing_points", lambda kernel, X: sgp.features.InducingPoints(kernel, X[:4] + 0.1)),
+    (
+        "learned",
+        lambda kernel, X: sgp.features.Learned(
+            functools.partial(_power, kernel.lengthscale * jnp.eye(NUM_COLUMNS))
+        ),
+    ),
+]
+
+# family = factory(kernel, X): variational families for a function site.
 LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("sparse", _sparse),
     ("hybrid", _hybrid),
     ("decoupled", _decoupled),
+    *[
+        (f"chevron_{name}", lambda kernel, X, phi=phi: _chevron(phi(kernel, X), X))
+        for name, phi in FEATURES
+    ],
 ]
 
 # guide = factory(model): guides that own the GP site of a model.
@@ -192,4 +219,5 @@ GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
             model, mean_points=jnp.eye(5, NUM_COLUMNS), cov_points=jnp.eye(3, NUM_COLUMNS)
         ),
     ),
+    ("chevron", lambda model: sgp.guides.AutoChevronGP(model, rank=2)),
 ]

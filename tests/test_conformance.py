@@ -19,7 +19,15 @@ from numpyro.infer import SVI, TraceMeanField_ELBO
 import numpyro_scalegp as sgp
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
-from tests.registry import ESTIMATORS, GUIDES, KERNELS, LATENT_FAMILIES, NUM_COLUMNS, SOLVERS
+from tests.registry import (
+    ESTIMATORS,
+    FEATURES,
+    GUIDES,
+    KERNELS,
+    LATENT_FAMILIES,
+    NUM_COLUMNS,
+    SOLVERS,
+)
 
 
 def each(name: str, registry: list[tuple[str, Any]]) -> pytest.MarkDecorator:
@@ -290,12 +298,37 @@ def test_estimator_promotes_no_types(estimator, dtype):
     assert value.dtype == dtype
 
 
+# Features
+
+
+@each("features", FEATURES)
+def test_features_go_through_transformations(features, dtype):
+    X, index = inputs(), jnp.array([2, 0, 2])
+    phi = features(sgp.kernels.RBF(1.0), X)
+    assert_round_trip(phi)
+    compiled = Compiled(lambda phi, X: (phi(X), phi.columns(X, index)))
+    whole, columns = compiled(phi, X)
+    assert whole.shape == (7, phi.size(X))
+    assert whole.dtype == columns.dtype == dtype
+    np.testing.assert_allclose(columns, whole[:, index], rtol=0, atol=tolerance(whole))
+    again = compiled(features(sgp.kernels.RBF(1.4), X), X)[0]
+    assert compiled.traces == 1
+    assert not np.allclose(whole, again)
+    moved = phi.with_hyperparameters(features(sgp.kernels.RBF(1.4), X).hyperparameters())
+    np.testing.assert_allclose(moved(X), again, rtol=0, atol=tolerance(whole))
+    gradient = eqx.filter_grad(lambda phi: jnp.sum(jnp.sin(phi.columns(X, index))))(phi)
+    assert_all_finite(gradient)
+
+
 # Latent families
 
 
 def prior_and_family(factory: Any, lengthscale: float = 1.0) -> tuple[Any, Any]:
     kernel, X = sgp.kernels.Matern52(lengthscale, 1.5), inputs()
-    return sgp.LatentGP(kernel, X), factory(kernel, X)
+    q = factory(kernel, X)
+    if isinstance(q, sgp.ChevronGP):
+        return sgp.WeightSpaceGP(q.features, X), q
+    return sgp.LatentGP(kernel, X), q
 
 
 @each("family", LATENT_FAMILIES)
@@ -340,18 +373,25 @@ def test_family_promotes_no_types(family, dtype):
 # Guides
 
 
-def regression(X: Array, y: Array) -> None:
+def regression(X: Array, y: Array, prior: Any = sgp.LatentGP) -> None:
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
-    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(lengthscale), X))
+    f = numpyro.sample("f", prior(sgp.kernels.Matern32(lengthscale), X))
     with numpyro.plate("rows", X.shape[0]):
         numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def in_weight_space(kernel: AbstractKernel, X: Array) -> sgp.WeightSpaceGP:
+    return sgp.WeightSpaceGP(sgp.features.RandomFourier(kernel, 6, seed=0), X)
 
 
 @each("guide", GUIDES)
 def test_guide_takes_part_in_svi(guide, dtype):
     X, y = inputs(), jnp.sin(jnp.arange(7.0))
-    guide = guide(regression)
-    svi = SVI(regression, guide, optax.adam(0.01), TraceMeanField_ELBO())
+    model: Any = regression
+    if guide(model).prior_kind is sgp.WeightSpaceGP:
+        model = functools.partial(regression, prior=in_weight_space)
+    guide = guide(model)
+    svi = SVI(model, guide, optax.adam(0.01), TraceMeanField_ELBO())
     state = svi.init(jax.random.key(0), X, y)
     state, loss = jax.jit(svi.update)(state, X, y)
     params = svi.get_params(state)

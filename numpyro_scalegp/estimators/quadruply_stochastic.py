@@ -95,7 +95,7 @@ def prior_divergence(
 
     Args:
         features: phi, for its own precision.
-        rows: of the law of the weights; of two sets where S is dense.
+        rows: of the law of the weights; where S is dense, of two sets or of one with all features.
         precision: the diagonal of S; None for the features' own.
         log_determinant: log|S|, used where S is dense.
 
@@ -104,9 +104,9 @@ def prior_divergence(
     """
     squares = jnp.sum(jnp.square(rows.directions), axis=-1) + jnp.square(rows.diagonal)
     if precision is None and features.has_dense_precision:
-        i, j = rows.index
-        block = matmul(features.precision(j, i), rows.directions[0])
-        quadratic = rows.share**2 * jnp.sum(rows.directions[1] * block)
+        # Of one set that has all features, the pair is the set itself.
+        block = matmul(features.precision(rows.index[-1], rows.index[0]), rows.directions[0])
+        quadratic = rows.share**2 * jnp.sum(rows.directions[-1] * block)
         variances = features.precision_diagonal(rows.index)
         terms = variances * jnp.square(rows.diagonal) - 1.0 - 2.0 * rows.log_diagonal
         return 0.5 * (quadratic + _sum_of_all(rows, terms) - log_determinant)

@@ -41,7 +41,8 @@ class Learned(AbstractFeatures):
 
     def size(self, X: Float[Array, "n d"]) -> int:
         """The number of outputs, found without a computation."""
-        shape = jax.eval_shape(self.feature_map, X).shape
+        # Not the map itself: its arrays may be traced, and a key of no dictionary.
+        shape = jax.eval_shape(lambda X: self.feature_map(X), X).shape
         if len(shape) != 2 or shape[0] != X.shape[0]:
             raise ValueError(
                 f"`feature_map` must map inputs of shape {X.shape} to features of shape "

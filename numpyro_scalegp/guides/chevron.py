@@ -11,7 +11,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_scalegp.core import chunks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions import ChevronGP, WeightSpaceGP
-from numpyro_scalegp.estimators.chevron import blocks_of
+from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
 from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
 from numpyro_scalegp.guides.likelihood import expected_slopes
 from numpyro_scalegp.guides.sites import GPSite, Model
@@ -94,45 +94,48 @@ class AutoChevronGP(AbstractGPGuide):
     def solve_diagonal(
         self, params: dict[str, Any], *args: Any, num_nodes: int = 20, **kwargs: Any
     ) -> dict[str, Any]:
-        """Set the diagonal outside of the dense columns to its optimum, all else held fixed.
+        """Set the diagonal of C to its optimum, all else held fixed.
 
-        c_rr = (sum_i l_i phi_r(x_i)^2 + s_rr)^(-1/2), with s_rr the prior's precision and l_i the
-        likelihood's expected curvature at row i: one over the noise variance of a Gaussian
-        likelihood, for which this is the maximum of the evidence bound. For others it is a fixed
-        point when repeated.
+        With l_i the likelihood's expected curvature at row i (one over the noise variance of a
+        Gaussian likelihood, for which this is the maximum of the evidence bound; otherwise a fixed
+        point when repeated), S the prior's precision, A = Phi'diag(l) Phi + S and c_r the r-th
+        column of C without its diagonal: a c^2 + b c = 1 with a = A_rr and b = (A c_r)_r. Outside
+        of the dense columns b = 0 and c = a^(-1/2).
 
         Args:
             params: the guide's parameters, as from `SVI.get_params`.
             *args: the model's positional arguments, such that it sees all rows; with mini-batches
-                the sum is estimated from one of them.
+                the sums are estimated from one of them.
             num_nodes: quadrature nodes for the curvature.
             **kwargs: the model's keyword arguments.
 
         Returns:
             The parameters with the new diagonal, in O(n m (d + k)); it may be jitted. Other sites
-            stand at their medians.
+            stand at their medians. A running `SparseSVI` takes them by `replace_params`, and then
+            needs a `refresh`.
 
         Raises:
             ValueError: if the rest's guide has no medians.
 
         References:
-            Evans and Nair (2020), proposition 1.
+            Evans and Nair (2020), proposition 1, for the columns that are not dense.
         """
         values = self._values(params, None, args, kwargs)
         site = self._site(params, None, args, kwargs)
         with self._parameters(params, None):
-            family = self._family(site, training=False)
-        posterior = family.posterior()
+            q = self._family(site, training=False)
+        posterior = q.posterior()
         mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
         _, curvature = expected_slopes(
             self.model, site.name, {**params, **values}, mean, variance, args, kwargs, num_nodes
         )
-        prior = _prior_precision(site)
         # Where the likelihood is not concave, the prior's own scale is the limit.
-        optimum = (prior + jnp.maximum(_weighted_squares(site, -curvature), 0.0)) ** -0.5
-        keep = jnp.arange(optimum.shape[0]) < self.rank
+        weights = jnp.maximum(-curvature, 0.0)
+        a = _prior_precision(site) + _weighted_squares(site, weights)
+        k = self.rank
+        b = jnp.zeros_like(a).at[:k].set(_below_diagonal(site, q, weights))
         name = f"{site.name}_{self.prefix}_scale_diag"
-        return {**params, name: jnp.where(keep, family.scale_diag, optimum)}
+        return {**params, name: 2.0 / (b + jnp.sqrt(jnp.square(b) + 4.0 * a))}
 
 
 def _prior_precision(site: GPSite) -> Float[Array, " m"]:
@@ -157,3 +160,21 @@ def _weighted_squares(site: GPSite, weights: Float[Array, " n"]) -> Float[Array,
         return chunks.sum_rows(of_rows, (X, weights), chunks.rows_per_chunk(index.shape[0]))
 
     return jax.lax.map(of_block, blocks_of(size)).reshape(-1)[:size]
+
+
+def _below_diagonal(site: GPSite, q: ChevronGP, weights: Float[Array, " n"]) -> Float[Array, " k"]:
+    """Of each dense column without its diagonal, the r-th entry of (Phi'diag(l) Phi + S) c_r."""
+    k, m = q.scale_columns.shape[1], q.loc.shape[0]
+    index, dense = jnp.arange(m), jnp.arange(k)
+    columns = jnp.where(index[:, None] > dense, q.scale_columns, 0.0)
+    law = Chevron(q.loc, jnp.zeros_like(q.scale_diag), columns)
+
+    def of_rows(rows: tuple[Array, Array]) -> Array:
+        X, weights = rows
+        projected = projections(q.features, X, law)[0][:, 1:]
+        return matmul(weights, q.features.columns(X, dense) * projected)
+
+    total = chunks.sum_rows(of_rows, (site.X, weights), chunks.rows_per_chunk(BLOCK + k))
+    if site.prior.has_dense_precision:
+        total += jnp.sum(q.features.precision(dense, index) * columns.T, axis=1)
+    return total

@@ -73,7 +73,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     for the prior's precision.
 
     Args:
-        num_features: the number q of features in a set, at most m.
+        num_features: the number q of features in a set; all of them where there are fewer.
         control_variate_rank: number of support rows; 0 for no control variate.
         support_points: the support rows, shape (r, d), in place of rows that `SparseSVI` draws from
             the model's mini-batches. Without `SparseSVI`, a step with them costs O(r m (d + k)).
@@ -156,10 +156,12 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             dense_precision: whether the prior's precision is a matrix, which takes two sets.
 
         Returns:
-            Two independent sets, shape (2, q), or one if that is enough.
+            Two independent sets, shape (2, q), or one where that is enough: for a bound, and where
+            it has all features.
         """
-        num_sets = 1 if self.bound is not None and not dense_precision else 2
-        return draw_sets(key, size, self.num_features, num_sets)
+        num = min(self.num_features, size)
+        enough = num == size or (self.bound is not None and not dense_precision)
+        return draw_sets(key, size, num, 1 if enough else 2)
 
     def _particle(
         self,
@@ -223,8 +225,8 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     def _control_variate(
         self, params: dict[str, Any], site: str, q: ChevronGP, p: WeightSpaceGP
     ) -> ControlVariate | None:
-        if self.control_variate_rank == 0:
-            return None
+        if self.control_variate_rank == 0 or self.num_features >= q.loc.shape[0]:
+            return None  # without sets, nothing varies
         if control_variate_name(site) in params:
             return params[control_variate_name(site)]
         if self.support_points is None or isinstance(q.loc, Rows):
@@ -320,7 +322,8 @@ class Problem(NamedTuple):
                 )
             f = jnp.zeros_like(self.q.X[:, 0])
             at_zero, linear = jax.linearize(mean, f)
-            i, j = (jax.vmap(linear)(view.T) for view in seen.projected)
+            parts = [jax.vmap(linear)(view.T) for view in seen.projected]
+            i, j = parts[0], parts[-1]  # the same where the set has all features
             residual = site["value"] - at_zero
             product = (residual - i[0]) * (residual - j[0]) + jnp.sum(i[1:] * j[1:], axis=0)
             slope = linear(jnp.ones_like(f))

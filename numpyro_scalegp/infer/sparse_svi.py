@@ -48,7 +48,9 @@ class SparseSVI(SVI):
         guide: a guide with a `ChevronGP` there, such as `AutoChevronGP`.
         optim: an optax optimizer for the parameters without rows.
         loss: a `QuadruplyStochasticELBO`.
-        row_optim: the optimizer of parameters with rows, `row_adagrad` or `row_adam`.
+        row_optim: the optimizer of parameters with rows, `row_adagrad` or `row_adam`; or a function
+            from a parameter's name to its optimizer. Dense columns are small numbers beside the
+            mean, and want a smaller learning rate.
         hold_steps: for so many steps at first the parameters without rows stay as they are, so that
             hyperparameters wait for the weights.
         refresh_every: steps of `run` after which the control variate is made anew, with the
@@ -91,7 +93,7 @@ class SparseSVI(SVI):
         optim: optax.GradientTransformation,
         loss: QuadruplyStochasticELBO,
         *,
-        row_optim: RowOptimizer | None = None,
+        row_optim: RowOptimizer | Callable[[str], RowOptimizer] | None = None,
         hold_steps: int = 0,
         refresh_every: int = 1000,
         **static_kwargs: Any,
@@ -105,7 +107,8 @@ class SparseSVI(SVI):
             )
         super().__init__(model, guide, optim, loss, **static_kwargs)
         self.dense_optim = optax.with_extra_args_support(optim)
-        self.row_optim = row_adagrad() if row_optim is None else row_optim
+        row_optim = row_adagrad() if row_optim is None else row_optim
+        self.row_optim = row_optim if callable(row_optim) else lambda name: row_optim
         self.hold_steps = hold_steps
         self.refresh_every = refresh_every
         self.row_names: tuple[str, ...] = ()
@@ -149,10 +152,10 @@ class SparseSVI(SVI):
                     f"{self.num_features} features."
                 )
         dense = {name: params[name] for name in params if name not in self.row_names}
-        row_states = {name: self.row_optim.init(params[name]) for name in self.row_names}
+        row_states = {name: self.row_optim(name).init(params[name]) for name in self.row_names}
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
         mutable = dict(state.mutable_state or {})
-        if self.loss.control_variate_rank:
+        if 0 < self.loss.control_variate_rank and self.loss.num_features < self.num_features:
             X, targets = self._support(params, problem, support_key, args, kwargs)
             control = self._control(params, X, targets, support_key, args, kwargs)
             mutable[control_variate_name(problem.site)] = control
@@ -227,10 +230,11 @@ class SparseSVI(SVI):
         Returns:
             The state with the new control variate, in O(r m (d + k)).
         """
-        if self.loss.control_variate_rank == 0:
+        mutable = svi_state.mutable_state or {}
+        if not any(isinstance(value, ControlVariate) for value in mutable.values()):
             return svi_state
-        mutable = self._refreshed(svi_state, args, kwargs)
-        return svi_state._replace(mutable_state={**svi_state.mutable_state, **mutable})
+        new = self._refreshed(svi_state, args, kwargs)
+        return svi_state._replace(mutable_state={**mutable, **new})
 
     def _refresh(
         self, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -302,7 +306,7 @@ class SparseSVI(SVI):
         for name in self.row_names:
             old = jax.tree.map(lambda leaf: leaf[flat], row_states[name])
             before = rows[name].reshape(flat.shape + rows[name].shape[2:])
-            new, new_state = self.row_optim.update(row_grads[name], old, before, step)
+            new, new_state = self.row_optim(name).update(row_grads[name], old, before, step)
             new, new_state = keep_if(good, (new, new_state), (before, old))
             new_rows[name] = new.reshape(rows[name].shape)
             new_params[name] = _put(params[name], places, new)
