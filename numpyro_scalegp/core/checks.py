@@ -67,7 +67,7 @@ def inputs(name: str, value: ArrayLike, width: int | None = None) -> Float[Array
     return array
 
 
-def shape(name: str, value: Array, *allowed: tuple[int, ...], why: str = "") -> None:
+def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> None:
     """Raise unless `value` has one of the `allowed` shapes."""
     if value.shape not in allowed:
         expected = " or ".join(str(option) for option in allowed)

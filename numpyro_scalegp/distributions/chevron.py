@@ -6,7 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
-from numpyro.distributions import Distribution, ExpandedDistribution, Independent, Normal, constraints
+from numpyro.distributions import (
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    Normal,
+    constraints,
+)
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks
@@ -87,7 +93,7 @@ class ChevronNormal(Distribution):
     @property
     def scale_tril(self) -> Float[Array, "m m"]:
         """C, written out."""
-        m, k = self.scale_columns.shape
+        k = self.scale_columns.shape[1]
         rest = jnp.diag(self.scale_diag)[:, k:]
         return jnp.concatenate([self._columns(), rest], axis=1)
 

@@ -71,7 +71,7 @@ class AbstractVariationalGP(RowsDistribution):
         warnings.warn(
             "the density of a GP at the rows of a mini-batch gives no variational bound: "
             "use loss=numpyro_scalegp.infer.QuadratureELBO() or numpyro.infer.TraceMeanField_ELBO "
-            "with the prior of the family in the model, which take the divergence between the processes.",
+            "with the family's prior in the model, which take the divergence of the processes.",
             UserWarning,
             stacklevel=2,
         )

@@ -72,7 +72,7 @@ class WeightSpaceGP(RowsDistribution):
     ) -> None:
         self.features = features
         self.X = checks.inputs("X", X)
-        self.precision = None if precision is None else as_rows_or_array(precision)
+        self.precision: Any = None if precision is None else as_rows_or_array(precision)
         if self.precision is not None:
             expected = (features.size(self.X),)
             checks.shape("precision", self.precision, expected, why="one for each feature")
@@ -191,9 +191,10 @@ class ChevronGP(AbstractVariationalGP):
     ) -> None:
         self.features = features
         self.X = checks.inputs("X", X)
-        self.loc = as_rows_or_array(loc)
-        self.scale_diag = as_rows_or_array(scale_diag)
-        self.scale_columns = as_rows_or_array(scale_columns)
+        # Arrays, or `Rows` within a step of `SparseSVI`.
+        self.loc: Any = as_rows_or_array(loc)
+        self.scale_diag: Any = as_rows_or_array(scale_diag)
+        self.scale_columns: Any = as_rows_or_array(scale_columns)
         expected = (features.size(self.X),)
         checks.shape("loc", self.loc, expected, why="one weight for each feature")
         check_chevron(self.loc, self.scale_diag, self.scale_columns)

@@ -5,6 +5,7 @@ G_i = s Phi_i C_i. Independent sets i and j make E[<f_i, f_j>] = ||Phi loc||^2 a
 E[<G_i, G_j>] = ||Phi C||_F^2; one set used twice does not.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -29,11 +30,11 @@ def draw_sets(
     return jnp.stack([stratified_indices(key, size, num) for key in keys])
 
 
-class WeightRows(NamedTuple):
+class WeightRows(eqx.Module):
     """The rows of a chevron law of m weights that the sets hold."""
 
     index: Int[Array, "sets num"]
-    size: int  # m
+    size: int = eqx.field(static=True)  # m
     directions: Float[Array, "sets num one_plus_k"]  # the mean beside the dense columns
     log_diagonal: Float[Array, "sets num"]  # of all of C
     diagonal: Float[Array, "sets num"]  # of C besides the dense columns, zero in these
@@ -45,7 +46,7 @@ class WeightRows(NamedTuple):
 
     def some_columns(self, columns: Int[Array, " c"]) -> "WeightRows":
         """Keep some of the dense columns, drawn at random, scaled to stand for all."""
-        return self._replace(directions=_some_columns(self.directions, columns))
+        return dataclasses.replace(self, directions=_some_columns(self.directions, columns))
 
 
 def weight_rows(
@@ -76,9 +77,7 @@ class Views(NamedTuple):
 def views(features: AbstractFeatures, X: Float[Array, "n d"], rows: WeightRows) -> Views:
     """Evaluate the features of each set at X: O(n num (d + k)) for each."""
     projected, variances = [], []
-    for index, directions, diagonal in zip(
-        rows.index, rows.directions, rows.diagonal, strict=True
-    ):
+    for index, directions, diagonal in zip(rows.index, rows.directions, rows.diagonal, strict=True):
         Phi = features.columns(X, index)
         projected.append(rows.share * matmul(Phi, directions))
         variances.append(rows.share * jnp.sum(jnp.square(Phi * diagonal), axis=1))
@@ -156,7 +155,9 @@ class ControlVariate(eqx.Module):
         if dense_precision:
             whitening = linalg.inverse_cholesky(linalg.add_jitter(features.covariance(X)))
         projected = projections(features, X, law)[0]
-        return cls(X, targets, projected, features.hyperparameters(), whitening)
+        # Copies, since parameters whose buffers are donated must not share them.
+        hyperparameters = jax.tree.map(jnp.copy, features.hyperparameters())
+        return cls(X, targets, projected, hyperparameters, whitening)
 
     def _features(self, features: AbstractFeatures) -> AbstractFeatures:
         """The features of the last `fit`."""
@@ -170,9 +171,7 @@ class ControlVariate(eqx.Module):
 
     def some_columns(self, columns: Int[Array, " c"]) -> "ControlVariate":
         """Keep the dense columns that `WeightRows.some_columns` keeps."""
-        return eqx.tree_at(
-            lambda one: one.projected, self, _some_columns(self.projected, columns)
-        )
+        return dataclasses.replace(self, projected=_some_columns(self.projected, columns))
 
     def of_residuals(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
         """A term of mean zero to add to <y - f_i, y - f_j> + <G_i, G_j>, with r rows in place of n.
@@ -202,7 +201,7 @@ class ControlVariate(eqx.Module):
         features, projected = self._features(features), self.projected
         for rows, of_rows in zip(index, change, strict=True):
             projected = projected + matmul(features.columns(self.X, rows), of_rows)
-        return eqx.tree_at(lambda one: one.projected, self, projected)
+        return dataclasses.replace(self, projected=projected)
 
 
 def _some_columns(
@@ -213,9 +212,7 @@ def _some_columns(
     return jnp.concatenate([loc, scale * dense[..., columns]], axis=-1)
 
 
-def _less_its_mean(
-    seen: Float[Array, "sets r c"], whole: Float[Array, "r c"]
-) -> Float[Array, ""]:
+def _less_its_mean(seen: Float[Array, "sets r c"], whole: Float[Array, "r c"]) -> Float[Array, ""]:
     """-<A_i, A_j> + <A, A>, with the gradient of the second term estimated from A_i and A_j."""
     i, j = seen
     change = i - jax.lax.stop_gradient(i) + j - jax.lax.stop_gradient(j)

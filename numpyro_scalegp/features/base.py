@@ -51,12 +51,10 @@ class AbstractFeatures(eqx.Module):
 
     @property
     def has_dense_precision(self) -> bool:
-        """Whether the weights' prior precision S is a matrix of these features, not the identity."""
+        """Whether the weights' prior precision S is a matrix, not the identity."""
         return False
 
-    def precision(
-        self, rows: Int[Array, " r"], columns: Int[Array, " c"]
-    ) -> Float[Array, "r c"]:
+    def precision(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
         """A block of the weights' prior precision S.
 
         Args:

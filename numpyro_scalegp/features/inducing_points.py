@@ -1,6 +1,5 @@
 """Kernel functions centred on points."""
 
-
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

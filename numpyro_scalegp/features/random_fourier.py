@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_of_turns
 from numpyro_scalegp.features.base import AbstractFeatures
-from numpyro_scalegp.kernels import AbstractKernel, Matern12, Matern32, Matern52, RBF
+from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.base import Scaled
 
 

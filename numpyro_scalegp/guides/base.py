@@ -53,7 +53,7 @@ class AbstractGPGuide(abc.ABC):
             training: whether what the guide keeps besides parameters may change.
         """
 
-    def _param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Array:
+    def _param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Any:
         return numpyro.param(f"{site.name}_{self.prefix}_{name}", *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:

@@ -76,7 +76,9 @@ class AutoChevronGP(AbstractGPGuide):
             )
         m = site.prior.features.size(site.X)
         if self.rank > m:
-            raise ValueError(f"`rank` must be at most {m}, the number of features, got {self.rank}.")
+            raise ValueError(
+                f"`rank` must be at most {m}, the number of features, got {self.rank}."
+            )
         dtype = site.X.dtype
         loc = self._param(site, "loc", lambda _: jnp.zeros(m, dtype), rows=True)
         scale_diag = self._param(

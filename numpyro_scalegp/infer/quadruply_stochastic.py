@@ -208,9 +208,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
                 spread = inflation * spread + rows.share * seen.diagonal
             else:
                 spread = spread + seen.diagonal
-            total += problem.bound(
-                seen.projected[..., 0], spread, self.num_nodes, self.log_concave
-            )
+            total += problem.bound(seen.projected[..., 0], spread, self.num_nodes, self.log_concave)
 
         log_determinant = jnp.zeros(())
         if p.has_dense_precision and not self.fixed_prior:
@@ -237,9 +235,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         X = checks.inputs("support_points", self.support_points, width=q.X.shape[1])
         law = Chevron(q.loc, q.scale_diag, q.scale_columns)
         zero = jnp.zeros(X.shape[0], X.dtype)
-        return ControlVariate.fit(
-            q.features, X, zero, law, dense_precision=p.has_dense_precision
-        )
+        return ControlVariate.fit(q.features, X, zero, law, dense_precision=p.has_dense_precision)
 
 
 def control_variate_name(site: str) -> str:
@@ -333,9 +329,7 @@ class Problem(NamedTuple):
             terms = -0.5 * (terms + math.log(2.0 * math.pi))
             weight = 1.0 if site["scale"] is None else site["scale"]
             total += jnp.sum(jnp.where(mask, weight * terms, 0.0))
-            precision += jnp.sum(
-                jnp.where(mask, weight * jnp.square(slope / fn.scale), 0.0)
-            )
+            precision += jnp.sum(jnp.where(mask, weight * jnp.square(slope / fn.scale), 0.0))
         return total, precision
 
     def targets(self) -> Float[Array, " n"]:
@@ -378,7 +372,7 @@ class Problem(NamedTuple):
             if not depends:
                 total += log_density(site)
                 continue
-            fn, mask = unwrapped(site["fn"])
+            fn, _ = unwrapped(site["fn"])
             parameter = _LOG_CONCAVE.get(type(fn), "")
             known = parameter is None or (parameter and self._affine(name, parameter) is not None)
             if name not in declared and not known:
@@ -446,6 +440,7 @@ class Stopped(Messenger):
         return self
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        """Note the family and put zeros in the place of a draw."""
         if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
             self.found[msg["name"]] = msg["fn"]
             msg["value"] = jnp.zeros(msg["fn"].shape(), msg["fn"].X.dtype)

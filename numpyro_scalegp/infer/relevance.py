@@ -1,6 +1,5 @@
 """Which features of a relevance vector machine are switched on."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from numpyro_scalegp.core import checks

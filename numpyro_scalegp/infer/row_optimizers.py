@@ -71,7 +71,7 @@ def row_adagrad(
     Args:
         learning_rate: a number, or a function of the step.
         initial_accumulator: what the sums of squares begin at, positive.
-        epsilon: added to the root.
+        epsilon: added to the sum.
 
     Returns:
         The optimizer, with one more number for each entry.
@@ -89,7 +89,7 @@ def row_adagrad(
 
     def update(grads: Array, sums: Array, params: Array, step: Array) -> tuple[Array, Array]:
         sums = sums + jnp.square(grads)
-        return params - _at(learning_rate, step) * grads / (jnp.sqrt(sums) + epsilon), sums
+        return params - _at(learning_rate, step) * grads / jnp.sqrt(sums + epsilon), sums
 
     return RowOptimizer(init, update)
 
@@ -97,7 +97,7 @@ def row_adagrad(
 class _Moments(NamedTuple):
     mean: Float[Array, "m *row"]
     square: Float[Array, "m *row"]
-    count: Int[Array, " m"]  # updates of each row
+    touches: Int[Array, " m"]  # updates of each row
 
 
 def row_adam(
@@ -130,10 +130,8 @@ def row_adam(
         zero = jnp.zeros_like(param)
         return _Moments(zero, jnp.zeros_like(param), jnp.zeros(param.shape[0], jnp.int32))
 
-    def update(
-        grads: Array, state: _Moments, params: Array, step: Array
-    ) -> tuple[Array, _Moments]:
-        count = state.count + 1
+    def update(grads: Array, state: _Moments, params: Array, step: Array) -> tuple[Array, _Moments]:
+        count = state.touches + 1
         mean = b1 * state.mean + (1.0 - b1) * grads
         square = b2 * state.square + (1.0 - b2) * jnp.square(grads)
         number = count.astype(grads.dtype).reshape(-1, *[1] * (grads.ndim - 1))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tqdm
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, Shaped
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro.primitives import Messenger
@@ -155,7 +155,7 @@ class SparseSVI(SVI):
         row_states = {name: self.row_optim(name).init(params[name]) for name in self.row_names}
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
         mutable = dict(state.mutable_state or {})
-        if 0 < self.loss.control_variate_rank and self.loss.num_features < self.num_features:
+        if self.loss.control_variate_rank > 0 and self.loss.num_features < self.num_features:
             X, targets = self._support(params, problem, support_key, args, kwargs)
             control = self._control(params, X, targets, support_key, args, kwargs)
             mutable[control_variate_name(problem.site)] = control
@@ -213,9 +213,7 @@ class SparseSVI(SVI):
         values = self.constrain_fn(params)
         _, q, _ = find_family(values, self.guide, key, args, kwargs)
         law = Chevron(q.loc, q.scale_diag, q.scale_columns)
-        return ControlVariate.fit(
-            q.features, X, targets, law, dense_precision=self.dense_precision
-        )
+        return ControlVariate.fit(q.features, X, targets, law, dense_precision=self.dense_precision)
 
     def refresh(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> SVIState:
         """Make the control variate anew: with the present hyperparameters, without rounding errors.
@@ -416,6 +414,6 @@ def _directions(q: ChevronGP, index: Int[Array, "sets num"]) -> Float[Array, "se
 
 
 def _put(
-    array: Float[Array, "m *row"], places: Int[Array, " r"], values: Float[Array, "r *row"]
-) -> Float[Array, "m *row"]:
+    array: Shaped[Array, "m *row"], places: Int[Array, " r"], values: Shaped[Array, "r *row"]
+) -> Shaped[Array, "m *row"]:
     return array.at[places].set(values.astype(array.dtype), mode="drop", unique_indices=True)

@@ -1,5 +1,6 @@
 """The posterior of a Gaussian process in weight space with a chevron covariance."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -11,12 +12,14 @@ from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
 from numpyro_scalegp.features import AbstractFeatures, InducingPoints
+from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict.variational import AbstractVariationalPosterior
 
 
 class _Augmentation(eqx.Module):
     """What a kernel function centred on each test point adds to the variance there."""
 
+    kernel: AbstractKernel
     X: Float[Array, "n d"]
     noise_variance: Float[Array, ""]
 
@@ -88,8 +91,8 @@ class ChevronPosterior(AbstractVariationalPosterior):
                 f"`{type(self.features).__name__}`."
             )
         X = checks.inputs("X", X, width=self._num_columns)
-        augmentation = _Augmentation(X, checks.as_float(noise_variance))
-        return ChevronPosterior(self.features, *self._weights(), augmentation)
+        augmentation = _Augmentation(self.features.kernel, X, checks.as_float(noise_variance))
+        return dataclasses.replace(self, augmentation=augmentation)
 
     def pruned(self, active: Bool[ArrayLike, " m"]) -> "ChevronPosterior":
         """The same with the weights of inactive features at zero for certain.
@@ -103,12 +106,11 @@ class ChevronPosterior(AbstractVariationalPosterior):
         active = jnp.asarray(active)
         checks.shape("active", active, self.loc.shape, why="one entry for each feature")
         # The covariance C C' loses rows and columns when C loses rows.
-        return ChevronPosterior(
-            self.features,
-            jnp.where(active, self.loc, 0.0),
-            jnp.where(active, self.scale_diag, 0.0),
-            jnp.where(active[:, None], self.scale_columns, 0.0),
-            self.augmentation,
+        return dataclasses.replace(
+            self,
+            loc=jnp.where(active, self.loc, 0.0),
+            scale_diag=jnp.where(active, self.scale_diag, 0.0),
+            scale_columns=jnp.where(active[:, None], self.scale_columns, 0.0),
         )
 
     def _factorise(self) -> None:
@@ -124,7 +126,7 @@ class ChevronPosterior(AbstractVariationalPosterior):
         return projected[:, 0], variance
 
     def _added(self, augmentation: _Augmentation, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        kernel, noise = self.features.kernel, augmentation.noise_variance
+        kernel, noise = augmentation.kernel, augmentation.noise_variance
 
         def squares(rows: Array) -> Array:
             return jnp.sum(jnp.square(kernel(rows, augmentation.X)), axis=1)

@@ -1,7 +1,6 @@
 """The quadruply stochastic ELBO against the whole one, its bounds, and its errors."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +38,9 @@ def features(kind: str, kernel: sgp.kernels.RBF) -> Any:
     return sgp.features.InducingPoints(kernel, inputs()[:M] + 0.3, jitter=1e-3)
 
 
-def model(X: Array, y: Array, kind: str, *, batch: int | None = None, likelihood: Any = None) -> None:
+def model(
+    X: Array, y: Array, kind: str, *, batch: int | None = None, likelihood: Any = None
+) -> None:
     """A mean affine in f, a learned noise, and a prior precision of one of three kinds."""
     kernel = sgp.kernels.RBF(numpyro.param("lengthscale", 0.9), 1.3)
     precision = numpyro.param("precision", jnp.ones(M)) if kind == "diagonal" else None
@@ -77,7 +78,9 @@ def guide(rank: int) -> sgp.guides.AutoChevronGP:
     return sgp.guides.AutoChevronGP(model, rank=rank, rest=slope_at_a_point)
 
 
-def errors(loss: Any, exact: Any, kind: str, rank: int, num: int, **kwargs: Any) -> dict[str, float]:
+def errors(
+    loss: Any, exact: Any, kind: str, rank: int, num: int, **kwargs: Any
+) -> dict[str, float]:
     """How many standard errors the mean of value and gradient is off, at the worst entry."""
     given = inputs(), observations(), kind
     params = parameters(kind, rank)
@@ -160,10 +163,8 @@ def test_control_variate_lowers_the_variance():
     params = parameters("identity", 3)
 
     def draw(loss: Any, key: Array) -> Any:
-        objective = lambda params: loss.loss(  # noqa: E731
-            key, params, model, guide(3), inputs(), observations(), "identity"
-        )
-        return jax.value_and_grad(objective)(params)
+        args = model, guide(3), inputs(), observations(), "identity"
+        return jax.value_and_grad(lambda params: loss.loss(key, params, *args))(params)
 
     def variance(points: Array | None) -> tuple[float, float, float]:
         loss = QuadruplyStochasticELBO(4, support_points=points)
@@ -191,9 +192,7 @@ def test_masked_observations_count_nothing():
     params = {k: v for k, v in parameters("identity", 2).items() if k.startswith("f_")}
     loss = QuadruplyStochasticELBO(4)
     q = sgp.guides.AutoChevronGP(masked, rank=2)
-    values = [
-        loss.loss(KEY, params, masked, q, inputs()[:n], y[:n]) for n in (7, N)
-    ]
+    values = [loss.loss(KEY, params, masked, q, inputs()[:n], y[:n]) for n in (7, N)]
     np.testing.assert_allclose(*values)
 
 
@@ -212,9 +211,11 @@ def bound_of(kind: str, bound: str, num: int, keys: Array) -> Array:
     params = parameters("identity", 3)
     y = jnp.full(N, value)
     loss = QuadruplyStochasticELBO(num, bound=bound, num_nodes=40)
-    draw = lambda key: -loss.loss(  # noqa: E731
-        key, params, model, guide(3), inputs(), y, "identity", likelihood=law
-    )
+
+    def draw(key: Array) -> Array:
+        args = params, model, guide(3), inputs(), y, "identity"
+        return -loss.loss(key, *args, likelihood=law)
+
     return optimised(jax.vmap(draw))(keys)
 
 
