@@ -21,6 +21,9 @@ from numpyro_scalegp.estimators.chevron import Chevron, projections
 from numpyro_scalegp.estimators.index_sampling import stratified_indices
 from numpyro_scalegp.features import AbstractFeatures
 
+# What the support's covariance gets on its diagonal, relative to its mean.
+_RIDGE = 1e-3
+
 
 def draw_sets(
     key: Key[Array, ""], size: int, num: int, num_sets: int = 2
@@ -123,41 +126,50 @@ def _sum_of_all(rows: WeightRows, terms: Float[Array, "sets num"]) -> Float[Arra
 
 
 class ControlVariate(eqx.Module):
-    """What lowers the variance of <f_i, f_j>: the same product at support rows, less its mean.
+    """What lowers the variance of <f_i, f_j>: a product at support rows, less its mean.
 
-    The mean comes from a = Phi_p [loc, C_k], which `moved` keeps up to date at the cost of the rows
-    that a step has changed. The features are those of the hyperparameters at the last `fit`.
+    Of the r support values f_p, the quadratic form f_p'M f_p predicts the mean of f^2 over the
+    data: M = B B' / s with B = K(p, p)^-1 K(p, t), so that B'f_p are the values at s further rows t
+    given those at the support. The form's own mean comes from a = Phi_p [loc, C_k], which `moved`
+    keeps up to date at the cost of the rows that a step has changed. The features are those of the
+    hyperparameters at the last `fit`.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, eq. 3, proposition 3 and
-        appendix F. The gradient of the mean is estimated from the same sets, half from each.
+        appendix F, where M is the identity over r; with the regression, the same variance takes
+        half the support rows. The gradient of the mean is estimated from the same sets, half from
+        each.
     """
 
     X: Float[Array, "r d"]  # support rows
-    targets: Float[Array, " r"]  # what f is observed as there, or zero
+    data: Float[Array, "s d"]  # further rows
+    targets: Float[Array, " r"]  # what f is observed as at the support, or zero
     projected: Float[Array, "r one_plus_k"]  # a
+    root: Float[Array, "t r"]  # M = root'root
+    whitening: Float[Array, "u u"]  # L^-1 of K(p, p) = L L' where S is dense, else empty
     hyperparameters: Any
-    whitening: Float[Array, "u u"]  # L^-1 of K(X, X) = L L' where S is dense, else empty
 
     @classmethod
     def fit(
         cls,
         features: AbstractFeatures,
         X: Float[Array, "r d"],
+        data: Float[Array, "s d"],
         targets: Float[Array, " r"],
         law: Chevron,
         *,
         dense_precision: bool,
     ) -> "ControlVariate":
-        """Make it anew, in O(r m (d + k)), without a derivative."""
+        """Make it anew, in O(r m (d + k) + r^2 (r + s)), without a derivative."""
         features, law = jax.lax.stop_gradient((features, law))
-        whitening = jnp.zeros((0, 0), X.dtype)
-        if dense_precision:
-            whitening = linalg.inverse_cholesky(linalg.add_jitter(features.covariance(X)))
+        W = linalg.inverse_cholesky(linalg.add_jitter(features.covariance(X, X), _RIDGE))
+        predictor = matmul(W.T, matmul(W, features.covariance(X, data)))
+        root = jnp.linalg.qr(predictor.T / data.shape[0] ** 0.5, mode="r")
+        whitening = W if dense_precision else jnp.zeros((0, 0), W.dtype)
         projected = projections(features, X, law)[0]
         # Copies, since parameters whose buffers are donated must not share them.
         hyperparameters = jax.tree.map(jnp.copy, features.hyperparameters())
-        return cls(X, targets, projected, hyperparameters, whitening)
+        return cls(X, data, targets, projected, root, whitening, hyperparameters)
 
     def _features(self, features: AbstractFeatures) -> AbstractFeatures:
         """The features of the last `fit`."""
@@ -174,22 +186,31 @@ class ControlVariate(eqx.Module):
         return dataclasses.replace(self, projected=_some_columns(self.projected, columns))
 
     def of_residuals(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
-        """A term of mean zero to add to <y - f_i, y - f_j> + <G_i, G_j>, with r rows in place of n.
+        """A term of mean zero to add to a row's mean of (y - f_i) (y - f_j) + <G_i, G_j>.
 
         The targets change its value, not its gradient.
         """
         targets = jnp.zeros_like(self.projected).at[:, 0].set(self.targets)
-        return _less_its_mean(seen - targets, self.projected - targets)
+        return self._less_its_mean(self.root, seen - targets, self.projected - targets)
 
     def of_precision(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
         """A term of mean zero to add to s^2 tr([loc_j, C_j]'S_ji [loc_i, C_i]), for a dense S.
 
         It takes the Nystrom approximation Phi_p'K(X, X)^-1 Phi_p in place of S.
         """
-        return _less_its_mean(
-            jnp.stack([matmul(self.whitening, one) for one in seen]),
-            matmul(self.whitening, self.projected),
-        )
+        return self._less_its_mean(self.whitening, seen, self.projected)
+
+    @staticmethod
+    def _less_its_mean(
+        root: Float[Array, "t r"],
+        seen: Float[Array, "sets r c"],
+        whole: Float[Array, "r c"],
+    ) -> Float[Array, ""]:
+        """<A, A> - <A_i, A_j>, with the gradient of the first term estimated from A_i and A_j."""
+        i, j = (matmul(root, one) for one in seen)
+        whole = jax.lax.stop_gradient(matmul(root, whole))
+        change = i - jax.lax.stop_gradient(i) + j - jax.lax.stop_gradient(j)
+        return jnp.sum(whole * (whole + change)) - jnp.sum(i * j)
 
     def moved(
         self,
@@ -210,11 +231,3 @@ def _some_columns(
     loc, dense = directions[..., :1], directions[..., 1:]
     scale = (dense.shape[-1] / columns.shape[0]) ** 0.5
     return jnp.concatenate([loc, scale * dense[..., columns]], axis=-1)
-
-
-def _less_its_mean(seen: Float[Array, "sets r c"], whole: Float[Array, "r c"]) -> Float[Array, ""]:
-    """-<A_i, A_j> + <A, A>, with the gradient of the second term estimated from A_i and A_j."""
-    i, j = seen
-    change = i - jax.lax.stop_gradient(i) + j - jax.lax.stop_gradient(j)
-    whole = jax.lax.stop_gradient(whole)
-    return jnp.sum(whole * (whole + change)) - jnp.sum(i * j)

@@ -70,19 +70,12 @@ class AbstractFeatures(eqx.Module):
         """Entries of the diagonal of S, at indices of any shape."""
         return jnp.ones(index.shape)
 
-    def covariance(self, X: Float[Array, "r d"]) -> Float[Array, "r r"]:
-        """For a dense S: the matrix A that makes Phi(X)'A^-1 Phi(X) an approximation of S.
+    @abc.abstractmethod
+    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The prior covariance of f(X) and f(Z) under the precision S, exact or nearly so.
 
-        Args:
-            X: inputs, shape (r, d).
-
-        Returns:
-            A, shape (r, r).
-
-        Raises:
-            ValueError: if S is not dense.
+        For a dense S, Phi(X)'K(X, X)^-1 Phi(X) with this K is an approximation of S.
         """
-        raise ValueError(f"the weights of `{type(self).__name__}` are independent a priori.")
 
     def hyperparameters(self) -> Any:
         """What may change from step to step, as a pytree; see `with_hyperparameters`."""

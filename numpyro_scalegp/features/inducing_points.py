@@ -70,9 +70,9 @@ class InducingPoints(AbstractFeatures):
         jitter = default_jitter(variance.dtype) if self.jitter is None else self.jitter
         return variance * (1.0 + jitter)
 
-    def covariance(self, X: Float[Array, "r d"]) -> Float[Array, "r r"]:
-        """The covariance K(X, X), that of the Nystrom approximation K(Z, X) K(X, X)^-1 K(X, Z)."""
-        return self.kernel.covariance(X)
+    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The kernel itself, shape (n, m)."""
+        return self.kernel(X, Z)
 
     def with_kernel(self, kernel: AbstractKernel) -> "InducingPoints":
         """The same points with another kernel."""

@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core import functions
+from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.base import AbstractFeatures
 
 
@@ -49,6 +50,10 @@ class Learned(AbstractFeatures):
                 f"({X.shape[0]}, m), got {shape}."
             )
         return shape[1]
+
+    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """Inner products of features, shape (n, m)."""
+        return matmul(self.feature_map(X), self.feature_map(Z).T)
 
     def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
         if self.columns_map is not None:

@@ -110,6 +110,10 @@ class RandomFourier(AbstractFeatures):
         waves = cos_of_turns(turns - 0.25 * (index % 2).astype(X.dtype))
         return jnp.sqrt(self.kernel.diag(X[:1]) * (2.0 / self.num_features)) * waves
 
+    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The kernel itself, which the features have on average, shape (n, m)."""
+        return self.kernel(X, Z)
+
     def hyperparameters(self) -> Any:
         """The kernel: seed and stored frequencies never change."""
         return self.kernel

@@ -67,10 +67,10 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     counts s times in v_i; `"plug_in"` takes it once, which is closer to the variance of f, and no
     bound. Expectations over f are Gauss-Hermite sums, exact for a Laplace likelihood.
 
-    Control variates: at r support rows, <f_i, f_j> and <G_i, G_j> are known to vary about
-    <a, a> for an a that `SparseSVI` keeps up to date; what they are off is taken, times n / r, from
-    the estimate. For inducing points, the Nystrom approximation on the support rows does the same
-    for the prior's precision.
+    Control variates: from r support rows, the means of f^2 and of the variance over all rows are
+    predicted, once from i and j and once from all features, whose values there `SparseSVI` keeps up
+    to date; by how much these differ is taken, times n, from the estimate. For inducing points, the
+    Nystrom approximation on the support rows does the same for the prior's precision.
 
     Args:
         num_features: the number q of features in a set; all of them where there are fewer.
@@ -200,8 +200,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             likelihood, precision = problem.gaussian(seen)
             total += likelihood
             if control is not None and at_support is not None:
-                share = precision / control.X.shape[0]
-                total -= 0.5 * share * control.of_residuals(at_support)
+                total -= 0.5 * precision * control.of_residuals(at_support)
         else:
             spread = jnp.sum(jnp.square(seen.projected[..., 1:]), axis=-1)
             if self.bound == "strict":
@@ -235,7 +234,8 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         X = checks.inputs("support_points", self.support_points, width=q.X.shape[1])
         law = Chevron(q.loc, q.scale_diag, q.scale_columns)
         zero = jnp.zeros(X.shape[0], X.dtype)
-        return ControlVariate.fit(q.features, X, zero, law, dense_precision=p.has_dense_precision)
+        dense = p.has_dense_precision
+        return ControlVariate.fit(q.features, X, q.X, zero, law, dense_precision=dense)
 
 
 def control_variate_name(site: str) -> str:

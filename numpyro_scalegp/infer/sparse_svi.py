@@ -28,6 +28,9 @@ from numpyro_scalegp.infer.quadruply_stochastic import (
 )
 from numpyro_scalegp.infer.row_optimizers import RowOptimizer, merge_rows, row_adagrad
 
+# Rows from which the control variate learns what its support says, for each support row.
+_DATA_ROWS = 4
+
 
 class SparseSVI(SVI):
     """NumPyro's `SVI` for `QuadruplyStochasticELBO`, at a cost that does not grow with m.
@@ -156,8 +159,8 @@ class SparseSVI(SVI):
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
         mutable = dict(state.mutable_state or {})
         if self.loss.control_variate_rank > 0 and self.loss.num_features < self.num_features:
-            X, targets = self._support(params, problem, support_key, args, kwargs)
-            control = self._control(params, X, targets, support_key, args, kwargs)
+            rows = self._support(params, problem, support_key, args, kwargs)
+            control = self._control(params, rows, support_key, args, kwargs)
             mutable[control_variate_name(problem.site)] = control
         return SVIState(optim_state, mutable or None, state.rng_key)
 
@@ -176,15 +179,15 @@ class SparseSVI(SVI):
         key: Array,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, "r d"], Float[Array, " r"]]:
-        """Support rows from the mini-batches that the model draws, with what f is seen as there."""
+    ) -> tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " r"]]:
+        """Support rows and further ones, from the mini-batches that the model draws.
+
+        With them, what f is observed as at the support.
+        """
         rank, given = self.loss.control_variate_rank, self.loss.support_points
-        if given is not None:
-            X = jnp.asarray(given, problem.q.X.dtype)
-            return X, jnp.zeros(rank, X.dtype)
         num = problem.q.X.shape[0]
-        batches = math.ceil(rank / num)
-        if batches > 1 and not _takes_mini_batches(problem):
+        batches = math.ceil((1 + _DATA_ROWS) * rank / num) if _takes_mini_batches(problem) else 1
+        if given is None and batches * num < rank:
             raise ValueError(
                 f"`control_variate_rank` is {rank}, and the model has {num} rows: take at most as "
                 "many, draw mini-batches within the model (`sgp.plate`), or give `support_points`."
@@ -197,14 +200,17 @@ class SparseSVI(SVI):
 
         batch_key, choice_key = jax.random.split(key)
         X, targets = jax.lax.map(batch, jax.random.split(batch_key, batches))
-        chosen = jax.random.permutation(choice_key, batches * num)[:rank]
-        return X.reshape(-1, X.shape[-1])[chosen], targets.reshape(-1)[chosen]
+        X, targets = X.reshape(-1, X.shape[-1]), targets.reshape(-1)
+        order = jax.random.permutation(choice_key, len(X))
+        data = X[order[-_DATA_ROWS * rank :]]
+        if given is not None:
+            return jnp.asarray(given, X.dtype), data, jnp.zeros(rank, X.dtype)
+        return X[order[:rank]], data, targets[order[:rank]]
 
     def _control(
         self,
         params: dict[str, Any],
-        X: Float[Array, "r d"],
-        targets: Float[Array, " r"],
+        rows: tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " r"]],
         key: Array,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -213,7 +219,7 @@ class SparseSVI(SVI):
         values = self.constrain_fn(params)
         _, q, _ = find_family(values, self.guide, key, args, kwargs)
         law = Chevron(q.loc, q.scale_diag, q.scale_columns)
-        return ControlVariate.fit(q.features, X, targets, law, dense_precision=self.dense_precision)
+        return ControlVariate.fit(q.features, *rows, law, dense_precision=self.dense_precision)
 
     def refresh(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> SVIState:
         """Make the control variate anew: with the present hyperparameters, without rounding errors.
@@ -239,7 +245,9 @@ class SparseSVI(SVI):
     ) -> dict[str, ControlVariate]:
         params = svi_state.optim_state[1][0]
         return {
-            name: self._control(params, old.X, old.targets, svi_state.rng_key, args, kwargs)
+            name: self._control(
+                params, (old.X, old.data, old.targets), svi_state.rng_key, args, kwargs
+            )
             for name, old in svi_state.mutable_state.items()
             if isinstance(old, ControlVariate)
         }
@@ -322,6 +330,13 @@ class SparseSVI(SVI):
                 mutable[name] = control.moved(q.features, index, change)
         optim_state = (step + 1, (new_params, (dense_state, new_states)))
         return SVIState(optim_state, mutable or None, rng_key), loss
+
+    def evaluate(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> Array:
+        """An estimate of the loss at a state, with its control variate; see `SVI.evaluate`."""
+        key = jax.random.split(svi_state.rng_key)[1]
+        given = {**self.get_params(svi_state), **(svi_state.mutable_state or {})}
+        kwargs = {**kwargs, **self.static_kwargs}
+        return self.loss.loss(key, given, self.model, self.guide, *args, **kwargs)
 
     def _steps(
         self,

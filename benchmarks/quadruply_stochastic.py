@@ -1,0 +1,294 @@
+"""Weight-space GPs: what a step costs, what control variates save, and what a fit reaches.
+
+    python benchmarks/quadruply_stochastic.py cost
+    python benchmarks/quadruply_stochastic.py variance
+    python benchmarks/quadruply_stochastic.py fit --data kin40k --rank 100
+    python benchmarks/quadruply_stochastic.py fit --data kin40k --num-features 100000 --set 2000
+
+`cost` times steps of `SparseSVI` against the number of features and of rows, alternating between
+them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
+the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
+hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit` starts from the hyperparameters of an exact GP on 1000
+neighbouring rows, which it holds but for the noise, and trains with lazy Adam; with `--peer
+gpytorch`, beside GPyTorch's SVGP of 512 points after 50 epochs. Times include compilation.
+Needs SCALEGP_DATA; the peer needs the `bench` extra.
+"""
+
+import argparse
+import functools
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from decoupled import fit_exactly
+from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer.initialization import init_to_value
+from sparse import GPyTorch, made_up, score
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators.chevron import Chevron
+from numpyro_scalegp.estimators.quadruply_stochastic import (
+    ControlVariate,
+    draw_sets,
+    views,
+    weight_rows,
+)
+
+BATCH = 500
+
+
+def regression(X, y, phi, batch_size, lengthscale, variance):
+    """A GP regression in weight space, mini-batched in the model."""
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    rows = sgp.plate("rows", len(X), batch_size)
+    with rows as index:
+        X_batch, y_batch = X[index], y[index]
+    phi = phi.with_kernel(sgp.kernels.RBF(lengthscale, variance))
+    f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X_batch))
+    with rows:
+        numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)
+
+
+def features(d, num, lengthscale=1.0, *, stored=True):
+    """Random Fourier features of an RBF kernel, kept unless they are too many."""
+    phi = sgp.features.RandomFourier(sgp.kernels.RBF(lengthscale), num, seed=0)
+    return phi.stored(d) if stored else phi
+
+
+def scaled(schedule):
+    """Lazy Adam, with smaller steps for the dense columns, whose entries are small numbers."""
+    shares = {"loc": 1.0, "diag": 1.0, "columns": 0.03}
+
+    def choose(name):
+        share = shares[name.rsplit("_", 1)[-1]]
+        return sgp.infer.row_adam(lambda step: share * schedule(step))
+
+    return choose
+
+
+def fit(arguments):
+    """Train, and print what was reached after what time."""
+    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
+    n, d = data.X_train.shape
+    X, y, Xs = (
+        jnp.asarray(array, jnp.float32) for array in (data.X_train, data.y_train, data.X_test)
+    )
+    print(f"{data.name}: n = {n}, d = {d}, device {jax.devices()[0]}")
+    if arguments.peer == "gpytorch":
+        points = sgp.features.kmeans_points(jax.random.key(1), X, 512)
+        total = 50 * -(-n // 1024)
+        began = time.perf_counter()
+        peer = GPyTorch(data, points, 1024, total, 0.01)
+        peer.run(total - 1)
+        spent = time.perf_counter() - began
+        print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
+    began = time.perf_counter()
+    start = fit_exactly(X, y, 1000)
+    held = start["lengthscale"], start["variance"]
+    phi = features(d, arguments.num_features, start["lengthscale"])
+    rest = functools.partial(
+        AutoDelta, init_loc_fn=init_to_value(values={"noise": jnp.float32(arguments.noise)})
+    )
+    guide = sgp.guides.AutoChevronGP(regression, rest=rest, rank=arguments.rank)
+    schedule = optax.cosine_decay_schedule(arguments.learning_rate, arguments.steps)
+    loss = sgp.infer.QuadruplyStochasticELBO(
+        arguments.set, arguments.control_variate_rank, num_columns=arguments.num_columns
+    )
+    svi = sgp.infer.SparseSVI(
+        regression,
+        guide,
+        optax.adam(optax.cosine_decay_schedule(1e-3, arguments.steps)),
+        loss,
+        row_optim=scaled(schedule),
+    )
+    state = svi.init(jax.random.key(0), X, y, phi, arguments.batch_size, *held)
+    solve = jax.jit(guide.solve_diagonal, static_argnums=4)
+    params = solve(svi.get_params(state), X, y, phi, min(n, 5000), *held)
+    state = sgp.infer.replace_params(svi, state, params)
+    for part in range(arguments.parts):
+        result = svi.run(
+            jax.random.key(part),
+            arguments.steps // arguments.parts,
+            *(X, y, phi, arguments.batch_size, *held),
+            init_state=state,
+            progress_bar=False,
+        )
+        state = result.state
+        posterior = guide.posterior(result.params, X[:10], y[:10], phi, None, *held)
+        noise = guide.median(result.params)["noise"]
+        predicted = np.asarray(posterior.mean(Xs)), np.asarray(posterior.variance(Xs) + noise**2)
+        spent = time.perf_counter() - began
+        steps = (part + 1) * (arguments.steps // arguments.parts)
+        reached = score(*predicted, data.y_test)
+        bound = float(result.losses[-200:].mean()) / n
+        print(
+            f"{steps:6d} steps: {spent:6.1f} s, RMSE {reached.rmse:.4f}, NLL {reached.nll:.4f}, "
+            f"noise {float(noise):.3f}, loss per row {bound:.4f}",
+            flush=True,
+        )
+
+
+class Steps:
+    """Steps of `SparseSVI` on some rows and so many features."""
+
+    def __init__(self, X, y, num_features, rank, num_set):
+        d = X.shape[1]
+        phi = features(d, num_features, stored=False)
+        self.args = X, y, phi, BATCH, jnp.full(d, 2.0, jnp.float32), jnp.float32(1.0)
+        guide = sgp.guides.AutoChevronGP(regression, rest=AutoDelta, rank=rank)
+        loss = sgp.infer.QuadruplyStochasticELBO(num_set, 500)
+        svi = sgp.infer.SparseSVI(regression, guide, optax.adam(1e-3), loss)
+        state = svi.init(jax.random.key(0), *self.args)
+
+        @functools.partial(jax.jit, donate_argnums=0, static_argnums=(4,))
+        def step(state, X, y, phi, batch, lengthscale, variance):
+            def one(state, _):
+                return svi.update(state, X, y, phi, batch, lengthscale, variance)
+
+            return jax.lax.scan(one, state, length=20)
+
+        # What a step needs beside its state, of which nothing is copied.
+        memory = step.lower(state, *self.args).compile().memory_analysis()
+        self.temporary = memory.temp_size_in_bytes if memory else math.nan
+        self.step, self.state, self.times = step, state, []
+        self.run()
+        self.times.clear()
+
+    def run(self):
+        """Time twenty steps."""
+        began = time.perf_counter()
+        self.state, losses = self.step(self.state, *self.args)
+        jax.block_until_ready(losses)
+        self.times.append((time.perf_counter() - began) / 20)
+
+    @property
+    def milliseconds(self):
+        """The median time of a step."""
+        return 1e3 * float(np.median(self.times))
+
+
+def cost(arguments):
+    """Time a step against the number of features and of rows."""
+    import matplotlib.pyplot as plt
+
+    data = sgp.datasets.load_uci("kin40k", split=0)
+    X, y = jnp.asarray(data.X_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
+    sizes = [10**power for power in range(4, 8)]
+    by_features = {m: Steps(X, y, m, arguments.rank, arguments.set) for m in sizes}
+    print(f"device {jax.devices()[0]}: {BATCH} rows, sets of {arguments.set}, 500 support rows")
+    for _ in range(arguments.repeats):
+        for one in by_features.values():
+            one.run()
+    reference = by_features[10**5].milliseconds
+    for m, one in by_features.items():
+        print(
+            f"m = {m:9d}: {one.milliseconds:7.2f} ms ({one.milliseconds / reference:.3f} of 1e5), "
+            f"{one.temporary / 2**20:6.1f} MiB besides the state"
+        )
+    del one
+    curve = [by_features[m].milliseconds for m in sizes]
+    by_features.clear()
+    rows = [10_000, 100_000, 1_000_000]
+    made = made_up(rows[-1])
+    X, y = jnp.asarray(made.X_train, jnp.float32), jnp.asarray(made.y_train, jnp.float32)
+    by_rows = {n: Steps(X[:n], y[:n], 10**5, arguments.rank, arguments.set) for n in rows}
+    for _ in range(arguments.repeats):
+        for one in by_rows.values():
+            one.run()
+    for n, one in by_rows.items():
+        ratio = one.milliseconds / by_rows[rows[0]].milliseconds
+        print(f"n = {n:9d}: {one.milliseconds:7.2f} ms ({ratio:.3f} of 1e4)")
+    figure, axes = plt.subplots(figsize=(5, 3.2))
+    axes.loglog(sizes, curve, "o-", label="features m, at n = 36,000")
+    axes.loglog(rows, [by_rows[n].milliseconds for n in rows], "s--", label="rows n, at m = 1e5")
+    axes.set(xlabel="number", ylabel="milliseconds a step", ylim=(1.0, 100.0))
+    axes.legend()
+    save(figure, "quadruply_stochastic_cost", arguments)
+
+
+def variance(arguments):
+    """Measure the variance of objective and gradient against the rank of the control variate."""
+    import matplotlib.pyplot as plt
+
+    data = sgp.datasets.load_uci("kin40k", split=0)
+    X, y = jnp.asarray(data.X_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
+    n, m, num = len(X), 10_000, 500
+    some = jax.random.permutation(jax.random.key(5), n)[:1000]
+    start = fit_exactly(X[some], y[some], 1000)
+    phi = features(8, m, start["lengthscale"])
+    phi = phi.with_kernel(sgp.kernels.RBF(start["lengthscale"], start["variance"]))
+    mu_key, p_key, draw_key = jax.random.split(jax.random.key(0), 3)
+    law = Chevron(jax.random.normal(mu_key, (m,)), jnp.ones(m), jnp.zeros((m, 0)))
+    support = X[jax.random.permutation(p_key, n)]
+    noise = start["noise"] ** 2
+
+    def objective(loc, key, control):
+        row_key, set_key = jax.random.split(key)
+        batch = X[jax.random.randint(row_key, (num,), 0, n)]
+        rows = weight_rows(draw_sets(set_key, m, num), loc, *law[1:])
+        i, j = views(phi, batch, rows).projected[..., 0]
+        total = (n / num) * i.dot(j)
+        if control is not None:
+            rest = control.of_residuals(control.views(phi, rows))
+            total += n * rest
+        return total / noise
+
+    ranks, found = [0, 30, 100, 300, 1000], []
+    for rank in ranks:
+        control = None
+        if rank:
+            rows, further = support[:rank], support[rank : 5 * rank]
+            zero = jnp.zeros(rank)
+            control = ControlVariate.fit(phi, rows, further, zero, law, dense_precision=False)
+        draw = jax.jit(jax.value_and_grad(functools.partial(objective, control=control)))
+        values, total, squares = [], np.zeros(m), np.zeros(m)
+        for key in jax.random.split(draw_key, 1000):
+            value, gradient = draw(law.loc, key)
+            values.append(float(value))
+            gradient = np.asarray(gradient, np.float64)
+            total, squares = total + gradient, squares + gradient**2
+        found.append((np.var(values), np.mean(squares / 1000 - (total / 1000) ** 2)))
+        shares = np.array(found[-1]) / np.array(found[0])
+        print(f"rank {rank:5d}: objective {shares[0]:.4f}, gradient {shares[1]:.4f} of rank 0")
+    shares = np.array(found) / np.array(found[0])
+    figure, axes = plt.subplots(figsize=(5, 3.2))
+    axes.semilogy(ranks, shares[:, 0], "o-", label="objective")
+    axes.semilogy(ranks, shares[:, 1], "s--", label="gradient")
+    axes.set(xlabel="rank of the control variate", ylabel="variance, of that at rank 0")
+    axes.legend()
+    save(figure, "control_variate", arguments)
+
+
+def save(figure, name, arguments):
+    """Write a figure into the folder asked for."""
+    folder = Path(arguments.figures)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{name}.svg", bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["cost", "variance", "fit"])
+    parser.add_argument("--data", default="kin40k")
+    parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--num-features", type=int, default=10_000, help="m")
+    parser.add_argument("--set", type=int, default=2000, help="features in a set; m takes all")
+    parser.add_argument("--control-variate-rank", type=int, default=500)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--num-columns", type=int, help="dense columns that a step draws")
+    parser.add_argument("--batch-size", type=int, default=BATCH)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--parts", type=int, default=4, help="reports on the way")
+    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--noise", type=float, default=0.1, help="where the noise starts")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peer", choices=["none", "gpytorch"], default="none")
+    parser.add_argument("--figures", default="outputs")
+    arguments = parser.parse_args()
+    {"cost": cost, "variance": variance, "fit": fit}[arguments.command](arguments)
