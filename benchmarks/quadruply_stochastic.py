@@ -8,9 +8,10 @@
 `cost` times steps of `SparseSVI` against the number of features and of rows, alternating between
 them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
 the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
-hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit` starts from the hyperparameters of an exact GP on 1000
-neighbouring rows, which it holds but for the noise, and trains with lazy Adam; with `--peer
-gpytorch`, beside GPyTorch's SVGP of 512 points after 50 epochs. Times include compilation.
+hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit`
+starts from the hyperparameters of an exact GP on 1000 neighbouring rows, which it holds but for the
+noise, and trains with lazy Adam; with `--peer gpytorch`, beside GPyTorch's SVGP of 512 points after
+50 epochs. Times include compilation.
 Needs SCALEGP_DATA; the peer needs the `bench` extra.
 """
 
@@ -243,9 +244,10 @@ def variance(arguments):
     for rank in ranks:
         control = None
         if rank:
-            rows, further = support[:rank], support[rank : 5 * rank]
-            zero = jnp.zeros(rank)
-            control = ControlVariate.fit(phi, rows, further, zero, law, dense_precision=False)
+            rows = support[: 5 * rank]
+            points = sgp.features.kmeans_points(jax.random.key(1), rows, rank)
+            zero = jnp.zeros(len(rows))
+            control = ControlVariate.fit(phi, points, rows, zero, law, dense_precision=False)
         draw = jax.jit(jax.value_and_grad(functools.partial(objective, control=control)))
         values, total, squares = [], np.zeros(m), np.zeros(m)
         for key in jax.random.split(draw_key, 1000):
@@ -289,6 +291,6 @@ if __name__ == "__main__":
     parser.add_argument("--noise", type=float, default=0.1, help="where the noise starts")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peer", choices=["none", "gpytorch"], default="none")
-    parser.add_argument("--figures", default="outputs")
+    parser.add_argument("--figures", default="outputs", help="the folder of figures")
     arguments = parser.parse_args()
     {"cost": cost, "variance": variance, "fit": fit}[arguments.command](arguments)

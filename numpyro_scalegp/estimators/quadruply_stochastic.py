@@ -126,25 +126,26 @@ def _sum_of_all(rows: WeightRows, terms: Float[Array, "sets num"]) -> Float[Arra
 
 
 class ControlVariate(eqx.Module):
-    """What lowers the variance of <f_i, f_j>: a product at support rows, less its mean.
+    """What lowers the variance of <f_i, f_j>: a product at support points, less its mean.
 
-    Of the r support values f_p, the quadratic form f_p'M f_p predicts the mean of f^2 over the
-    data: M = B B' / s with B = K(p, p)^-1 K(p, t), so that B'f_p are the values at s further rows t
-    given those at the support. The form's own mean comes from a = Phi_p [loc, C_k], which `moved`
-    keeps up to date at the cost of the rows that a step has changed. The features are those of the
-    hyperparameters at the last `fit`.
+    Of the values f_p at r support points, f_p'M f_p predicts the mean of f^2 over the data, and
+    c'f_p that of y f: M = B B' / s and c = B y / s with B = K(p, p)^-1 K(p, t), so that B'f_p are
+    the values at s rows t of the data given those at the support. The means of both come from
+    a = Phi_p [loc, C_k], which `moved` keeps up to date at the cost of the rows that a step has
+    changed. The features are those of the hyperparameters at the last `fit`.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, eq. 3, proposition 3 and
-        appendix F, where M is the identity over r; with the regression, the same variance takes
-        half the support rows. The gradient of the mean is estimated from the same sets, half from
-        each.
+        appendix F, where the support points are rows, and M is the identity over r: with the
+        regression, half as many do. The gradient of the mean is estimated from the same sets, half
+        from each.
     """
 
-    X: Float[Array, "r d"]  # support rows
-    data: Float[Array, "s d"]  # further rows
-    targets: Float[Array, " r"]  # what f is observed as at the support, or zero
+    X: Float[Array, "r d"]  # support points
+    data: Float[Array, "s d"]  # rows of the data
+    targets: Float[Array, " s"]  # what f is observed as there, or zero
     projected: Float[Array, "r one_plus_k"]  # a
+    moments: Float[Array, " r"]  # c
     root: Float[Array, "t r"]  # M = root'root
     whitening: Float[Array, "u u"]  # L^-1 of K(p, p) = L L' where S is dense, else empty
     hyperparameters: Any
@@ -155,7 +156,7 @@ class ControlVariate(eqx.Module):
         features: AbstractFeatures,
         X: Float[Array, "r d"],
         data: Float[Array, "s d"],
-        targets: Float[Array, " r"],
+        targets: Float[Array, " s"],
         law: Chevron,
         *,
         dense_precision: bool,
@@ -166,10 +167,11 @@ class ControlVariate(eqx.Module):
         predictor = matmul(W.T, matmul(W, features.covariance(X, data)))
         root = jnp.linalg.qr(predictor.T / data.shape[0] ** 0.5, mode="r")
         whitening = W if dense_precision else jnp.zeros((0, 0), W.dtype)
+        moments = matmul(predictor, targets) / data.shape[0]
         projected = projections(features, X, law)[0]
         # Copies, since parameters whose buffers are donated must not share them.
         hyperparameters = jax.tree.map(jnp.copy, features.hyperparameters())
-        return cls(X, data, targets, projected, root, whitening, hyperparameters)
+        return cls(X, data, targets, projected, moments, root, whitening, hyperparameters)
 
     def _features(self, features: AbstractFeatures) -> AbstractFeatures:
         """The features of the last `fit`."""
@@ -186,12 +188,11 @@ class ControlVariate(eqx.Module):
         return dataclasses.replace(self, projected=_some_columns(self.projected, columns))
 
     def of_residuals(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
-        """A term of mean zero to add to a row's mean of (y - f_i) (y - f_j) + <G_i, G_j>.
-
-        The targets change its value, not its gradient.
-        """
-        targets = jnp.zeros_like(self.projected).at[:, 0].set(self.targets)
-        return self._less_its_mean(self.root, seen - targets, self.projected - targets)
+        """A term of mean zero to add to a row's mean of (y - f_i) (y - f_j) + <G_i, G_j>."""
+        # The gradient of this part is that of its mean, half from each set: together none.
+        excess = jnp.sum(jax.lax.stop_gradient(seen[..., 0]), axis=0) - 2.0 * self.projected[:, 0]
+        product = self._less_its_mean(self.root, seen, self.projected)
+        return product + matmul(self.moments, excess)
 
     def of_precision(self, seen: Float[Array, "sets r one_plus_k"]) -> Float[Array, ""]:
         """A term of mean zero to add to s^2 tr([loc_j, C_j]'S_ji [loc_i, C_i]), for a dense S.

@@ -67,16 +67,17 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     counts s times in v_i; `"plug_in"` takes it once, which is closer to the variance of f, and no
     bound. Expectations over f are Gauss-Hermite sums, exact for a Laplace likelihood.
 
-    Control variates: from r support rows, the means of f^2 and of the variance over all rows are
+    Control variates: from r support points, the means of f^2 and of the variance over all rows are
     predicted, once from i and j and once from all features, whose values there `SparseSVI` keeps up
     to date; by how much these differ is taken, times n, from the estimate. For inducing points, the
-    Nystrom approximation on the support rows does the same for the prior's precision.
+    Nystrom approximation on the support does the same for the prior's precision.
 
     Args:
         num_features: the number q of features in a set; all of them where there are fewer.
-        control_variate_rank: number of support rows; 0 for no control variate.
-        support_points: the support rows, shape (r, d), in place of rows that `SparseSVI` draws from
-            the model's mini-batches. Without `SparseSVI`, a step with them costs O(r m (d + k)).
+        control_variate_rank: number of support points; 0 for no control variate.
+        support_points: the support points, shape (r, d), in place of the cluster centres of rows
+            that `SparseSVI` draws from the model's mini-batches. Without `SparseSVI`, a step with
+            them costs O(r m (d + k)).
         num_columns: dense columns of C that a step draws, at most k; None for all.
         bound: for likelihoods that are not Gaussian, `"strict"` or `"plug_in"`.
         log_concave: names of observed sites whose log-likelihood is concave in f, besides
@@ -233,7 +234,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             )
         X = checks.inputs("support_points", self.support_points, width=q.X.shape[1])
         law = Chevron(q.loc, q.scale_diag, q.scale_columns)
-        zero = jnp.zeros(X.shape[0], X.dtype)
+        zero = jnp.zeros(q.X.shape[0], X.dtype)
         dense = p.has_dense_precision
         return ControlVariate.fit(q.features, X, q.X, zero, law, dense_precision=dense)
 

@@ -18,6 +18,7 @@ from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.distributions import ChevronGP
 from numpyro_scalegp.estimators.chevron import Chevron
 from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate, weight_rows
+from numpyro_scalegp.features import kmeans_points
 from numpyro_scalegp.infer.quadruply_stochastic import (
     Problem,
     QuadruplyStochasticELBO,
@@ -28,8 +29,8 @@ from numpyro_scalegp.infer.quadruply_stochastic import (
 )
 from numpyro_scalegp.infer.row_optimizers import RowOptimizer, merge_rows, row_adagrad
 
-# Rows from which the control variate learns what its support says, for each support row.
-_DATA_ROWS = 4
+# Rows from which the control variate learns what its support says, for each support point.
+_DATA_ROWS = 5
 
 
 class SparseSVI(SVI):
@@ -179,14 +180,14 @@ class SparseSVI(SVI):
         key: Array,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " r"]]:
-        """Support rows and further ones, from the mini-batches that the model draws.
+    ) -> tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " s"]]:
+        """Support points, rows of mini-batches that the model draws, and what f is seen as there.
 
-        With them, what f is observed as at the support.
+        Centres of the rows' clusters vary with more of the data than as many rows.
         """
         rank, given = self.loss.control_variate_rank, self.loss.support_points
         num = problem.q.X.shape[0]
-        batches = math.ceil((1 + _DATA_ROWS) * rank / num) if _takes_mini_batches(problem) else 1
+        batches = math.ceil(_DATA_ROWS * rank / num) if _takes_mini_batches(problem) else 1
         if given is None and batches * num < rank:
             raise ValueError(
                 f"`control_variate_rank` is {rank}, and the model has {num} rows: take at most as "
@@ -201,16 +202,15 @@ class SparseSVI(SVI):
         batch_key, choice_key = jax.random.split(key)
         X, targets = jax.lax.map(batch, jax.random.split(batch_key, batches))
         X, targets = X.reshape(-1, X.shape[-1]), targets.reshape(-1)
-        order = jax.random.permutation(choice_key, len(X))
-        data = X[order[-_DATA_ROWS * rank :]]
-        if given is not None:
-            return jnp.asarray(given, X.dtype), data, jnp.zeros(rank, X.dtype)
-        return X[order[:rank]], data, targets[order[:rank]]
+        chosen = jax.random.permutation(choice_key, len(X))[: _DATA_ROWS * rank]
+        X, targets = X[chosen], targets[chosen]
+        points = kmeans_points(choice_key, X, rank) if given is None else given
+        return jnp.asarray(points, X.dtype), X, targets
 
     def _control(
         self,
         params: dict[str, Any],
-        rows: tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " r"]],
+        rows: tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " s"]],
         key: Array,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
