@@ -142,3 +142,24 @@ def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.8 < score.coverage[1] < 0.97
     for name in ("loss.png", "lengthscales.png", "calibration.png", "hour.png", "flights.nc"):
         assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_relevance_vectors(tmp_path: Path) -> None:
+    number, error = load("relevance_vectors").main(
+        200, num_steps=15_000, learning_rate=0.005, folder=tmp_path
+    )
+    # One function cannot follow the sinc; those of all 200 rows do not make a sparse model.
+    assert 5 <= number <= 20
+    assert error < 0.05
+    assert (tmp_path / "fit.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_digits(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    scores = load("digits").main(2000, num_steps=300, num_drawn=500, folder=tmp_path)
+    # A linear logistic regression has 0.92 and 0.21.
+    assert scores["accuracy"] > 0.94
+    assert scores["mnlp"] < 0.2
+    assert (tmp_path / "most_wrong.png").stat().st_size > 0

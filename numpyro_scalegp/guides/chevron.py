@@ -21,7 +21,7 @@ class AutoChevronGP(AbstractGPGuide):
     """A guide with a `ChevronGP` at a site with a `WeightSpaceGP` prior.
 
     Its parameters are `{site}_{prefix}_loc`, `..._scale_diag` and `..._scale_columns`, with a row
-    for each of the m features; they start at zero, one and zero. Train it with
+    for each of the m features; they start at zero, `init_scale` and zero. Train it with
     `QuadruplyStochasticELBO` and `SparseSVI`, whose steps touch some of the rows only; NumPyro's
     `TraceMeanField_ELBO` and `QuadratureELBO` work too, and go through all features.
 
@@ -30,10 +30,11 @@ class AutoChevronGP(AbstractGPGuide):
         site: the name of that site; None if the model has only one.
         rest: what guides the other sites, as for `AutoSparseGP`.
         rank: the number k of dense columns of the Cholesky factor; 0 is mean field.
+        init_scale: where the diagonal starts, positive; `solve_diagonal` has a better one.
         prefix: part of the parameters' names.
 
     Raises:
-        ValueError: if `rank` is negative, or, when called, larger than m, or the model has no such
+        ValueError: if `rank` is negative or `init_scale` not positive, or, when called, larger than m, or the model has no such
             site, several, or one in a plate.
 
     References:
@@ -61,12 +62,16 @@ class AutoChevronGP(AbstractGPGuide):
         *,
         rest: Rest = AutoNormal,
         rank: int = 100,
+        init_scale: float = 0.1,
         prefix: str = "auto",
     ) -> None:
         super().__init__(model, site, rest=rest, prefix=prefix)
         if rank < 0:
             raise ValueError(f"`rank` must not be negative, got {rank}.")
+        if not init_scale > 0:
+            raise ValueError(f"`init_scale` must be positive, got {init_scale}.")
         self.rank = rank
+        self.init_scale = init_scale
 
     def _family(self, site: GPSite, *, training: bool = True) -> ChevronGP:
         if site.plates:
@@ -84,7 +89,7 @@ class AutoChevronGP(AbstractGPGuide):
         scale_diag = self._param(
             site,
             "scale_diag",
-            lambda _: jnp.ones(m, dtype),
+            lambda _: jnp.full(m, self.init_scale, dtype),
             constraint=constraints.positive,
             rows=True,
         )

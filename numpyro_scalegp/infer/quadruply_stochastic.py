@@ -59,13 +59,15 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     E[<y - f_i, y - f_j> + <G_i, G_j>] = ||y - Phi loc||^2 + ||Phi C||_F^2 for independent sets i
     and j: so value and gradient are unbiased for a Gaussian likelihood whose mean is affine in f,
     at a cost that depends neither on the number of rows nor on m. The divergence from the prior is
-    estimated from the same sets; other sites are sampled, with their analytic divergences.
+    estimated from the same sets; other sites are sampled, with their analytic divergences. Single
+    losses vary far more than they change in training: compare their means.
 
     A likelihood that is no such Gaussian has no unbiased estimate, and needs `bound`: given one set
     i, f is N(f_i, v_i) with v_i = ||G_i||^2, and where log p(y | f) is concave the mean over sets
     of E[log p(y | f) | i] is a lower bound, by Jensen's inequality (`"strict"`). The diagonal of C
     counts s times in v_i; `"plug_in"` takes it once, which is closer to the variance of f, and no
-    bound. Expectations over f are Gauss-Hermite sums, exact for a Laplace likelihood.
+    bound. With hyperparameters to learn and an s of more than a few, take `"plug_in"`: the strict
+    bound is then highest where the kernel's variance is near zero. Expectations over f are Gauss-Hermite sums, exact for a Laplace likelihood.
 
     Control variates: from r support points, the means of f^2 and of the variance over all rows are
     predicted, once from i and j and once from all features, whose values there `SparseSVI` keeps up

@@ -11,7 +11,9 @@ def relevance_vectors(
     """Tell the features that matter from those that the prior switches off.
 
     A weight with a large prior precision is zero for all that its feature could do. The mask has a
-    fixed shape, so it may be computed under `jit`; `ChevronPosterior.pruned` takes it.
+    fixed shape, so it may be computed under `jit`; `ChevronPosterior.pruned` takes it. Train until
+    the precisions lie well to either side of the threshold: a feature that has only just crossed it
+    still matters.
 
     Args:
         precision: prior precisions s of the weights, in units of one over the function squared

@@ -142,6 +142,8 @@ class SparseSVI(SVI):
 
         plain = SVI(model, guide, optax.identity(), self.loss, **self.static_kwargs)
         state = plain.init(key, *args, init_params=init_params, **kwargs)
+        # Copies: `run` donates them, and they may be arrays of the model or of its arguments.
+        state = jax.tree.map(jnp.copy, state)
         self.constrain_fn = plain.constrain_fn
         self.row_names = tuple(rows.names)
         params = plain.optim.get_params(state.optim_state)

@@ -204,6 +204,24 @@ def test_run_gives_what_svi_gives(capsys):
         svi.run(KEY, 0, X, y)
 
 
+def test_what_the_model_holds_is_not_donated():
+    X, y = data()
+    points, start = X[:M], jnp.ones(M)
+    phi = sgp.features.InducingPoints(sgp.kernels.RBF(0.6), points)
+
+    def holding(X: Array, y: Array) -> None:
+        precision = numpyro.param("precision", start, rows=True)
+        f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X, precision))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = sgp.guides.AutoChevronGP(holding, rank=RANK)
+    svi = SparseSVI(holding, guide, optax.adam(0.1), QuadruplyStochasticELBO(5, 10))
+    for _ in range(2):
+        svi.run(KEY, 5, X, y, progress_bar=False)
+    assert not any(array.is_deleted() for array in (X, y, points, start, phi.kernel.lengthscale))
+
+
 def test_trains_to_the_posterior():
     # The mean and the variances of a linear model, with hyperparameters held.
     X, y = data()
