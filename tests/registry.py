@@ -203,10 +203,11 @@ LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]
     ("sparse", _sparse),
     ("hybrid", _hybrid),
     ("decoupled", _decoupled),
-    *[
-        (f"chevron_{name}", lambda kernel, X, phi=phi: _chevron(phi(kernel, X), X))
-        for name, phi in FEATURES
-    ],
+    ("chevron", lambda kernel, X: _chevron(sgp.features.RandomFourier(kernel, 6, seed=0), X)),
+    (
+        "chevron_inducing",
+        lambda kernel, X: _chevron(sgp.features.InducingPoints(kernel, X[:4] + 0.1), X),
+    ),
 ]
 
 # guide = factory(model): guides that own the GP site of a model.

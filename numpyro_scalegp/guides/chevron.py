@@ -34,8 +34,8 @@ class AutoChevronGP(AbstractGPGuide):
         prefix: part of the parameters' names.
 
     Raises:
-        ValueError: if `rank` is negative or `init_scale` not positive, or, when called, larger than m, or the model has no such
-            site, several, or one in a plate.
+        ValueError: if `rank` is negative or `init_scale` not positive; when called, if `rank` is
+            larger than m, or the model has no such site, several, or one in a plate.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes. m (k + 2) parameters.
