@@ -3,7 +3,7 @@
     python benchmarks/quadruply_stochastic.py cost
     python benchmarks/quadruply_stochastic.py variance
     python benchmarks/quadruply_stochastic.py fit --data kin40k --rank 100
-    python benchmarks/quadruply_stochastic.py fit --data kin40k --num-features 100000 --set 2000
+    python benchmarks/quadruply_stochastic.py fit --num-features 100000 --noise-rate 0
 
 `cost` times steps of `SparseSVI` against the number of features and of rows, alternating between
 them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
@@ -104,7 +104,7 @@ def fit(arguments):
     svi = sgp.infer.SparseSVI(
         regression,
         guide,
-        optax.adam(optax.cosine_decay_schedule(1e-3, arguments.steps)),
+        optax.adam(optax.cosine_decay_schedule(arguments.noise_rate, arguments.steps)),
         loss,
         row_optim=scaled(schedule),
     )
@@ -289,6 +289,7 @@ if __name__ == "__main__":
     parser.add_argument("--parts", type=int, default=4, help="reports on the way")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--noise", type=float, default=0.1, help="where the noise starts")
+    parser.add_argument("--noise-rate", type=float, default=1e-3, help="0 holds the noise")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peer", choices=["none", "gpytorch"], default="none")
     parser.add_argument("--figures", default="outputs", help="the folder of figures")

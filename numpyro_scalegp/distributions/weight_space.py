@@ -209,8 +209,6 @@ class ChevronGP(AbstractVariationalGP):
 def _kl_chevron_weight_space(q: ChevronGP, p: WeightSpaceGP) -> Float[Array, ""]:
     """The divergence between the laws of the weights, whatever rows the sites are evaluated at."""
     whole = jnp.arange(q.loc.shape[0], dtype=jnp.int32)[None]
-    if p.has_dense_precision:
-        rows = weight_rows(jnp.concatenate([whole, whole]), q.loc, q.scale_diag, q.scale_columns)
-        return prior_divergence(p.features, rows, None, p.log_determinant())
     rows = weight_rows(whole, q.loc, q.scale_diag, q.scale_columns)
-    return prior_divergence(p.features, rows, p.precision, jnp.zeros(()))
+    log_determinant = p.log_determinant() if p.has_dense_precision else jnp.zeros(())
+    return prior_divergence(p.features, rows, p.precision, log_determinant)

@@ -1,9 +1,9 @@
 """The interface of a finite feature map."""
 
 import abc
-from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -77,10 +77,11 @@ class AbstractFeatures(eqx.Module):
         For a dense S, Phi(X)'K(X, X)^-1 Phi(X) with this K is an approximation of S.
         """
 
-    def hyperparameters(self) -> Any:
-        """What may change from step to step, as a pytree; see `with_hyperparameters`."""
-        return eqx.filter(self, eqx.is_array)
+    def hyperparameters(self) -> list[Array]:
+        """The arrays that may change from step to step; see `with_hyperparameters`."""
+        return jax.tree.leaves(self)
 
-    def with_hyperparameters(self, hyperparameters: Any) -> "AbstractFeatures":
+    def with_hyperparameters(self, hyperparameters: list[Array]) -> "AbstractFeatures":
         """The same features with what `hyperparameters` gave at another time."""
-        return eqx.combine(hyperparameters, eqx.filter(self, eqx.is_array, inverse=True))
+        # Arrays alone, since functions within the features may be made anew in each trace.
+        return jax.tree.unflatten(jax.tree.structure(self), hyperparameters)

@@ -1,6 +1,7 @@
 """Random Fourier features whose columns are made one by one."""
 
 import math
+import operator
 from typing import Any
 
 import equinox as eqx
@@ -47,9 +48,7 @@ class RandomFourier(AbstractFeatures):
 
     kernel: AbstractKernel
     num_features: int = eqx.field(static=True)
-    seed: Key[Array, ""] = eqx.field(
-        converter=lambda seed: jax.random.key(seed) if isinstance(seed, int) else seed
-    )
+    seed: Key[Array, ""] = eqx.field(converter=lambda seed: _as_key(seed))
     table: Float[Array, "pairs d"] | None = None
 
     def __check_init__(self) -> None:
@@ -90,7 +89,15 @@ class RandomFourier(AbstractFeatures):
 
         Returns:
             Features with the same seed and the same frequencies kept, if any are.
+
+        Raises:
+            ValueError: if frequencies of another kind of kernel are kept.
         """
+        if self.table is not None and type(_inner(kernel)) is not type(_inner(self.kernel)):
+            raise ValueError(
+                f"the frequencies kept are those of `{type(_inner(self.kernel)).__name__}`, not of "
+                f"`{type(_inner(kernel)).__name__}`: make features for that kernel."
+            )
         return RandomFourier(kernel, self.num_features, self.seed, self.table)
 
     def _drawn(self, pairs: Int[Array, " p"], d: int) -> Float[Array, "p d"]:
@@ -114,18 +121,26 @@ class RandomFourier(AbstractFeatures):
         """The kernel itself, which the features have on average, shape (n, m)."""
         return self.kernel(X, Z)
 
-    def hyperparameters(self) -> Any:
-        """The kernel: seed and stored frequencies never change."""
-        return self.kernel
+    def hyperparameters(self) -> list[Array]:
+        """The kernel's: seed and stored frequencies never change."""
+        return jax.tree.leaves(self.kernel)
 
-    def with_hyperparameters(self, hyperparameters: Any) -> "RandomFourier":
-        """The same features with another kernel."""
-        return self.with_kernel(hyperparameters)
+    def with_hyperparameters(self, hyperparameters: list[Array]) -> "RandomFourier":
+        """The same features with another kernel's hyperparameters."""
+        structure = jax.tree.structure(self.kernel)
+        return self.with_kernel(jax.tree.unflatten(structure, hyperparameters))
+
+
+def _as_key(seed: Any) -> Key[Array, ""]:
+    return seed if isinstance(seed, jax.Array) else jax.random.key(operator.index(seed))
+
+
+def _inner(kernel: AbstractKernel) -> AbstractKernel:
+    return _inner(kernel.kernel) if isinstance(kernel, Scaled) else kernel
 
 
 def _lengthscale(kernel: AbstractKernel) -> Float[Array, "..."]:
-    while isinstance(kernel, Scaled):
-        kernel = kernel.kernel
+    kernel = _inner(kernel)
     if not isinstance(kernel, RBF | Matern12 | Matern32 | Matern52):
         raise ValueError(
             f"the frequencies of `{type(kernel).__name__}` cannot be stored: only those of RBF and "

@@ -141,8 +141,11 @@ class AutoChevronGP(AbstractGPGuide):
         a = _prior_precision(site) + _weighted_squares(site, weights)
         k = self.rank
         b = jnp.zeros_like(a).at[:k].set(_below_diagonal(site, q, weights))
+        root = jnp.sqrt(jnp.square(b) + 4.0 * a)
+        # Whichever form does not take the difference of two large numbers.
+        optimum = jnp.where(b < 0.0, (root - b) / (2.0 * a), 2.0 / (jnp.abs(b) + root))
         name = f"{site.name}_{self.prefix}_scale_diag"
-        return {**params, name: 2.0 / (b + jnp.sqrt(jnp.square(b) + 4.0 * a))}
+        return {**params, name: optimum.astype(q.scale_diag.dtype)}
 
 
 def _prior_precision(site: GPSite) -> Float[Array, " m"]:

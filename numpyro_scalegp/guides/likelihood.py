@@ -83,5 +83,5 @@ def _is_observed(site: dict[str, Any]) -> bool:
 def log_density(site: dict[str, Any]) -> Float[Array, ""]:
     """The log density of a traced site's value, summed and scaled."""
     intermediates = [site["intermediates"]] if site["intermediates"] else []
-    total = jnp.sum(site["fn"].log_prob(site["value"], *intermediates))
-    return total if site["scale"] is None else site["scale"] * total
+    terms = site["fn"].log_prob(site["value"], *intermediates)
+    return jnp.sum(terms if site["scale"] is None else site["scale"] * terms)

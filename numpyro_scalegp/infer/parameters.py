@@ -1,11 +1,14 @@
 """Parameters of a running SVI that are set by other means than gradients."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 from numpyro.infer.util import transform_fn
+
+from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate
 
 
 def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIState:
@@ -18,7 +21,8 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
             parameters of the SVI are passed over, so that what `solve_mean` returns can be given.
 
     Returns:
-        The state from which `svi.update` goes on.
+        The state from which `svi.update` goes on; that of a `SparseSVI` with a control variate
+        after `refresh`, and `run` after nothing.
 
     Raises:
         ValueError: if the optimizer is not one of optax.
@@ -47,4 +51,16 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
     known = {name: value for name, value in params.items() if name in old}
     new: Any = {**old, **transform_fn(transforms, known, invert=True)}
     new = {name: jnp.asarray(value, old[name].dtype) for name, value in new.items()}
-    return state._replace(optim_state=(count, (new, moments)))
+    mutable = state.mutable_state
+    if mutable:
+        # A control variate no longer knows the weights: NaN until `SparseSVI` makes it anew.
+        mutable = {
+            name: _stale(value) if isinstance(value, ControlVariate) else value
+            for name, value in mutable.items()
+        }
+    return state._replace(optim_state=(count, (new, moments)), mutable_state=mutable)
+
+
+def _stale(control: ControlVariate) -> ControlVariate:
+    projected = jnp.full_like(control.projected, jnp.nan)
+    return dataclasses.replace(control, projected=projected)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from numpyro import handlers
-from numpyro.distributions import Independent
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.likelihood import check_keeps_functions_apart, log_density
 from numpyro_scalegp.infer.base import AbstractParticleELBO
-from numpyro_scalegp.infer.traces import Trace, divergence, mutable_values
+from numpyro_scalegp.infer.traces import Trace, check_factorises, divergence, mutable_values
 
 
 class QuadratureELBO(AbstractParticleELBO):
@@ -133,7 +132,7 @@ def _elbo_of_traces(
         if site["type"] != "sample":
             continue
         if site["is_observed"]:
-            _check_factorises(site, {shape[-1] for shape in shapes})
+            check_factorises(site, {shape[-1] for shape in shapes})
             for *batch, n in shapes:
                 check_keeps_functions_apart(site, tuple(batch), n)
             total += log_density(site)
@@ -145,17 +144,3 @@ def _elbo_of_traces(
         if site["type"] == "sample" and name not in model_trace:
             total -= log_density(site)
     return total
-
-
-def _check_factorises(site: Trace, rows: set[int]) -> None:
-    couples_rows = (
-        len(site["fn"].event_shape) == 1
-        and site["fn"].event_shape[0] in rows
-        and site["fn"].batch_shape == ()
-        and not isinstance(site["fn"], Independent)
-    )
-    if couples_rows:
-        raise ValueError(
-            f"the observed site `{site['name']}` is one {type(site['fn']).__name__} over all rows: "
-            "`QuadratureELBO` needs a likelihood that factorises over rows."
-        )

@@ -1,14 +1,14 @@
 """The ELBO of a weight-space GP from some rows of the data and some of its features."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import erf
-from jaxtyping import Array, ArrayLike, Float, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 from numpyro import handlers
 from numpyro.distributions import (
     BernoulliLogits,
@@ -39,7 +39,7 @@ from numpyro_scalegp.estimators.quadruply_stochastic import (
 )
 from numpyro_scalegp.guides.likelihood import log_density
 from numpyro_scalegp.infer.base import AbstractParticleELBO
-from numpyro_scalegp.infer.traces import Trace, divergence, mutable_values
+from numpyro_scalegp.infer.traces import Trace, check_factorises, divergence, mutable_values
 
 # Likelihoods whose logarithm is concave in f where this parameter is affine in it; of `Poisson` the
 # logarithm of the rate would have to be.
@@ -77,7 +77,9 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
 
     Args:
         num_features: the number q of features in a set; all of them where there are fewer.
-        control_variate_rank: number of support points; 0 for no control variate.
+        control_variate_rank: number of support points; 0 for no control variate. Where nothing
+            varies with sets (all features in one), and for a bound with independent weights, there
+            is none.
         support_points: the support points, shape (r, d), in place of the cluster centres of rows
             that `SparseSVI` draws from the model's mini-batches. Without `SparseSVI`, a step with
             them costs O(r m (d + k)).
@@ -86,8 +88,8 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         log_concave: names of observed sites whose log-likelihood is concave in f, besides
             Bernoulli and binomial ones with affine logits, Laplace and Gaussian ones with an affine
             location, and Poisson ones (the logarithm of whose rate must be affine in f).
-        fixed_prior: whether the kernel of inducing points is held, and the constant log|K(Z, Z)|,
-            which takes O(m^3), left out.
+        fixed_prior: whether the constant log|K(Z, Z)| of inducing points, which takes O(m^3), is
+            left out: for a kernel with nothing to learn.
         num_nodes: quadrature nodes.
         num_particles: draws of the other sites.
         vectorize_particles: as in NumPyro's ELBOs.
@@ -96,6 +98,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         ValueError: if a number is out of range; in a step, if the guide's GP site is not one
             `ChevronGP`, an observed site depends on f in a way that the above does not allow, or
             there should be a control variate, and neither support points nor `SparseSVI`.
+            An observed site that combines rows gives NaN where its parameters are traced.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, theorems 1 to 3. The
@@ -179,7 +182,8 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         guide_key, model_key, index_key, column_key = jax.random.split(key, 4)
         problem = trace_problem(params, model, guide, guide_key, model_key, args, kwargs)
         site, q, p = problem.site, problem.q, problem.p
-        features = jax.lax.stop_gradient(q.features) if self.fixed_prior else q.features
+        if self.fixed_prior:
+            self._check_fixed(p, params, guide, guide_key, args, kwargs)
 
         index = (
             q.loc.index
@@ -196,8 +200,8 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             some = rows.some_columns(columns)
             inflation = rank / self.num_columns
             control = None if control is None else control.some_columns(columns)
-        seen = views(features, q.X, some)
-        at_support = None if control is None else control.views(features, some)
+        seen = views(q.features, q.X, some)
+        at_support = None if control is None else control.views(q.features, some)
 
         total = problem.other_terms()
         if self.bound is None:
@@ -217,17 +221,46 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         if p.has_dense_precision and not self.fixed_prior:
             log_determinant = p.log_determinant()
         kl = prior_divergence(
-            features, rows if not p.has_dense_precision else some, p.precision, log_determinant
+            p.features, rows if not p.has_dense_precision else some, p.precision, log_determinant
         )
         if p.has_dense_precision and control is not None and at_support is not None:
             kl += 0.5 * control.of_precision(at_support)
         return total - problem.scale * kl, problem.mutable
+
+    def _check_fixed(
+        self,
+        p: WeightSpaceGP,
+        params: dict[str, Any],
+        guide: Callable,
+        key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Raise unless the prior is that of features which no parameter moves."""
+
+        def features(params: dict[str, Any]) -> list[Array]:
+            q = find_family(params, guide, key, args, kwargs)[1]
+            return jax.tree.leaves(q.features.hyperparameters())
+
+        moves = any("params" in leaf for leaf in _flat(eval_provenance(features, params=params)))
+        if moves or not p.has_dense_precision:
+            raise ValueError(
+                "`fixed_prior` is for inducing points with their own precision and a kernel that "
+                "is held: "
+                + (
+                    "here hyperparameters of the features are learned. Give them as numbers."
+                    if moves
+                    else "this prior has no constant to leave out."
+                )
+            )
 
     def _control_variate(
         self, params: dict[str, Any], site: str, q: ChevronGP, p: WeightSpaceGP
     ) -> ControlVariate | None:
         if self.control_variate_rank == 0 or self.num_features >= q.loc.shape[0]:
             return None  # without sets, nothing varies
+        if self.bound is not None and not p.has_dense_precision:
+            return None
         if control_variate_name(site) in params:
             return params[control_variate_name(site)]
         if self.support_points is None or isinstance(q.loc, Rows):
@@ -272,28 +305,66 @@ class Problem(NamedTuple):
                 total -= log_density(site)
         return total
 
-    def _observed(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
-        """Each observed site, and whether its law depends on f."""
+    def _at_zero(self) -> Float[Array, " n"]:
+        dtype = jnp.result_type(self.q.X, *jax.tree.leaves(self.q.features.hyperparameters()))
+        return jnp.zeros(self.q.X.shape[0], dtype)
 
-        def laws(f: Array) -> dict[str, Any]:
-            trace = self.run(f)
+    def _observed(self) -> list["_Observed"]:
+        """Each observed site, with what of it depends on f.
+
+        Raises:
+            ValueError: if more than the laws of observed sites does.
+        """
+
+        def parts(f: Array) -> dict[str, Any]:
             return {
-                name: [jnp.asarray(leaf) for leaf in jax.tree.leaves(site["fn"])]
-                for name, site in trace.items()
-                if site["type"] == "sample" and site["is_observed"]
+                name: {
+                    **_parameters(site["fn"]),
+                    _VALUE: site["value"] if site["is_observed"] else 0.0,
+                    _SCALE: 1.0 if site["scale"] is None else site["scale"],
+                }
+                for name, site in self.run(f).items()
+                if site["type"] == "sample" and name != self.site
             }
 
-        depends = eval_provenance(laws, f=jnp.zeros_like(self.q.X[:, 0]))
-        for name, leaves in depends.items():
-            yield name, self.model_trace[name], any("f" in leaf for leaf in leaves)
+        provenance = eval_provenance(
+            lambda f: jax.tree.map(jnp.asarray, parts(f)), f=self._at_zero()
+        )
+        found = []
+        for name in self.model_trace:  # in the model's order, latent sites before what they explain
+            if name not in provenance:
+                continue
+            depends = frozenset(
+                key
+                for key, leaves in provenance[name].items()
+                if any("f" in one for one in _flat(leaves))
+            )
+            site = self.model_trace[name]
+            if depends and not site["is_observed"]:
+                raise ValueError(
+                    f"the law of the latent site `{name}` depends on the function `{self.site}`: "
+                    "use `QuadratureELBO`."
+                )
+            if depends & {_VALUE, _SCALE}:
+                raise ValueError(
+                    f"the value or the scale of the observed site `{name}` depends on the function "
+                    f"`{self.site}`: let its law alone depend on it, or use `QuadratureELBO`."
+                )
+            if depends:
+                check_factorises(site, {self.q.X.shape[0]})
+            if site["is_observed"]:
+                found.append(_Observed(name, site, *unwrapped(site["fn"]), depends))
+        return found
 
-    def _affine(self, name: str, parameter: str) -> Callable[[Array], Array] | None:
-        """A parameter of an observed site's law as a function of f; None if it is not affine."""
+    def _parameter(self, name: str, parameter: str) -> Callable[[Array], Array]:
+        """A parameter of an observed site's law as a function of f."""
+        return lambda f: jnp.asarray(getattr(unwrapped(self.run(f)[name]["fn"])[0], parameter))
 
-        def value(f: Array) -> Array:
-            return getattr(unwrapped(self.run(f)[name]["fn"])[0], parameter)
-
-        f = jnp.zeros_like(self.q.X[:, 0])
+    def _affine(self, observed: "_Observed", parameter: str) -> Callable[[Array], Array] | None:
+        """That function, if it is affine and all else in the law does not depend on f."""
+        if observed.depends != {parameter}:
+            return None
+        value, f = self._parameter(observed.name, parameter), self._at_zero()
         try:
             shape = jax.eval_shape(value, f)
             jax.linear_transpose(value, f)(jnp.zeros(shape.shape, shape.dtype))
@@ -301,59 +372,84 @@ class Problem(NamedTuple):
             return None
         return value
 
+    def _by_rows(self, observed: "_Observed") -> Bool[Array, ""]:
+        """Whether each entry of a law's parameters depends on one row of f, at two points.
+
+        Then, and as a rule only then, a change of f by signs changes the parameters by signs.
+
+        Raises:
+            ValueError: if not, and values are concrete.
+        """
+        zero = self._at_zero()
+        good = jnp.asarray(True)
+        for parameter in sorted(observed.depends):
+            value = self._parameter(observed.name, parameter)
+            for key in jax.random.split(jax.random.key(0), 2):
+                signs = jax.random.rademacher(key, zero.shape, zero.dtype)
+                place = 0.3 + 0.1 * signs
+                one, other = (
+                    jnp.square(jax.jvp(value, (place,), (tangent,))[1])
+                    for tangent in (jnp.ones_like(zero), signs)
+                )
+                most = jnp.max(jnp.maximum(one, other), initial=0.0)
+                # What is not finite here comes from the parameters, not from rows.
+                good &= ~jnp.any(jnp.abs(one - other) > 1e-3 * most)
+        if checks.is_concrete(good) and not good:
+            raise ValueError(
+                f"the observed site `{observed.name}` combines rows of the function "
+                f"`{self.site}`: each of its entries must depend on one row."
+            )
+        return good
+
     def gaussian(self, seen: Views) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """An unbiased estimate of E[log p(y | f)], and the sum of the rows' precisions.
+
+        Both are NaN where a likelihood combines rows, and values are traced.
 
         Raises:
             ValueError: if the likelihood is not Gaussian with a mean that is affine in f.
         """
         total, precision = jnp.zeros(()), jnp.zeros(())
-        for name, site, depends in self._observed():
-            if not depends:
-                total += log_density(site)
+        f = jnp.zeros(self.q.X.shape[0], seen.projected.dtype)
+        for observed in self._observed():
+            if not observed.depends:
+                total += log_density(observed.site)
                 continue
-            fn, mask = unwrapped(site["fn"])
-            mean = self._affine(name, "loc") if isinstance(fn, Normal) else None
-            if mean is None or self._scale_depends(name):
+            fn = observed.fn
+            mean = self._affine(observed, "loc") if isinstance(fn, Normal) else None
+            if mean is None:
                 raise ValueError(
-                    f"the observed site `{name}` is no Gaussian with a mean affine in f and a "
-                    "scale that does not depend on it, so there is no unbiased estimate: give "
-                    '`bound="strict"` for a log-concave likelihood, or use `QuadratureELBO`.'
+                    f"the observed site `{observed.name}` is no Gaussian with a mean affine in f "
+                    "and a scale that does not depend on it, so there is no unbiased estimate: "
+                    'give `bound="strict"` for a log-concave likelihood, or use `QuadratureELBO`.'
                 )
-            f = jnp.zeros_like(self.q.X[:, 0])
             at_zero, linear = jax.linearize(mean, f)
             parts = [jax.vmap(linear)(view.T) for view in seen.projected]
             i, j = parts[0], parts[-1]  # the same where the set has all features
-            residual = site["value"] - at_zero
+            # What is masked may be NaN, which not even a derivative of zero would forgive.
+            residual = jnp.where(observed.mask, observed.site["value"], at_zero) - at_zero
             product = (residual - i[0]) * (residual - j[0]) + jnp.sum(i[1:] * j[1:], axis=0)
-            slope = linear(jnp.ones_like(f))
             variance = jnp.maximum(jnp.mean(seen.diagonal, axis=0), jnp.finfo(f.dtype).tiny)
             product += jnp.square(linear(jnp.sqrt(variance)))
             terms = product / jnp.square(fn.scale) + 2.0 * jnp.log(fn.scale)
-            terms = -0.5 * (terms + math.log(2.0 * math.pi))
-            weight = 1.0 if site["scale"] is None else site["scale"]
-            total += jnp.sum(jnp.where(mask, weight * terms, 0.0))
-            precision += jnp.sum(jnp.where(mask, weight * jnp.square(slope / fn.scale), 0.0))
+            by_rows = self._by_rows(observed)
+            total += observed.sum(-0.5 * (terms + math.log(2.0 * math.pi)), by_rows)
+            slope = linear(jnp.ones_like(f))
+            precision += observed.sum(jnp.square(slope / fn.scale), by_rows)
         return total, precision
 
     def targets(self) -> Float[Array, " n"]:
         """What the first Gaussian site observes f as at each row, or zeros."""
-        f = jnp.zeros_like(self.q.X[:, 0])
-        for name, site, depends in self._observed():
-            is_normal = depends and isinstance(unwrapped(site["fn"])[0], Normal)
-            mean = self._affine(name, "loc") if is_normal else None
+        f = self._at_zero()
+        for observed in self._observed():
+            is_normal = isinstance(observed.fn, Normal)
+            mean = self._affine(observed, "loc") if is_normal else None
             if mean is not None:
                 at_zero, linear = jax.linearize(mean, f)
-                targets = (site["value"] - at_zero) / linear(jnp.ones_like(f))
+                targets = (observed.site["value"] - at_zero) / linear(jnp.ones_like(f))
                 if targets.shape == f.shape:
                     return jnp.where(jnp.isfinite(targets), targets, 0.0)
         return f
-
-    def _scale_depends(self, name: str) -> bool:
-        def scale(f: Array) -> Array:
-            return jnp.asarray(unwrapped(self.run(f)[name]["fn"])[0].scale)
-
-        return "f" in eval_provenance(scale, f=jnp.zeros_like(self.q.X[:, 0]))
 
     def bound(
         self,
@@ -372,22 +468,24 @@ class Problem(NamedTuple):
         scales = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
         total = jnp.zeros(())
         by_quadrature = []
-        for name, site, depends in self._observed():
-            if not depends:
-                total += log_density(site)
+        for observed in self._observed():
+            if not observed.depends:
+                total += log_density(observed.site)
                 continue
-            fn, _ = unwrapped(site["fn"])
-            parameter = _LOG_CONCAVE.get(type(fn), "")
-            known = parameter is None or (parameter and self._affine(name, parameter) is not None)
-            if name not in declared and not known:
+            parameter = _LOG_CONCAVE.get(type(observed.fn), "")
+            affine = self._affine(observed, parameter) if parameter else None
+            if observed.name not in declared and affine is None and parameter is not None:
                 raise ValueError(
-                    f"the observed site `{name}`, a `{type(fn).__name__}`, is not known to be "
-                    f"log-concave in f: name it in `log_concave` if it is, or use `QuadratureELBO`."
+                    f"the observed site `{observed.name}`, a `{type(observed.fn).__name__}`, is "
+                    "not known to be log-concave in f: name it in `log_concave` if it is, or use "
+                    "`QuadratureELBO`."
                 )
-            if isinstance(fn, Laplace) and parameter and known:
-                total += self._laplace(name, site, means, scales)
+            by_rows = self._by_rows(observed)
+            if isinstance(observed.fn, Laplace) and affine is not None:
+                total += observed.sum(_laplace(observed, affine, means, scales), by_rows)
             else:
-                by_quadrature.append(name)
+                by_quadrature.append(observed.name)
+                total += jnp.where(by_rows, 0.0, jnp.nan)
         if not by_quadrature:
             return total
 
@@ -400,26 +498,44 @@ class Problem(NamedTuple):
         values = jax.vmap(jax.vmap(at))(points)
         return total + jnp.mean(values @ weights)
 
-    def _laplace(
-        self,
-        name: str,
-        site: dict[str, Any],
-        means: Float[Array, "sets n"],
-        scales: Float[Array, "sets n"],
-    ) -> Float[Array, ""]:
-        """E[-log 2b - |y - f| / b], in closed form."""
-        fn, mask = unwrapped(site["fn"])
-        value = self._affine(name, "loc")
-        assert value is not None
-        at_zero, linear = jax.linearize(value, jnp.zeros_like(self.q.X[:, 0]))
-        centre = site["value"] - at_zero - jax.vmap(linear)(means)
-        scale = jnp.abs(jax.vmap(linear)(scales))
-        ratio = centre / scale
-        distance = scale * math.sqrt(2.0 / math.pi) * jnp.exp(-0.5 * jnp.square(ratio))
-        distance += centre * erf(ratio / math.sqrt(2.0))
-        terms = -jnp.log(2.0 * fn.scale) - distance / fn.scale
-        weight = 1.0 if site["scale"] is None else site["scale"]
-        return jnp.sum(jnp.mean(jnp.where(mask, weight * terms, 0.0), axis=0))
+
+# Beside the parameters of a site's law, what else of it may depend on f.
+_VALUE, _SCALE = "the value", "the scale of the site"
+
+
+class _Observed(NamedTuple):
+    """An observed site."""
+
+    name: str
+    site: dict[str, Any]
+    fn: Distribution  # without wrappers
+    mask: Any
+    depends: frozenset[str]  # parameters of the law that depend on f
+
+    def sum(self, terms: Array, by_rows: Bool[Array, ""]) -> Float[Array, ""]:
+        """The sum over all entries of the law, scaled and masked; NaN if rows are combined."""
+        weight = 1.0 if self.site["scale"] is None else self.site["scale"]
+        whole = jnp.broadcast_to(terms, self.site["fn"].shape())
+        return jnp.where(by_rows, jnp.sum(jnp.where(self.mask, weight * whole, 0.0)), jnp.nan)
+
+
+def _laplace(
+    observed: _Observed,
+    location: Callable[[Array], Array],
+    means: Float[Array, "sets n"],
+    scales: Float[Array, "sets n"],
+) -> Array:
+    """E[-log 2b - |y - f| / b] in closed form, averaged over sets."""
+    at_zero, linear = jax.linearize(location, jnp.zeros_like(means[0]))
+    b = observed.fn.scale
+    value = jnp.where(observed.mask, observed.site["value"], at_zero)
+    centre = value - at_zero - jax.vmap(linear)(means)
+    # Where f does not enter at all, the ratio below stays finite.
+    scale = jnp.maximum(jnp.abs(jax.vmap(linear)(scales)), 1e-6 * b)
+    ratio = centre / scale
+    distance = scale * math.sqrt(2.0 / math.pi) * jnp.exp(-0.5 * jnp.square(ratio))
+    distance += centre * erf(ratio / math.sqrt(2.0))
+    return jnp.mean(-jnp.log(2.0 * b) - distance / b, axis=0)
 
 
 def unwrapped(fn: Distribution) -> tuple[Distribution, Any]:
@@ -427,9 +543,23 @@ def unwrapped(fn: Distribution) -> tuple[Distribution, Any]:
     mask: Any = True
     while isinstance(fn, ExpandedDistribution | Independent | MaskedDistribution):
         if isinstance(fn, MaskedDistribution):
-            mask = mask & fn._mask
+            own = jnp.asarray(fn._mask)
+            mask = mask & own.reshape(own.shape + (1,) * (fn.event_dim if own.ndim else 0))
         fn = fn.base_dist
     return fn, mask
+
+
+def _parameters(fn: Distribution) -> dict[str, Any]:
+    """The parameters of a law by name, as far as they have one."""
+    fn, mask = unwrapped(fn)
+    named = {name: getattr(fn, name) for name in fn.arg_constraints if name in vars(fn)}
+    known = {id(leaf) for leaf in jax.tree.leaves(named)}
+    rest = [leaf for leaf in jax.tree.leaves(fn) if id(leaf) not in known]
+    return {**named, "its other parameters": rest, "its mask": mask}
+
+
+def _flat(leaves: Any) -> list[Any]:
+    return jax.tree.leaves(leaves, is_leaf=lambda one: isinstance(one, frozenset))
 
 
 class Stopped(Messenger):
@@ -500,7 +630,12 @@ def trace_problem(
 
     model_trace = run(jnp.zeros_like(q.X[:, 0]))
     p = model_trace[name]["fn"]
-    scale = model_trace[name]["scale"]
+    if q.features.size(q.X) != p.features.size(p.X):
+        raise ValueError(
+            f"the guide's features at the site `{name}` are {q.features.size(q.X)}, the prior's "
+            f"{p.features.size(p.X)}: both must be the same features."
+        )
+    scale = guide_trace[name]["scale"]
     mutable = {**mutable_values(guide_trace), **mutable_values(model_trace)}
     return Problem(
         name, q, p, 1.0 if scale is None else scale, guide_trace, model_trace, mutable, run

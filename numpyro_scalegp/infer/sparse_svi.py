@@ -14,6 +14,7 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.distributions import ChevronGP
 from numpyro_scalegp.estimators.chevron import Chevron
@@ -130,14 +131,14 @@ class SparseSVI(SVI):
     ) -> SVIState:
         """Get the initial state, the control variate included; see `SVI.init`."""
         key, support_key = jax.random.split(rng_key)
-        rows = _RowParams()
+        declared = _RowParams()
 
         def guide(*args: Any, **kwargs: Any) -> Any:
-            with rows, Stopped():  # without the moments of f
+            with declared, Stopped():  # without the moments of f
                 return self.guide(*args, **kwargs)
 
         def model(*args: Any, **kwargs: Any) -> Any:
-            with rows:
+            with declared:
                 return self.model(*args, **kwargs)
 
         plain = SVI(model, guide, optax.identity(), self.loss, **self.static_kwargs)
@@ -145,9 +146,11 @@ class SparseSVI(SVI):
         # Copies: `run` donates them, and they may be arrays of the model or of its arguments.
         state = jax.tree.map(jnp.copy, state)
         self.constrain_fn = plain.constrain_fn
-        self.row_names = tuple(rows.names)
+        self.row_names = tuple(declared.names)
         params = plain.optim.get_params(state.optim_state)
-        problem = self._problem(params, support_key, args, kwargs)
+        mutable = dict(state.mutable_state or {})
+        given = {**self.constrain_fn(params), **mutable}
+        problem = self._problem(given, support_key, args, kwargs)
         self.num_features = problem.q.loc.shape[0]
         self.dense_precision = problem.p.has_dense_precision
         for name in self.row_names:
@@ -160,20 +163,53 @@ class SparseSVI(SVI):
         dense = {name: params[name] for name in params if name not in self.row_names}
         row_states = {name: self.row_optim(name).init(params[name]) for name in self.row_names}
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
-        mutable = dict(state.mutable_state or {})
-        if self.loss.control_variate_rank > 0 and self.loss.num_features < self.num_features:
-            rows = self._support(params, problem, support_key, args, kwargs)
-            control = self._control(params, rows, support_key, args, kwargs)
+        self._check_elementwise(params)
+        has_effect = self.loss.num_features < self.num_features and (
+            self.loss.bound is None or self.dense_precision
+        )
+        if self.loss.control_variate_rank > 0 and has_effect:
+            self._check_rows(given, support_key, args, kwargs)
+            support = self._support(given, problem, support_key, args, kwargs)
+            control = self._control(given, support, support_key, args, kwargs)
             mutable[control_variate_name(problem.site)] = control
         return SVIState(optim_state, mutable or None, state.rng_key)
 
+    def _check_elementwise(self, params: dict[str, Any]) -> None:
+        """Raise if a constraint of a parameter with rows does not act on each row by itself."""
+        some = jnp.arange(self.num_features)[:: max(1, self.num_features // 3)]
+        for name in self.row_names:
+            whole = self.constrain_fn({name: params[name]})[name]
+            rows = self.constrain_fn({name: params[name][some]})[name]
+            if rows.shape != whole[some].shape or not jnp.allclose(rows, whole[some]):
+                raise ValueError(
+                    f"the constraint of the parameter `{name}`, declared with rows=True, does not "
+                    "act on each row by itself: take one that does, such as `positive`."
+                )
+
+    def _check_rows(
+        self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise unless all that the control variate follows comes by rows."""
+        index = jnp.zeros((1, 1), jnp.int32)
+        values = {
+            name: Rows.of(value, index) if name in self.row_names else value
+            for name, value in given.items()
+        }
+        kwargs = {**kwargs, **self.static_kwargs}
+        q = find_family(values, self.guide, key, args, kwargs)[1]
+        if not all(isinstance(part, Rows) for part in (q.loc, q.scale_diag, q.scale_columns)):
+            raise ValueError(
+                "a control variate follows `loc`, `scale_diag` and `scale_columns` by their rows: "
+                "declare all three with numpyro.param(..., rows=True), or set "
+                "`control_variate_rank` to 0."
+            )
+
     def _problem(
-        self, params: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Problem:
         keys = jax.random.split(key)
-        values = self.constrain_fn(params)
         kwargs = {**kwargs, **self.static_kwargs}
-        return trace_problem(values, self.model, self.guide, keys[0], keys[1], args, kwargs)
+        return trace_problem(given, self.model, self.guide, keys[0], keys[1], args, kwargs)
 
     def _support(
         self,
@@ -187,10 +223,10 @@ class SparseSVI(SVI):
 
         Centres of the rows' clusters vary with more of the data than as many rows.
         """
-        rank, given = self.loss.control_variate_rank, self.loss.support_points
-        num = problem.q.X.shape[0]
+        rank, points = self.loss.control_variate_rank, self.loss.support_points
+        num, width = problem.q.X.shape
         batches = math.ceil(_DATA_ROWS * rank / num) if _takes_mini_batches(problem) else 1
-        if given is None and batches * num < rank:
+        if points is None and batches * num < rank:
             raise ValueError(
                 f"`control_variate_rank` is {rank}, and the model has {num} rows: take at most as "
                 "many, draw mini-batches within the model (`sgp.plate`), or give `support_points`."
@@ -201,13 +237,14 @@ class SparseSVI(SVI):
             targets = jnp.zeros(num, found.q.X.dtype)
             return found.q.X, found.targets() if self.loss.bound is None else targets
 
-        batch_key, choice_key = jax.random.split(key)
+        batch_key, choice_key, points_key = jax.random.split(key, 3)
         X, targets = jax.lax.map(batch, jax.random.split(batch_key, batches))
         X, targets = X.reshape(-1, X.shape[-1]), targets.reshape(-1)
         chosen = jax.random.permutation(choice_key, len(X))[: _DATA_ROWS * rank]
         X, targets = X[chosen], targets[chosen]
-        points = kmeans_points(choice_key, X, rank) if given is None else given
-        return jnp.asarray(points, X.dtype), X, targets
+        if points is None:
+            return kmeans_points(points_key, X, rank), X, targets
+        return checks.inputs("support_points", points, width).astype(X.dtype), X, targets
 
     def _control(
         self,
@@ -218,8 +255,7 @@ class SparseSVI(SVI):
         kwargs: dict[str, Any],
     ) -> ControlVariate:
         kwargs = {**kwargs, **self.static_kwargs}
-        values = self.constrain_fn(params)
-        _, q, _ = find_family(values, self.guide, key, args, kwargs)
+        _, q, _ = find_family(params, self.guide, key, args, kwargs)
         law = Chevron(q.loc, q.scale_diag, q.scale_columns)
         return ControlVariate.fit(q.features, *rows, law, dense_precision=self.dense_precision)
 
@@ -245,11 +281,10 @@ class SparseSVI(SVI):
     def _refresh(
         self, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, ControlVariate]:
-        params = svi_state.optim_state[1][0]
+        given = {**self.get_params(svi_state), **svi_state.mutable_state}
+        key = jax.random.fold_in(svi_state.rng_key, 1)
         return {
-            name: self._control(
-                params, (old.X, old.data, old.targets), svi_state.rng_key, args, kwargs
-            )
+            name: self._control(given, (old.X, old.data, old.targets), key, args, kwargs)
             for name, old in svi_state.mutable_state.items()
             if isinstance(old, ControlVariate)
         }
@@ -270,7 +305,7 @@ class SparseSVI(SVI):
         rng_key, index_key, loss_key = jax.random.split(svi_state.rng_key, 3)
         step, (params, (dense_state, row_states)) = svi_state.optim_state
         kwargs = {**kwargs, **self.static_kwargs}
-        size = self.num_features
+        size = params[self.row_names[0]].shape[0] if self.row_names else self.num_features
         index = self.loss.index_sets(index_key, size, dense_precision=self.dense_precision)
         dense = {name: params[name] for name in params if name not in self.row_names}
         rows = {name: params[name][index] for name in self.row_names}
@@ -322,13 +357,22 @@ class SparseSVI(SVI):
                 lambda leaf, value: _put(leaf, places, value), row_states[name], new_state
             )
 
+        old_mutable = mutable
         mutable = {**mutable, **keep_if(good, new_mutable, {k: mutable[k] for k in new_mutable})}
-        _, q, _ = find_family(constrained(dense, rows), self.guide, loss_key, args, kwargs)
-        _, moved, _ = find_family(constrained(dense, new_rows), self.guide, loss_key, args, kwargs)
-        once = (places < size).reshape(index.shape)[..., None]
-        change = jnp.where(once, _directions(moved, index) - _directions(q, index), 0.0)
-        for name, control in mutable.items():
+        for name, control in old_mutable.items():
             if isinstance(control, ControlVariate):
+                q, moved = (
+                    find_family(
+                        {**constrained(dense, some), **old_mutable},
+                        self.guide,
+                        loss_key,
+                        args,
+                        kwargs,
+                    )[1]
+                    for some in (rows, new_rows)
+                )
+                once = (places < size).reshape(index.shape)[..., None]
+                change = jnp.where(once, _directions(moved, index) - _directions(q, index), 0.0)
                 mutable[name] = control.moved(q.features, index, change)
         optim_state = (step + 1, (new_params, (dense_state, new_states)))
         return SVIState(optim_state, mutable or None, rng_key), loss
@@ -342,10 +386,10 @@ class SparseSVI(SVI):
 
     def _steps(
         self,
-        inputs: tuple[int, bool, tuple[Any, ...], dict[str, Any]],
+        inputs: tuple[int, bool, Any, tuple[Any, ...], dict[str, Any]],
         svi_state: SVIState,
     ) -> tuple[SVIState, Float[Array, " steps"]]:
-        num_steps, stable, args, kwargs = inputs
+        num_steps, stable, _, args, kwargs = inputs
 
         def body(state: SVIState, _: None) -> tuple[SVIState, Array]:
             return self._update(state, args, kwargs, stable=stable)
@@ -359,13 +403,15 @@ class SparseSVI(SVI):
         *args: Any,
         progress_bar: bool = True,
         stable_update: bool = False,
+        forward_mode_differentiation: bool = False,
         init_state: SVIState | None = None,
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> SVIRunResult:
         """Take `num_steps` steps in compiled stretches; see `SVI.run`.
 
-        A second run of the same length compiles nothing.
+        A second run of the same length compiles nothing; so a change of what model and guide take
+        from around them, other than arguments, needs a new `SparseSVI`.
 
         Args:
             rng_key: a typed JAX key.
@@ -373,6 +419,7 @@ class SparseSVI(SVI):
             *args: the model's positional arguments.
             progress_bar: whether to show progress and the mean loss of the last stretch.
             stable_update: whether steps that are not finite are left out.
+            forward_mode_differentiation: False; the rows are too many for the other mode.
             init_state: a state from which to go on; it is copied.
             init_params: parameters at which to start.
             **kwargs: the model's keyword arguments.
@@ -381,23 +428,28 @@ class SparseSVI(SVI):
             `params`, `state` and `losses`, as `SVI.run` gives them.
 
         Raises:
-            ValueError: if `num_steps` is not positive.
+            ValueError: if `num_steps` is not positive, or forward mode is asked for.
         """
+        if forward_mode_differentiation:
+            raise ValueError("`forward_mode_differentiation` is not for parameters of many rows.")
         if num_steps < 1:
             raise ValueError("num_steps must be a positive integer.")
         if init_state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         else:
             state = self.refresh(jax.tree.map(jnp.copy, init_state), *args, **kwargs)
-        length = max(1, min(num_steps, self.refresh_every, max(1, num_steps // 20)))
+        length = max(1, num_steps // 20)
+        length = math.ceil(self.refresh_every / math.ceil(self.refresh_every / length))
+        # What is compiled belongs to these.
+        parts = self.model, self.guide, self.loss
         losses: list[Array] = []
         done = since = 0
         with tqdm.tqdm(total=num_steps, disable=not progress_bar) as bar:
             while done < num_steps:
                 if since >= self.refresh_every:
                     state, since = self.refresh(state, *args, **kwargs), 0
-                steps = min(length, num_steps - done)
-                state, some = self._stretch((steps, stable_update, args, kwargs), state)
+                steps = min(length, num_steps - done, self.refresh_every - since)
+                state, some = self._stretch((steps, stable_update, parts, args, kwargs), state)
                 losses.append(some)
                 done, since = done + steps, since + steps
                 if progress_bar:

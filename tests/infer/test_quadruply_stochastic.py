@@ -178,6 +178,155 @@ def test_control_variate_lowers_the_variance():
     assert with_points[2] < 0.3 * without[2]
 
 
+def whole_loss(model: Any, loss: Any, rank: int = 2, **params: Array) -> Any:
+    """Value and gradient of an objective at given weights."""
+    names = "f_auto_loc", "f_auto_scale_diag", "f_auto_scale_columns"
+    start = {name: parameters("identity", rank)[name] for name in names} | params
+    q = sgp.guides.AutoChevronGP(model, rank=rank)
+    objective = lambda params: loss.loss(KEY, params, model, q, inputs(), observations())  # noqa: E731
+    return jax.value_and_grad(objective)(start)
+
+
+def with_law(observe: Any) -> Any:
+    """A model with a function, and what `observe` makes of it."""
+
+    def made(X: Array, y: Array) -> None:
+        phi = features("identity", sgp.kernels.RBF(0.9, 1.3))
+        observe(numpyro.sample("f", sgp.WeightSpaceGP(phi, X)), y)
+
+    return made
+
+
+SEEN = jnp.arange(N) < 7
+
+
+def under_mask(f: Array, y: Array) -> None:
+    with numpyro.plate("rows", N), numpyro.handlers.mask(mask=SEEN):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=jnp.where(SEEN, y, jnp.nan))
+
+
+def laplace_under_mask(f: Array, y: Array) -> None:
+    with numpyro.plate("rows", N), numpyro.handlers.mask(mask=SEEN):
+        numpyro.sample("y", dist.Laplace(f, 0.5), obs=jnp.where(SEEN, y, jnp.nan))
+
+
+def two_columns_under_mask(f: Array, y: Array) -> None:
+    law = dist.Normal(f[:, None] * jnp.array([1.0, 2.0]), 0.5).to_event(1)
+    with numpyro.plate("rows", N), numpyro.handlers.mask(mask=SEEN):
+        numpyro.sample("y", law, obs=y[:, None] + jnp.arange(2.0))
+
+
+def in_two_plates(f: Array, y: Array) -> None:
+    with numpyro.plate("outputs", 3, dim=-2), numpyro.plate("rows", N):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def several_scaled(f: Array, y: Array) -> None:
+    with numpyro.handlers.scale(scale=jnp.linspace(0.5, 2.0, N)):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+    numpyro.sample("z", dist.Normal(f[::-1], jnp.linspace(0.5, 2.0, N)), obs=y)
+    numpyro.sample("other", dist.Normal(0.0, 1.0), obs=jnp.array(0.3))
+
+
+@pytest.mark.parametrize(
+    "observe", [under_mask, two_columns_under_mask, in_two_plates, several_scaled]
+)
+def test_agrees_with_quadrature_on(observe):
+    model = with_law(observe)
+    value, gradient = whole_loss(model, QuadruplyStochasticELBO(M))
+    if observe is under_mask:  # whose NaN the quadrature does not survive
+        model = with_law(lambda f, y: under_mask(f, jnp.where(SEEN, y, 0.0)))
+    wanted, wanted_gradient = whole_loss(model, QuadratureELBO(2))
+    np.testing.assert_allclose(value, wanted, rtol=1e-8)
+    for name, one in wanted_gradient.items():
+        if observe is not under_mask:
+            np.testing.assert_allclose(gradient[name], one, atol=1e-8)
+        assert np.all(np.isfinite(gradient[name]))
+
+
+def test_laplace_survives_masks_and_slopes_of_zero():
+    loss = QuadruplyStochasticELBO(M, bound="strict")
+    for observe in (
+        laplace_under_mask,
+        lambda f, y: numpyro.sample("y", dist.Laplace(f * SEEN, 0.5), obs=y),
+    ):
+        value, gradient = whole_loss(with_law(observe), loss)
+        assert np.isfinite(value)
+        assert all(np.all(np.isfinite(one)) for one in gradient.values())
+
+
+def combining(observe: str) -> Any:
+    laws = {
+        "centred": lambda f: dist.Normal(f - f.mean(), 1.0),
+        "differences": lambda f: dist.Normal(jnp.diff(f), 1.0),
+        "sum": lambda f: dist.Normal(f.sum(), 1.0),
+        "preferences": lambda f: dist.Bernoulli(logits=f[::2] - f[1::2]),
+    }
+    return with_law(lambda f, y: numpyro.sample("y", laws[observe](f), obs=jnp.ones(())))
+
+
+@pytest.mark.parametrize("observe", ["centred", "differences", "sum", "preferences"])
+def test_likelihoods_that_combine_rows_are_refused(observe):
+    bound = "strict" if observe == "preferences" else None
+    loss = QuadruplyStochasticELBO(M, bound=bound)
+    with pytest.raises(ValueError, match="`y` combines rows of the function `f`"):
+        loss.loss(KEY, {}, *fitted(combining(observe)))
+    traced = jax.jit(lambda key: loss.loss(key, {}, *fitted(combining(observe))))
+    assert not np.isfinite(traced(KEY)) or observe != "preferences"
+
+
+def fitted(model: Any) -> tuple[Any, ...]:
+    guide = numpyro.handlers.substitute(
+        sgp.guides.AutoChevronGP(model, rank=2), data=parameters("identity", 2)
+    )
+    return model, guide, inputs(), observations()
+
+
+@pytest.mark.parametrize(
+    ("observe", "message"),
+    [
+        (
+            lambda f, y: numpyro.sample(
+                "y", dist.Poisson(jnp.exp(numpyro.sample("z", dist.Normal(f, 0.1)))), obs=y
+            ),
+            "the law of the latent site `z` depends on the function `f`",
+        ),
+        (
+            lambda f, y: numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y - f),
+            "the value or the scale of the observed site `y` depends",
+        ),
+        (
+            lambda f, y: numpyro.sample("y", dist.MultivariateNormal(f, jnp.eye(N)), obs=y),
+            "one MultivariateNormal over all rows",
+        ),
+    ],
+    ids=["latent", "value", "joint"],
+)
+def test_what_depends_on_the_function_but_the_law_of_rows_is_refused(observe, message):
+    made = with_law(observe)
+
+    def guide(X: Array, y: Array) -> None:
+        sgp.guides.AutoChevronGP(made, rank=0, rest=lambda *_: None)(X, y)
+        numpyro.sample("z", dist.Normal(jnp.zeros(N), 1.0))
+
+    guide = numpyro.handlers.seed(guide, 0)
+    with pytest.raises(ValueError, match=message):
+        QuadruplyStochasticELBO(M).loss(KEY, {}, made, guide, inputs(), observations())
+
+
+def test_guide_and_prior_must_have_the_same_features():
+    args = inputs(), observations(), "identity"
+
+    def other(*args: Any) -> None:
+        numpyro.sample("slope", dist.Delta(jnp.array(0.8)))
+        phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.9, 1.3), 4, seed=0)
+        law = jnp.zeros(4), jnp.ones(4), jnp.zeros((4, 0))
+        numpyro.sample("f", sgp.ChevronGP(phi, args[0], *law))
+
+    with pytest.raises(ValueError, match="features at the site `f` are 4, the prior's 10"):
+        QuadruplyStochasticELBO(4).loss(KEY, {}, model, other, *args)
+
+
 def test_masked_observations_count_nothing():
     mask = jnp.arange(N) < 7
     y = jnp.where(mask, observations(), jnp.nan)
@@ -262,32 +411,33 @@ def test_bound_of_dense_precision_takes_two_sets():
     assert QuadruplyStochasticELBO(99).index_sets(KEY, M, dense_precision=True).shape == (1, M)
 
 
-def test_fixed_prior_leaves_the_constant_out_and_holds_the_kernel():
-    params = parameters("dense", 2)
+def test_fixed_prior_leaves_the_constant_out():
+    kernel = sgp.kernels.RBF(0.9, 1.3)
 
-    def value(loss: Any, params: Any) -> Array:
-        return loss.loss(KEY, params, model, guide(2), inputs(), observations(), "dense")
+    def held(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.WeightSpaceGP(features("dense", kernel), X))
+        numpyro.sample("y", dist.Normal(f, numpyro.param("noise", 0.6)), obs=y)
 
-    free = QuadruplyStochasticELBO(4)
-    held = QuadruplyStochasticELBO(4, fixed_prior=True)
-    prior = sgp.WeightSpaceGP(features("dense", sgp.kernels.RBF(0.9, 1.3)), inputs())
-    np.testing.assert_allclose(
-        value(free, params) - value(held, params), -0.5 * prior.log_determinant(), rtol=1e-8
-    )
-    gradient = jax.grad(functools.partial(value, held))(params)
-    assert gradient["lengthscale"] == 0.0
-    assert gradient["noise"] != 0.0
-    np.testing.assert_allclose(
-        gradient["f_auto_loc"], jax.grad(functools.partial(value, free))(params)["f_auto_loc"]
-    )
+    noise = jnp.array(0.6)
+    free, gradient = whole_loss(held, QuadruplyStochasticELBO(4), noise=noise)
+    fixed, same = whole_loss(held, QuadruplyStochasticELBO(4, fixed_prior=True), noise=noise)
+    prior = sgp.WeightSpaceGP(features("dense", kernel), inputs())
+    np.testing.assert_allclose(free - fixed, -0.5 * prior.log_determinant(), rtol=1e-8)
+    jax.tree.map(np.testing.assert_allclose, gradient, same)
+
+    with pytest.raises(ValueError, match="hyperparameters of the features are learned"):
+        step(None, QuadruplyStochasticELBO(4, fixed_prior=True), kind="dense")
+    identity = with_law(lambda f, y: numpyro.sample("y", dist.Normal(f, 1.0), obs=y))
+    with pytest.raises(ValueError, match="this prior has no constant to leave out"):
+        whole_loss(identity, QuadruplyStochasticELBO(4, fixed_prior=True))
 
 
 # Errors
 
 
-def step(likelihood: Any, loss: Any) -> None:
-    args = inputs(), jnp.ones(N), "identity"
-    loss.loss(KEY, parameters("identity", 2), model, guide(2), *args, likelihood=likelihood)
+def step(likelihood: Any, loss: Any, kind: str = "identity") -> None:
+    args = inputs(), jnp.ones(N), kind
+    loss.loss(KEY, parameters(kind, 2), model, guide(2), *args, likelihood=likelihood)
 
 
 @pytest.mark.parametrize(
@@ -307,8 +457,13 @@ def test_no_gaussian_with_an_affine_mean(likelihood):
 
 @pytest.mark.parametrize(
     "likelihood",
-    [lambda f: dist.StudentT(3.0, f), lambda f: dist.Bernoulli(logits=f * f)],
-    ids=["student", "square"],
+    [
+        lambda f: dist.StudentT(3.0, f),
+        lambda f: dist.Bernoulli(logits=f * f),
+        lambda f: dist.Laplace(f, jnp.exp(f)),
+        lambda f: dist.Normal(f, jnp.exp(f)),
+    ],
+    ids=["student", "square", "laplace", "normal"],
 )
 def test_not_log_concave(likelihood):
     loss = QuadruplyStochasticELBO(4, bound="strict")
