@@ -20,14 +20,8 @@ from numpyro_scalegp.distributions import ChevronGP
 from numpyro_scalegp.estimators.chevron import Chevron
 from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate, weight_rows
 from numpyro_scalegp.features import kmeans_points
-from numpyro_scalegp.infer.quadruply_stochastic import (
-    Problem,
-    QuadruplyStochasticELBO,
-    Stopped,
-    control_variate_name,
-    find_family,
-    trace_problem,
-)
+from numpyro_scalegp.infer.problem import Problem, Stopped, find_family, trace_problem
+from numpyro_scalegp.infer.quadruply_stochastic import QuadruplyStochasticELBO, control_variate_name
 from numpyro_scalegp.infer.row_optimizers import RowOptimizer, merge_rows, row_adagrad
 
 # Rows from which the control variate learns what its support says, for each support point.
@@ -275,11 +269,16 @@ class SparseSVI(SVI):
         mutable = svi_state.mutable_state or {}
         if not any(isinstance(value, ControlVariate) for value in mutable.values()):
             return svi_state
-        new = self._refreshed(svi_state, args, kwargs)
+        new = self._refreshed(self._parts, svi_state, args, kwargs)
         return svi_state._replace(mutable_state={**mutable, **new})
 
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """What compiled functions belong to."""
+        return self.model, self.guide, self.loss
+
     def _refresh(
-        self, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, parts: Any, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, ControlVariate]:
         given = {**self.get_params(svi_state), **svi_state.mutable_state}
         key = jax.random.fold_in(svi_state.rng_key, 1)
@@ -440,8 +439,6 @@ class SparseSVI(SVI):
             state = self.refresh(jax.tree.map(jnp.copy, init_state), *args, **kwargs)
         length = max(1, num_steps // 20)
         length = math.ceil(self.refresh_every / math.ceil(self.refresh_every / length))
-        # What is compiled belongs to these.
-        parts = self.model, self.guide, self.loss
         losses: list[Array] = []
         done = since = 0
         with tqdm.tqdm(total=num_steps, disable=not progress_bar) as bar:
@@ -449,7 +446,9 @@ class SparseSVI(SVI):
                 if since >= self.refresh_every:
                     state, since = self.refresh(state, *args, **kwargs), 0
                 steps = min(length, num_steps - done, self.refresh_every - since)
-                state, some = self._stretch((steps, stable_update, parts, args, kwargs), state)
+                state, some = self._stretch(
+                    (steps, stable_update, self._parts, args, kwargs), state
+                )
                 losses.append(some)
                 done, since = done + steps, since + steps
                 if progress_bar:

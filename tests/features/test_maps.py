@@ -78,6 +78,8 @@ def test_seeds_and_columns_differ():
     assert not np.any(np.isclose(one, other, atol=1e-6))
     as_key = features.RandomFourier(kernels.RBF(1.0), 8, jax.random.key(0))(X)
     np.testing.assert_array_equal(one, as_key)
+    as_numpy = features.RandomFourier(kernels.RBF(1.0), 8, np.int64(0))(X)
+    np.testing.assert_array_equal(one, as_numpy)
     assert np.linalg.matrix_rank(one) == 5
 
 
@@ -117,6 +119,9 @@ def test_bad_arguments(unchecked):
     periodic = features.RandomFourier(kernels.Periodic(1.0, period=1.0), 4, seed=0)
     with pytest.raises(ValueError, match="frequencies of `Periodic` cannot be stored"):
         periodic.stored(3)
+    kept = features.RandomFourier(kernels.RBF(1.0), 4, seed=0).stored(3)
+    with pytest.raises(ValueError, match="kept are those of `RBF`, not of `Matern12`"):
+        kept.with_kernel(2.0 * kernels.Matern12(1.0))
     with pytest.raises(ValueError, match="`Linear` has no spectral density"):
         features.RandomFourier(kernels.Linear(), 4, seed=0)(inputs())
     with pytest.raises(ValueError, match="`feature_map` must be callable, got int"):

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.infer import QuadratureELBO, QuadruplyStochasticELBO
+from numpyro_scalegp.infer import QuadratureELBO, QuadruplyStochasticELBO, problem
 from numpyro_scalegp.infer import quadruply_stochastic as module
 from tests.compilation import optimised
 
@@ -393,12 +393,12 @@ def test_bound_is_below_and_exact_with_all_features(kind):
 def test_variance_in_place_of_the_standard_deviation_is_no_bound(monkeypatch):
     # As theorem 3 is printed: with all features it should be exact, and is not.
     exact = exact_of("logistic")
-    original = module.Problem.bound
+    original = problem.Problem.bound
 
     def printed(self: Any, means: Array, variances: Array, *args: Any) -> Array:
         return original(self, means, jnp.square(variances), *args)
 
-    monkeypatch.setattr(module.Problem, "bound", printed)
+    monkeypatch.setattr(problem.Problem, "bound", printed)
     found = bound_of("logistic", "strict", M, KEY[None])[0]
     assert abs(found - exact) > 0.5
 

@@ -104,12 +104,11 @@ def test_lazy_adam_that_touches_all_rows_is_adam():
     other = plain.init(KEY, X, y)
     other = sgp.infer.replace_params(plain, other, lazy.get_params(state))
     # The draw of the noise's site is the only thing that is random here: hold it.
-    for one in range(3):
+    for _ in range(3):
         held = numpyro.handlers.condition(model, {"noise": jnp.array(0.3)})
         lazy.model = plain.model = held
         state, _ = lazy.update(state, X, y)
         other, _ = plain.update(other, X, y)
-        del one
     wanted = plain.get_params(other)
     for name, value in lazy.get_params(state).items():
         if name in ROWS:
@@ -194,7 +193,18 @@ def test_run_gives_what_svi_gives(capsys):
     np.testing.assert_allclose(same.losses, result.losses, rtol=1e-10)
 
     # Going on from a state leaves it usable, and compiles nothing new.
+    traced: list[int] = []
+
+    def counted(*args: Any) -> None:
+        traced.append(1)
+        model(*args)
+
+    svi.model = counted
+    svi.run(KEY, 25, X, y, 10, init_state=result.state, progress_bar=False)
+    assert traced
+    traced.clear()
     more = svi.run(KEY, 25, X, y, 10, init_state=result.state, progress_bar=False)
+    assert not traced
     assert int(more.state.optim_state[0]) == 50
     np.testing.assert_array_equal(
         svi.get_params(result.state)["precision"], result.params["precision"]
@@ -308,6 +318,79 @@ def test_bad_arguments(unchecked):
     svi = SparseSVI(wrong, guide, optax.adam(0.1), QuadruplyStochasticELBO(4))
     with pytest.raises(ValueError, match=r"`other` is declared with rows=True.*16 features"):
         svi.init(KEY, X, y)
+
+
+def test_a_control_variate_needs_rows():
+    def by_hand(X: Array, y: Array, batch: int | None = None) -> None:
+        numpyro.sample("noise", dist.Delta(jnp.array(0.5)))
+        phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.6), M, seed=0)
+        loc = numpyro.param("loc", jnp.zeros(M))
+        diag = numpyro.param("diag", jnp.ones(M), constraint=constraints.positive, rows=True)
+        numpyro.sample("f", sgp.ChevronGP(phi, X, loc, diag, jnp.zeros((M, 0))))
+
+    X, y = data()
+    svi = SparseSVI(model, by_hand, optax.adam(0.1), QuadruplyStochasticELBO(4, 10))
+    with pytest.raises(ValueError, match="declare all three with"):
+        svi.init(KEY, X, y)
+
+
+def test_constraints_must_act_by_rows():
+    def ordered(X: Array, y: Array) -> None:
+        start = jnp.linspace(0.5, 2.0, M)
+        precision = numpyro.param(
+            "precision", start, constraint=constraints.positive_ordered_vector, rows=True
+        )
+        phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.6), M, seed=0)
+        f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X, precision))
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = sgp.guides.AutoChevronGP(ordered, rank=0)
+    svi = SparseSVI(ordered, guide, optax.adam(0.1), QuadruplyStochasticELBO(4))
+    with pytest.raises(ValueError, match="constraint of the parameter `precision`"):
+        svi.init(KEY, *data())
+
+
+def test_new_weights_make_the_control_variate_void_until_it_is_refreshed():
+    X, y = data()
+    svi = make(QuadruplyStochasticELBO(5, 12))
+    state = svi.init(KEY, X, y)
+    params = svi.guide.solve_diagonal(svi.get_params(state), X, y)
+    state = sgp.infer.replace_params(svi, state, params)
+    assert np.isnan(svi.update(state, X, y)[1])
+    assert np.isfinite(svi.update(svi.refresh(state, X, y), X, y)[1])
+    assert np.isfinite(svi.run(KEY, 2, X, y, init_state=state, progress_bar=False).losses).all()
+
+
+def test_networks_made_in_the_model_train():
+    X, y = data()
+
+    def network(X: Array, y: Array, batch: int | None = None) -> None:
+        W = numpyro.param("W", jax.random.normal(KEY, (1, M)))
+        phi = sgp.features.Learned(functools.partial(lambda W, X: jnp.sin(X @ W), W))
+        f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
+        count = numpyro.primitives.mutable("count", {"steps": jnp.zeros(())})
+        count["steps"] = count["steps"] + 1.0
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = sgp.guides.AutoChevronGP(network, rank=2)
+    svi = SparseSVI(network, guide, optax.adam(0.01), QuadruplyStochasticELBO(6, 10))
+    result = svi.run(KEY, 12, X, y, progress_bar=False)
+    assert np.all(np.isfinite(result.losses))
+    assert result.state.mutable_state["count"]["steps"] >= 12
+    control = svi.refresh(result.state, X, y).mutable_state["f_control_variate"]
+    assert control.projected.shape == (10, 3)
+
+
+def test_float32_rows_and_float64_hyperparameters():
+    X, y = data()
+    svi = make(QuadruplyStochasticELBO(5, 12))
+    losses = svi.run(KEY, 3, X.astype(jnp.float32), y, progress_bar=False).losses
+    assert np.all(np.isfinite(losses))
+
+
+def test_no_forward_mode(unchecked):
+    with pytest.raises(ValueError, match="`forward_mode_differentiation` is not for"):
+        make(QuadruplyStochasticELBO(5)).run(KEY, 1, *data(), forward_mode_differentiation=True)
 
 
 def test_a_parameter_with_rows_cannot_be_computed_with():
