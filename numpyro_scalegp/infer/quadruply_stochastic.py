@@ -217,7 +217,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
 
         if not p.has_dense_precision:
             raise ValueError(
-                "`fixed_prior` leaves out log|S| of a dense precision S: this prior has no constant "
+                "`fixed_prior` leaves out log|S| of a dense S: this prior has no constant "
                 "to leave out."
             )
         provenance = eval_provenance(features, params=params)
