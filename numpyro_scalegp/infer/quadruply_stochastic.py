@@ -40,7 +40,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     of E[log p(y | f) | i] is a lower bound, by Jensen's inequality (`"strict"`). The diagonal of C
     counts s times in v_i; `"plug_in"` takes it once, which is closer to the variance of f, and no
     bound. With hyperparameters to learn and an s of more than a few, take `"plug_in"`: the strict
-    bound is then highest where the kernel's variance is near zero. Expectations over f are
+    bound then pulls the kernel's variance down. Expectations over f are
     Gauss-Hermite sums, and in closed form for a Laplace likelihood.
 
     Control variates: from r support points, the means of f^2 and of the variance over all rows are
