@@ -145,6 +145,15 @@ def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_flights_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
+    error, linear = load("flights_features").main(300, 2000, rows=4000, folder=tmp_path)
+    assert error < linear
+    assert (tmp_path / "hours.png").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_relevance_vectors(tmp_path: Path) -> None:
     number, error = load("relevance_vectors").main(
         200, num_steps=15_000, learning_rate=0.005, folder=tmp_path
