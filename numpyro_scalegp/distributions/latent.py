@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks, functions, linalg
-from numpyro_scalegp.distributions.rows import RowsDistribution
+from numpyro_scalegp.distributions.prior import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict import ExactPosterior
 
 
-class LatentGP(RowsDistribution):
+class LatentGP(AbstractPriorGP):
     """A zero-mean Gaussian-process prior over a function's values, f(X) ~ N(0, K(X, X)).
 
     `log_prob` and `sample` are exact, so plain NUTS works for small n. In variational inference a
@@ -59,11 +59,6 @@ class LatentGP(RowsDistribution):
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)
 
     @property
-    def mean(self) -> Float[Array, " n"]:
-        """The mean, zero everywhere."""
-        return jnp.zeros_like(self.variance)
-
-    @property
     def variance(self) -> Float[Array, " n"]:
         """The marginal variance k(x, x)."""
         return self.kernel.diag(self.X)
@@ -71,13 +66,6 @@ class LatentGP(RowsDistribution):
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance K(X, X), jitter included, shape (n, n)."""
         return linalg.add_jitter(self.kernel.covariance(self.X), self.jitter)
-
-    def log_prob(
-        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
-    ) -> Float[Array, "*batch"]:
-        """The log density of function values of shape (..., n), in O(n^3)."""
-        K = self.covariance()
-        return linalg.gaussian_log_density(K, checks.as_float(value), linalg.factorise(K))
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()

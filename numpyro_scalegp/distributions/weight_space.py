@@ -11,7 +11,7 @@ from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.distributions.chevron import check_chevron
-from numpyro_scalegp.distributions.rows import RowsDistribution
+from numpyro_scalegp.distributions.prior import AbstractPriorGP
 from numpyro_scalegp.distributions.variational import AbstractVariationalGP
 from numpyro_scalegp.estimators.quadruply_stochastic import prior_divergence, weight_rows
 from numpyro_scalegp.features import AbstractFeatures
@@ -21,7 +21,7 @@ from numpyro_scalegp.predict import ChevronPosterior
 MAX_DENSE = 5000
 
 
-class WeightSpaceGP(RowsDistribution):
+class WeightSpaceGP(AbstractPriorGP):
     """A Gaussian process f(X) = Phi w with m features and w ~ N(0, S^-1) a priori.
 
     The precision S is the identity for random Fourier and learned features, K(Z, Z) for inducing
@@ -114,11 +114,6 @@ class WeightSpaceGP(RowsDistribution):
         return -2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
 
     @property
-    def mean(self) -> Float[Array, " n"]:
-        """The mean, zero everywhere."""
-        return jnp.zeros_like(self.variance)
-
-    @property
     def variance(self) -> Float[Array, " n"]:
         """The marginal variance, phi(x)'S^-1 phi(x)."""
         return jnp.sum(jnp.square(self._root()), axis=1)
@@ -127,13 +122,6 @@ class WeightSpaceGP(RowsDistribution):
         """The covariance Phi S^-1 Phi', jitter included, shape (n, n)."""
         R = self._root()
         return linalg.add_jitter(matmul(R, R.T), self.jitter)
-
-    def log_prob(
-        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
-    ) -> Float[Array, "*batch"]:
-        """The log density of function values of shape (..., n), in O(n^2 m + n^3)."""
-        K = self.covariance()
-        return linalg.gaussian_log_density(K, checks.as_float(value), linalg.factorise(K))
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
