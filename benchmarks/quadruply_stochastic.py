@@ -3,15 +3,17 @@
     python benchmarks/quadruply_stochastic.py cost
     python benchmarks/quadruply_stochastic.py variance
     python benchmarks/quadruply_stochastic.py fit --data kin40k --rank 100
-    python benchmarks/quadruply_stochastic.py fit --num-features 100000 --noise-rate 0
+    python benchmarks/quadruply_stochastic.py fit --num-features 100000 --start-rows 5000
+    python benchmarks/quadruply_stochastic.py fit --data bike --learn-kernel --peer gpytorch
 
 `cost` times steps of `SparseSVI` against the number of features and of rows, alternating between
 them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
 the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
 hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit`
 starts from the hyperparameters of an exact GP on 1000 neighbouring rows, which it holds but for the
-noise, and trains with lazy Adam; with `--peer gpytorch`, beside GPyTorch's SVGP of 512 points after
-50 epochs. Times include compilation.
+noise unless it is to learn them, and from a mean that fits some of the rows if asked to. It trains
+with lazy Adam; with `--peer gpytorch`, beside GPyTorch's SVGP of 512 points after 50 epochs. Times
+include compilation.
 Needs SCALEGP_DATA; the peer needs the `bench` extra.
 """
 
@@ -44,8 +46,13 @@ from numpyro_scalegp.estimators.quadruply_stochastic import (
 BATCH = 500
 
 
-def regression(X, y, phi, batch_size, lengthscale, variance):
-    """A GP regression in weight space, mini-batched in the model."""
+def regression(X, y, phi, batch_size, lengthscale=None, variance=None):
+    """A GP regression in weight space, mini-batched in the model, of a given or unknown kernel."""
+    if lengthscale is None:
+        lengthscale = numpyro.sample(
+            "lengthscale", dist.LogNormal(0.0, 1.0).expand([X.shape[1]]).to_event(1)
+        )
+        variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
     rows = sgp.plate("rows", len(X), batch_size)
     with rows as index:
@@ -85,17 +92,16 @@ def fit(arguments):
         points = sgp.features.kmeans_points(jax.random.key(1), X, 512)
         total = 50 * -(-n // 1024)
         began = time.perf_counter()
-        peer = GPyTorch(data, points, 1024, total, 0.01)
+        peer = GPyTorch(data, points, 1024, total, arguments.peer_rate)
         peer.run(total - 1)
         spent = time.perf_counter() - began
         print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
     began = time.perf_counter()
     start = fit_exactly(X, y, 1000)
-    held = start["lengthscale"], start["variance"]
+    held = () if arguments.learn_kernel else (start["lengthscale"], start["variance"])
     phi = features(d, arguments.num_features, start["lengthscale"])
-    rest = functools.partial(
-        AutoDelta, init_loc_fn=init_to_value(values={"noise": jnp.float32(arguments.noise)})
-    )
+    values = {**start, "noise": jnp.float32(arguments.noise)}
+    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=values))
     guide = sgp.guides.AutoChevronGP(regression, rest=rest, rank=arguments.rank)
     schedule = optax.cosine_decay_schedule(arguments.learning_rate, arguments.steps)
     loss = sgp.infer.QuadruplyStochasticELBO(
@@ -104,13 +110,19 @@ def fit(arguments):
     svi = sgp.infer.SparseSVI(
         regression,
         guide,
-        optax.adam(optax.cosine_decay_schedule(arguments.noise_rate, arguments.steps)),
+        optax.adam(optax.cosine_decay_schedule(arguments.dense_rate, arguments.steps)),
         loss,
         row_optim=scaled(schedule),
+        hold_steps=arguments.hold_steps,
     )
     state = svi.init(jax.random.key(0), X, y, phi, arguments.batch_size, *held)
     solve = jax.jit(guide.solve_diagonal, static_argnums=4)
     params = solve(svi.get_params(state), X, y, phi, min(n, 5000), *held)
+    if arguments.start_rows:
+        some = jax.random.permutation(jax.random.key(1), n)[: arguments.start_rows]
+        params = jax.jit(guide.solve_mean, static_argnums=4)(
+            params, X[some], y[some], phi, None, *held
+        )
     state = sgp.infer.replace_params(svi, state, params)
     for part in range(arguments.parts):
         result = svi.run(
@@ -286,12 +298,16 @@ if __name__ == "__main__":
     parser.add_argument("--num-columns", type=int, help="dense columns that a step draws")
     parser.add_argument("--batch-size", type=int, default=BATCH)
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--start-rows", type=int, default=0, help="of the first mean")
     parser.add_argument("--parts", type=int, default=4, help="reports on the way")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--noise", type=float, default=0.1, help="where the noise starts")
-    parser.add_argument("--noise-rate", type=float, default=1e-3, help="0 holds the noise")
+    parser.add_argument("--dense-rate", type=float, default=1e-3, help="of hyperparameters")
+    parser.add_argument("--learn-kernel", action="store_true", help="not the noise alone")
+    parser.add_argument("--hold-steps", type=int, default=0, help="before hyperparameters move")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peer", choices=["none", "gpytorch"], default="none")
+    parser.add_argument("--peer-rate", type=float, default=0.04)
     parser.add_argument("--figures", default="outputs", help="the folder of figures")
     arguments = parser.parse_args()
     {"cost": cost, "variance": variance, "fit": fit}[arguments.command](arguments)

@@ -60,6 +60,21 @@ def expected_slopes(
     return slope, 2.0 * half_curvature
 
 
+def pseudo_observations(
+    mean: Float[Array, "*batch n"],
+    slope: Float[Array, "*batch n"],
+    curvature: Float[Array, "*batch n"],
+) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
+    """Targets and precisions of the Gaussian likelihood that a Newton step puts in place.
+
+    Where the likelihood is not concave, any positive precision leads to the same optimum.
+    """
+    concave = jnp.maximum(-curvature, 0.0)
+    least = 1e-3 * jnp.mean(concave, axis=-1, keepdims=True)
+    precision = jnp.maximum(concave, least)
+    return mean + slope / precision, precision
+
+
 def check_keeps_functions_apart(site: dict[str, Any], batch: tuple[int, ...], n: int) -> None:
     """Raise where an observed site has rows, but does not have them for each function of a plate.
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.growth import Basis, growing_bases
-from numpyro_scalegp.guides.likelihood import expected_slopes
+from numpyro_scalegp.guides.likelihood import expected_slopes, pseudo_observations
 from numpyro_scalegp.guides.sites import GPSite
 from numpyro_scalegp.solvers import representer_weights
 
@@ -102,13 +102,10 @@ class AbstractDecoupledGuide(AbstractGPGuide):
             slope, curvature = expected_slopes(
                 self.model, site.name, given, mean, variance, args, kwargs, num_nodes
             )
-            # Where the likelihood is not concave, any positive number leads to the same optimum.
-            concave = jnp.maximum(-curvature, 0.0)
-            least = 1e-3 * jnp.mean(concave, axis=-1, keepdims=True)
-            precision = jnp.maximum(concave, least)
+            targets, precision = pseudo_observations(mean, slope, curvature)
             solve = functools.partial(_solve, site, basis, options)
             weights = jnp.vectorize(solve, signature="(n),(n),(m),(n),(m)->(m)")(
-                mean + slope / precision,
+                targets,
                 precision,
                 weights,
                 self._rest_of_mean(family, site.X),

@@ -14,18 +14,13 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.distributions import ChevronGP
-from numpyro_scalegp.estimators.chevron import Chevron
 from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate, weight_rows
-from numpyro_scalegp.features import kmeans_points
-from numpyro_scalegp.infer.problem import Problem, Stopped, find_family, trace_problem
+from numpyro_scalegp.infer.control_variates import ControlVariates
+from numpyro_scalegp.infer.problem import Stopped, find_family
 from numpyro_scalegp.infer.quadruply_stochastic import QuadruplyStochasticELBO, control_variate_name
 from numpyro_scalegp.infer.row_optimizers import RowOptimizer, merge_rows, row_adagrad
-
-# Rows from which the control variate learns what its support says, for each support point.
-_DATA_ROWS = 5
 
 
 class SparseSVI(SVI):
@@ -144,7 +139,8 @@ class SparseSVI(SVI):
         params = plain.optim.get_params(state.optim_state)
         mutable = dict(state.mutable_state or {})
         given = {**self.constrain_fn(params), **mutable}
-        problem = self._problem(given, support_key, args, kwargs)
+        controls = self._control_variates(args, kwargs)
+        problem = controls.problem(given, support_key)
         self.num_features = problem.q.loc.shape[0]
         self.dense_precision = problem.p.has_dense_precision
         for name in self.row_names:
@@ -158,13 +154,8 @@ class SparseSVI(SVI):
         row_states = {name: self.row_optim(name).init(params[name]) for name in self.row_names}
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
         self._check_elementwise(params)
-        has_effect = self.loss.num_features < self.num_features and (
-            self.loss.bound is None or self.dense_precision
-        )
-        if self.loss.control_variate_rank > 0 and has_effect:
-            self._check_rows(given, support_key, args, kwargs)
-            support = self._support(given, problem, support_key, args, kwargs)
-            control = self._control(given, support, support_key, args, kwargs)
+        if controls.have_effect(problem):
+            control = controls.first(given, problem, self.row_names, support_key)
             mutable[control_variate_name(problem.site)] = control
         return SVIState(optim_state, mutable or None, state.rng_key)
 
@@ -180,78 +171,9 @@ class SparseSVI(SVI):
                     "act on each row by itself: take one that does, such as `positive`."
                 )
 
-    def _check_rows(
-        self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Raise unless all that the control variate follows comes by rows."""
-        index = jnp.zeros((1, 1), jnp.int32)
-        values = {
-            name: Rows.of(value, index) if name in self.row_names else value
-            for name, value in given.items()
-        }
+    def _control_variates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ControlVariates:
         kwargs = {**kwargs, **self.static_kwargs}
-        q = find_family(values, self.guide, key, args, kwargs)[1]
-        if not all(isinstance(part, Rows) for part in (q.loc, q.scale_diag, q.scale_columns)):
-            raise ValueError(
-                "a control variate follows `loc`, `scale_diag` and `scale_columns` by their rows: "
-                "declare all three with numpyro.param(..., rows=True), or set "
-                "`control_variate_rank` to 0."
-            )
-
-    def _problem(
-        self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Problem:
-        keys = jax.random.split(key)
-        kwargs = {**kwargs, **self.static_kwargs}
-        return trace_problem(given, self.model, self.guide, keys[0], keys[1], args, kwargs)
-
-    def _support(
-        self,
-        params: dict[str, Any],
-        problem: Problem,
-        key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " s"]]:
-        """Support points, rows of mini-batches that the model draws, and what f is seen as there.
-
-        Centres of the rows' clusters vary with more of the data than as many rows.
-        """
-        rank, points = self.loss.control_variate_rank, self.loss.support_points
-        num, width = problem.q.X.shape
-        batches = math.ceil(_DATA_ROWS * rank / num) if _takes_mini_batches(problem) else 1
-        if points is None and batches * num < rank:
-            raise ValueError(
-                f"`control_variate_rank` is {rank}, and the model has {num} rows: take at most as "
-                "many, draw mini-batches within the model (`sgp.plate`), or give `support_points`."
-            )
-
-        def batch(key: Array) -> tuple[Array, Array]:
-            found = self._problem(params, key, args, kwargs)
-            targets = jnp.zeros(num, found.q.X.dtype)
-            return found.q.X, found.targets() if self.loss.bound is None else targets
-
-        batch_key, choice_key, points_key = jax.random.split(key, 3)
-        X, targets = jax.lax.map(batch, jax.random.split(batch_key, batches))
-        X, targets = X.reshape(-1, X.shape[-1]), targets.reshape(-1)
-        chosen = jax.random.permutation(choice_key, len(X))[: _DATA_ROWS * rank]
-        X, targets = X[chosen], targets[chosen]
-        if points is None:
-            return kmeans_points(points_key, X, rank), X, targets
-        return checks.inputs("support_points", points, width).astype(X.dtype), X, targets
-
-    def _control(
-        self,
-        params: dict[str, Any],
-        rows: tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " s"]],
-        key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> ControlVariate:
-        kwargs = {**kwargs, **self.static_kwargs}
-        _, q, _ = find_family(params, self.guide, key, args, kwargs)
-        law = Chevron(q.loc, q.scale_diag, q.scale_columns)
-        return ControlVariate.fit(q.features, *rows, law, dense_precision=self.dense_precision)
+        return ControlVariates(self.model, self.guide, self.loss, args, kwargs)
 
     def refresh(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> SVIState:
         """Make the control variate anew: with the present hyperparameters, without rounding errors.
@@ -282,8 +204,9 @@ class SparseSVI(SVI):
     ) -> dict[str, ControlVariate]:
         given = {**self.get_params(svi_state), **svi_state.mutable_state}
         key = jax.random.fold_in(svi_state.rng_key, 1)
+        controls = self._control_variates(args, kwargs)
         return {
-            name: self._control(given, (old.X, old.data, old.targets), key, args, kwargs)
+            name: controls.anew(given, old, key, dense_precision=self.dense_precision)
             for name, old in svi_state.mutable_state.items()
             if isinstance(old, ControlVariate)
         }
@@ -470,11 +393,6 @@ class _RowParams(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "param" and msg["kwargs"].get("rows"):
             self.names[msg["name"]] = None
-
-
-def _takes_mini_batches(problem: Problem) -> bool:
-    plates = [site["args"] for site in problem.model_trace.values() if site["type"] == "plate"]
-    return any(taken not in (None, size) for size, taken in plates)
 
 
 def _directions(q: ChevronGP, index: Int[Array, "sets num"]) -> Float[Array, "sets num one_plus_k"]:

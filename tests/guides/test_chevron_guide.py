@@ -85,6 +85,38 @@ def test_the_diagonal_for_counts_is_a_fixed_point(x64):
     np.testing.assert_allclose(jax.grad(bound)(params)["f_auto_scale_diag"], 0.0, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [5, N])  # fewer rows than features, and more
+@pytest.mark.parametrize("kind", ["identity", "diagonal", "dense"])
+def test_the_mean_is_at_the_maximum_of_the_bound(rows, kind, x64):
+    X, y = inputs()[:rows], jnp.sin(jnp.arange(float(rows)))
+    guide = sgp.guides.AutoChevronGP(model, rank=RANK)
+
+    def bound(params: dict[str, Array]) -> Array:
+        return QuadratureELBO(2).loss(KEY, params, model, guide, X, y, kind)
+
+    start = parameters()
+    assert np.abs(jax.grad(bound)(start)["f_auto_loc"]).max() > 1.0
+    solved = jax.jit(lambda params: guide.solve_mean(params, X, y, kind))(start)
+    assert {name for name in start if np.any(solved[name] != start[name])} == {"f_auto_loc"}
+    np.testing.assert_allclose(jax.grad(bound)(solved)["f_auto_loc"], 0.0, atol=1e-8)
+
+
+@pytest.mark.parametrize("rows", [5, N])
+def test_newton_steps_find_the_mean_for_counts(rows, x64):
+    X, y = inputs()[:rows], jnp.arange(rows) % 3
+    law = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
+    guide = sgp.guides.AutoChevronGP(model, rank=RANK)
+
+    def bound(params: dict[str, Array]) -> Array:
+        return QuadratureELBO(20).loss(KEY, params, model, guide, X, y, likelihood=law)
+
+    start = {**parameters(), "f_auto_loc": jnp.zeros(M)}
+    before = bound(start)
+    solved = guide.solve_mean(start, X, y, likelihood=law, num_newton_steps=8)
+    assert bound(solved) < before
+    np.testing.assert_allclose(jax.grad(bound)(solved)["f_auto_loc"], 0.0, atol=1e-6)
+
+
 def test_two_kinds_of_function_in_one_model():
     def both(X: Array, y: Array) -> None:
         phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.9), M, seed=0)
