@@ -2,6 +2,7 @@
 
 from numpyro_scalegp.distributions.chevron import ChevronNormal
 from numpyro_scalegp.distributions.decoupled import DecoupledGP
+from numpyro_scalegp.distributions.feature_space import FeatureSpaceGP
 from numpyro_scalegp.distributions.gaussian_process import GaussianProcess
 from numpyro_scalegp.distributions.hybrid import HybridGP
 from numpyro_scalegp.distributions.latent import LatentGP
@@ -16,6 +17,7 @@ __all__ = [
     "ChevronGP",
     "ChevronNormal",
     "DecoupledGP",
+    "FeatureSpaceGP",
     "GaussianProcess",
     "HybridGP",
     "LatentGP",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
+from numpyro_scalegp.core.carried import refuse_batches
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import Solution
 
@@ -187,7 +188,7 @@ class SolverState:
         memory = Memory(
             solutions, target, kernel, noise_variance, begin.seed, begin.step + 1, records
         )
-        self._written, _ = _refuse_batches(jax.lax.stop_gradient((memory, key)))
+        self._written, _ = refuse_batches(jax.lax.stop_gradient((memory, key)))
 
     def last(
         self,
@@ -232,16 +233,3 @@ def _present(memory: Memory | None) -> Memory:
     if memory is None:
         raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
     return memory
-
-
-@jax.custom_batching.custom_vmap
-def _refuse_batches(written: Any) -> Any:
-    return written
-
-
-@_refuse_batches.def_vmap
-def _(axis_size: int, in_batched: Any, written: Any) -> Any:
-    raise ValueError(
-        f"a solver state is written by {axis_size} computations at once: it serves one solution "
-        "only. Use an ELBO with `num_particles=1`, or drop `state=` to start each solve cold."
-    )

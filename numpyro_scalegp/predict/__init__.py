@@ -4,7 +4,7 @@ from numpyro_scalegp.predict.base import AbstractPosterior
 from numpyro_scalegp.predict.chevron import ChevronPosterior
 from numpyro_scalegp.predict.decoupled import DecoupledPosterior
 from numpyro_scalegp.predict.exact import ExactPosterior
-from numpyro_scalegp.predict.feature import FeaturePosterior
+from numpyro_scalegp.predict.feature import FeaturePosterior, feature_posterior
 from numpyro_scalegp.predict.hybrid import HybridPosterior
 from numpyro_scalegp.predict.pathwise import PathwisePosterior
 from numpyro_scalegp.predict.sparse import SparsePosterior
@@ -20,4 +20,5 @@ __all__ = [
     "HybridPosterior",
     "PathwisePosterior",
     "SparsePosterior",
+    "feature_posterior",
 ]

@@ -351,7 +351,7 @@ def test_stable_update_survives_a_failed_step():
 @pytest.mark.filterwarnings("ignore:mutable state is currently ignored")
 def test_several_particles_are_refused(guide, loss):
     fitted = fit_of(make(), guide, loss(num_particles=2, vectorize_particles=True))
-    message = r"a solver state is written by 2 computations at once.*`num_particles=1`"
+    message = r"a state is written by 2 computations at once.*`num_particles=1`"
     with pytest.raises(ValueError, match=message):
         fitted.update(fitted.init, *data())
 

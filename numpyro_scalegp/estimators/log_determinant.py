@@ -1,0 +1,114 @@
+"""The log marginal likelihood of a finite feature map, from mini-batches."""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from numpyro_scalegp.core.linalg import matmul
+
+
+class Batch(NamedTuple):
+    """The features of a mini-batch of rows, of n in all."""
+
+    features: Float[Array, "b d"]
+    noise_variance: Float[Array, ""]
+    num_data: int
+
+    @property
+    def scale(self) -> float:
+        """How many rows stand for each of the batch."""
+        return self.num_data / self.features.shape[0]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it holds all rows."""
+        return self.features.shape[0] == self.num_data
+
+    def gram(self) -> Float[Array, "d d"]:
+        """An unbiased estimate of F = Phi'Phi + noise I, from all rows."""
+        return self.whitened_gram(jnp.eye(self.features.shape[1], dtype=self.features.dtype))
+
+    def whitened_gram(self, W: Float[Array, "d d"]) -> Float[Array, "d d"]:
+        """An unbiased estimate of W F W'."""
+        white = matmul(self.features, W.T)
+        return self.scale * matmul(white.T, white) + self.noise_variance * matmul(W, W.T)
+
+    def trace(self, W: Float[Array, "d d"]) -> Float[Array, ""]:
+        """An unbiased estimate of tr(W F W'), in O(b d^2)."""
+        white = jnp.sum(jnp.square(matmul(self.features, W.T)))
+        return self.scale * white + self.noise_variance * jnp.sum(jnp.square(W))
+
+    def first_gram(self) -> Float[Array, "d d"]:
+        """F to start from: where a batch is not all rows, its mean eigenvalue is added to all.
+
+        For F is then known in a few directions only, and 1 / F must not be large in the others.
+        """
+        F = self.gram()
+        size = F.shape[0]
+        ridge = 0.0 if self.is_full else jnp.trace(F) / size
+        return F + ridge * jnp.eye(size, dtype=F.dtype)
+
+
+class AbstractLogDeterminant(eqx.Module):
+    """A way to estimate log N(y; 0, Phi Phi' + noise I) from mini-batches, by its log|F|."""
+
+    @abc.abstractmethod
+    def log_prob(
+        self,
+        batch: Batch,
+        weights: Float[Array, " d"],
+        y: Float[Array, "*batch b"],
+        state: Any,
+    ) -> Float[Array, "*batch"]:
+        """An estimate for all n rows, differentiable but in the state, which is held fixed."""
+
+
+class AbstractBound(AbstractLogDeterminant):
+    """A way whose estimate of log|F| is a sum over rows, given what it has learned of F.
+
+    That is a state, a pytree of arrays, which a `FeatureSpaceGP` carries from step to step in the
+    NumPyro mutable site `name`.
+    """
+
+    name: eqx.AbstractVar[str]
+
+    @abc.abstractmethod
+    def start(self, F: Float[Array, "d d"]) -> Any:
+        """The state that knows F."""
+
+    @abc.abstractmethod
+    def advance(self, batch: Batch, state: Any) -> Any:
+        """The state after a batch."""
+
+    @abc.abstractmethod
+    def estimate(self, batch: Batch, state: Any) -> Float[Array, ""]:
+        """An estimate of log|F|, by a state that is held fixed."""
+
+    def log_prob(
+        self,
+        batch: Batch,
+        weights: Float[Array, " d"],
+        y: Float[Array, "*batch b"],
+        state: Any,
+    ) -> Float[Array, "*batch"]:
+        """-1/2 of an estimate of |y - Phi w|^2 / noise + |w|^2 + log|F| + (n - d) log noise.
+
+        Without n log 2 pi, which is added. At the best w the sum is -2 log p(y).
+        """
+        n, d = batch.num_data, batch.features.shape[1]
+        squares = batch.scale * jnp.sum(jnp.square(y - matmul(batch.features, weights)), axis=-1)
+        fit = squares / batch.noise_variance + jnp.sum(jnp.square(weights))
+        volume = self.estimate(batch, state) + (n - d) * jnp.log(batch.noise_variance)
+        return -0.5 * (fit + volume + n * math.log(2.0 * math.pi))
+
+
+def at_step(
+    rate: float | Callable[[Array], ArrayLike], step: Int[Array, ""]
+) -> Float[ArrayLike, ""]:
+    """A number, or a schedule at a step."""
+    return rate(step) if callable(rate) else rate

@@ -1,0 +1,351 @@
+"""GPs of finitely many features: exact with all rows, unbiased with some; their place in SVI."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import optax
+import pytest
+from jax.scipy.stats import multivariate_normal
+from jaxtyping import Array
+from numpyro.distributions import constraints
+from numpyro.infer import SVI, Trace_ELBO
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import Compositional, MiniBatch, Minimax, Variational
+from numpyro_scalegp.estimators.compositional import RunningAverage
+from numpyro_scalegp.estimators.log_determinant import Batch
+from numpyro_scalegp.estimators.minimax import Saddle
+from numpyro_scalegp.estimators.variational import Whitening
+
+N, D, BATCH = 300, 20, 16
+KEY = jax.random.key(0)
+KINDS = [Variational(), Compositional(), Minimax(), MiniBatch()]
+NAMES = [type(kind).__name__ for kind in KINDS]
+
+
+def data(n: int = N) -> tuple[Array, Array]:
+    """Inputs, and observations that six of twenty features explain."""
+    rng = np.random.default_rng(0)
+    X, weights = rng.normal(size=(n, 3)), rng.normal(size=6)
+    phase = np.random.default_rng(1).normal(size=(3, D))
+    y = np.sqrt(2.0) * np.cos(X @ phase[:, :6]) @ weights + 0.5 * rng.normal(size=n)
+    return jnp.array(X), jnp.array(y)
+
+
+def features(log_scale: Array, X: Array) -> Array:
+    """One scale for each feature: the log-determinant is what keeps those without use small."""
+    phase = jnp.array(np.random.default_rng(1).normal(size=(3, D)))
+    return jnp.sqrt(2.0) * jnp.exp(log_scale) * jnp.cos(X @ phase)
+
+
+def exact(log_scale: Array, noise: Array, X: Array, y: Array) -> Array:
+    Phi = features(log_scale, X)
+    K = Phi @ Phi.T + noise * jnp.eye(len(X))
+    return multivariate_normal.logpdf(y, jnp.zeros(len(X)), K)
+
+
+def best_weights(Phi: Array, noise: float, y: Array) -> Array:
+    return jnp.linalg.solve(Phi.T @ Phi + noise * jnp.eye(Phi.shape[1]), Phi.T @ y)
+
+
+def model(X: Array, y: Array, logdet: Any, batch_size: int | None = None, lowest: float = 0.0):
+    log_scale = numpyro.param("log_scale", jnp.full(D, -1.0))
+    noise = numpyro.param("noise", 1.0, constraint=constraints.greater_than(lowest))
+    weights = numpyro.param("weights", jnp.zeros(D))
+    with sgp.plate("rows", len(X), batch_size) as index:
+        X_batch, y_batch = X[index], y[index]
+    Phi = features(log_scale, X_batch)
+    gp = sgp.FeatureSpaceGP(Phi, noise, weights, num_data=len(X), logdet=logdet)
+    numpyro.sample("y", gp, obs=y_batch)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """The guide of a model without latent sites."""
+
+
+@pytest.mark.parametrize("noise", [0.3, 1e-4])
+@pytest.mark.parametrize("n", [N, 12])  # more rows than features, and fewer
+@pytest.mark.parametrize("logdet", KINDS, ids=NAMES)
+def test_all_rows_give_the_exact_value_and_gradient(logdet, n, noise, x64):
+    X, y = data(n)
+    log_scale = jnp.linspace(-1.0, 0.5, D)
+    weights = best_weights(features(log_scale, X), noise, y)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1))
+    def ours(log_scale: Array, noise: Array) -> Array:
+        gp = sgp.FeatureSpaceGP(features(log_scale, X), noise, weights, num_data=n, logdet=logdet)
+        return gp.log_prob(y)
+
+    value, gradient = ours(log_scale, jnp.array(noise))
+    wanted, slopes = jax.value_and_grad(exact, argnums=(0, 1))(log_scale, jnp.array(noise), X, y)
+    # The inverse of F knows as many digits less as its condition number has.
+    accuracy = 1e-8 if noise > 1e-3 else 1e-6
+    np.testing.assert_allclose(value, wanted, rtol=accuracy)
+    for found, slope in zip(gradient, slopes, strict=True):
+        np.testing.assert_allclose(found, slope, rtol=accuracy, atol=accuracy * abs(wanted))
+
+
+def test_training_with_all_rows_keeps_compositional_exact(x64):
+    X, y = data()
+    svi = SVI(model, nothing, optax.adam(0.05), Trace_ELBO())
+    state = svi.init(KEY, X, y, Compositional())
+    update = jax.jit(lambda state: svi.update(state, X, y, Compositional()))
+    for _ in range(5):
+        state, _ = update(state)
+    params = svi.get_params(state)
+    Phi = features(params["log_scale"], X)
+    params["weights"] = best_weights(Phi, params["noise"], y)
+    found = Trace_ELBO().loss(
+        KEY, {**params, **state.mutable_state}, model, nothing, X, y, KINDS[1]
+    )
+    np.testing.assert_allclose(
+        -found, exact(params["log_scale"], params["noise"], X, y), rtol=1e-10
+    )
+
+
+def errors(logdet: Any, state: Any, num: int = 5000) -> float:
+    """How far the mean gradient by batches is from that by all rows, in standard errors.
+
+    For a state that is far off F, where all rows give the gradient of a loose bound.
+    """
+    X, y = data()
+    at = (jnp.linspace(-1.0, 0.5, D), jnp.array(0.4), jnp.linspace(-1.0, 1.0, D))
+
+    def log_prob(at: Any, index: Array, logdet: Any, state: Any) -> Array:
+        log_scale, noise, weights = at
+        batch = Batch(features(log_scale, X[index]), noise, N)
+        return logdet.log_prob(batch, weights, y[index], state)
+
+    index = jax.random.randint(KEY, (num, BATCH), 0, N)
+    by_batch = jax.vmap(lambda index: jax.grad(log_prob)(at, index, logdet, state))
+    whole = jax.grad(log_prob)(at, jnp.arange(N), *state_of("Variational"))
+    largest = 0.0
+    for draws, wanted in zip(jax.jit(by_batch)(index), whole, strict=True):
+        spread = np.std(draws, axis=0) / np.sqrt(len(draws))
+        largest = max(largest, float(np.max(np.abs(np.mean(draws, axis=0) - wanted) / spread)))
+    return largest
+
+
+def far_off() -> Array:
+    """A whitening W with little to do with F."""
+    rng = np.random.default_rng(2)
+    return jnp.array(np.tril(0.01 * rng.normal(size=(D, D))) + 0.2 * np.eye(D))
+
+
+def state_of(kind: str) -> tuple[Any, Any]:
+    """A treatment, and a state of it with A^-1 = W'W for the same W."""
+    W, step = far_off(), jnp.array(1)
+    if kind == "Variational":
+        return Variational(), Whitening(W, step)
+    if kind == "Compositional":
+        return Compositional(), RunningAverage(jnp.linalg.inv(W.T @ W), step)
+    return Minimax(), Saddle(W, jnp.eye(D), jnp.array(1.0))
+
+
+@pytest.mark.parametrize("kind", ["Variational", "Compositional", "Minimax"])
+def test_gradients_of_batches_are_unbiased(kind, x64):
+    assert errors(*state_of(kind)) < 4.0
+
+
+def test_the_same_check_sees_the_bias_of_mini_batches(x64):
+    assert errors(MiniBatch(), None, num=500) > 10.0
+
+
+@pytest.mark.parametrize("logdet", [Variational(), Minimax(), Minimax(penalty=0.3)])
+def test_steps_with_all_rows_find_the_exact_value_and_gradient(logdet, x64):
+    X, y = data()
+    at = (jnp.linspace(-1.0, 0.5, D), jnp.array(0.3))
+    weights = best_weights(features(at[0], X), 0.3, y)
+
+    def log_prob(at: Any, state: Any) -> Array:
+        batch = Batch(features(at[0], X), at[1], N)
+        return logdet.log_prob(batch, weights, y, state)
+
+    batch = Batch(features(at[0], X), at[1], N)
+    start = logdet.start(jnp.linalg.inv(far_off().T @ far_off()))
+    assert jnp.abs(log_prob(at, start) - exact(*at, X, y)) > 1.0
+    if isinstance(logdet, Minimax):  # a side sees half of the rows: here both see all of them
+        twice = jnp.concatenate([batch.features, batch.features])
+        batch = Batch(twice, at[1], 2 * N)._replace(num_data=N)
+    advance = lambda _, state: logdet.advance(batch, state)  # noqa: E731
+    state = jax.jit(lambda state: jax.lax.fori_loop(0, 6000, advance, state))(start)
+    value, gradient = jax.value_and_grad(log_prob)(at, state)
+    wanted, slopes = jax.value_and_grad(exact, argnums=(0, 1))(*at, X, y)
+    np.testing.assert_allclose(value, wanted, rtol=1e-8)
+    np.testing.assert_allclose(gradient[0], slopes[0], rtol=1e-8, atol=1e-6)
+    np.testing.assert_allclose(gradient[1], slopes[1], rtol=1e-8)
+    if isinstance(logdet, Minimax) and logdet.penalty < 1.0:
+        assert state.penalty > 0.99  # too small to hold A at F before
+
+
+def test_the_running_average_is_that_of_the_batches_and_finds_their_mean(x64):
+    X, _ = data()
+    Phi, noise = features(jnp.zeros(D), X), jnp.array(0.3)
+    index = jax.random.randint(KEY, (4000, BATCH), 0, N)
+    equal = Compositional(decay=lambda step: 1.0)
+
+    def step(state: RunningAverage, index: Array) -> tuple[RunningAverage, Array]:
+        batch = Batch(Phi[index], noise, N)
+        return equal.advance(batch, state), batch.gram()
+
+    state, grams = jax.lax.scan(step, equal.start(jnp.eye(D)), index)
+    np.testing.assert_allclose(state.average, jnp.mean(grams, axis=0), rtol=1e-10, atol=1e-10)
+    spread = np.std(grams, axis=0) / np.sqrt(len(grams))
+    F = Phi.T @ Phi + noise * jnp.eye(D)
+    assert np.max(np.abs(state.average - F) / spread) < 4.5  # the largest of 210
+
+    short = Compositional(decay=0.5)
+    state = short.start(jnp.eye(D))
+    for i in range(4):
+        state = short.advance(Batch(Phi[index[i]], noise, N), state)
+    wanted = 0.125 * grams[0] + 0.125 * grams[1] + 0.25 * grams[2] + 0.5 * grams[3]
+    np.testing.assert_allclose(state.average, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_minimax_keeps_its_sides_where_they_may_be(x64):
+    X, _ = data()
+    Phi = features(jnp.zeros(D), X[:BATCH])
+    logdet = Minimax()
+    # A far below the noise in one direction, and a multiplier at its limit.
+    F = jnp.eye(D).at[0, 0].set(1e-3)
+    state = logdet.start(F)._replace(multiplier=jnp.full((D, D), 5.0))
+    after = logdet.advance(Batch(Phi, jnp.array(0.5), N), state)
+    A = jnp.linalg.inv(after.W.T @ after.W)
+    assert jnp.linalg.eigvalsh(A)[0] > 0.5 / 1.051
+    np.testing.assert_array_equal(after.W, jnp.tril(after.W))
+    assert jnp.all(jnp.diagonal(after.W) > 0.0)
+    np.testing.assert_allclose(jnp.linalg.norm(after.multiplier), np.sqrt(D))
+    np.testing.assert_allclose(after.penalty, 1.01)
+
+
+def trained(logdet: Any, batch_size: int | None) -> Array:
+    """The exact log marginal likelihood at the hyperparameters that training finds."""
+    X, y = data()
+    num_steps = 15_000
+    rate = optax.cosine_decay_schedule(0.02, num_steps)
+    svi = SVI(model, nothing, optax.adam(rate), Trace_ELBO())
+    state = svi.init(KEY, X, y, logdet, batch_size)
+
+    @jax.jit
+    def run(state: Any) -> Any:
+        update = lambda state, _: svi.update(state, X, y, logdet, batch_size)  # noqa: E731
+        return jax.lax.scan(update, state, length=num_steps)[0]
+
+    params = svi.get_params(run(state))
+    return exact(params["log_scale"], params["noise"], X, y)
+
+
+@pytest.mark.monte_carlo
+def test_small_batches_reach_what_all_rows_reach(x64):
+    whole = trained(Variational(), None)
+    for logdet in (Variational(), Compositional(), Minimax()):
+        assert jnp.abs(trained(logdet, BATCH) / whole - 1.0) < 0.005, logdet
+    assert trained(MiniBatch(), BATCH) / whole > 1.01  # a lower likelihood, which is negative
+
+
+def test_svi_carries_the_state(x64):
+    X, y = data(40)
+    logdet = Variational(name="volume")
+    svi = SVI(model, nothing, optax.adam(0.05), Trace_ELBO())
+    state = svi.init(KEY, X, y, logdet, BATCH)
+    before = state.mutable_state["volume"].newest
+    state, _ = jax.jit(lambda state: svi.update(state, X, y, logdet, BATCH))(state)
+    after = state.mutable_state["volume"].newest
+    assert after.step == before.step + 1
+    assert not jnp.allclose(after.W, before.W)
+    # What is not finite is not kept, as `stable_update` does not keep parameters.
+    broken = sgp.infer.replace_params(svi, state, {"log_scale": jnp.full(D, 400.0)})
+    kept, _ = svi.stable_update(broken, X, y, logdet, BATCH)
+    np.testing.assert_array_equal(kept.mutable_state["volume"].newest.W, after.W)
+
+
+def test_several_particles_are_refused():
+    X, y = data(40)
+    loss = Trace_ELBO(num_particles=2)
+    svi = SVI(model, nothing, optax.adam(0.05), loss)
+    state = svi.init(KEY, X, y, Variational(), BATCH)
+    with pytest.raises(ValueError, match="a state is written by 2 computations at once"):
+        svi.update(state, X, y, Variational(), BATCH)
+
+
+def test_draws_have_the_moments_of_the_prior(x64):
+    X, _ = data(4)
+    Phi = features(jnp.zeros(D), X)
+    gp = sgp.FeatureSpaceGP(Phi, 0.3, jnp.zeros(D), num_data=N, logdet=MiniBatch())
+    draws = gp.sample(KEY, (2, 20_000))
+    assert draws.shape == (2, 20_000, 4)
+    covariance = Phi @ Phi.T + 0.3 * jnp.eye(4)
+    np.testing.assert_allclose(np.cov(draws.reshape(-1, 4).T), covariance, atol=0.6)
+    np.testing.assert_allclose(gp.variance, jnp.diagonal(covariance))
+    np.testing.assert_allclose(gp.mean, 0.0)
+
+
+def test_posterior(x64, tmp_path):
+    X, y = data(40)
+    feature_map = functools.partial(features, jnp.linspace(-1.0, 0.5, D))
+    Phi, Xs = feature_map(X), X[:5] + 0.1
+    K, k = Phi @ Phi.T + 0.3 * jnp.eye(40), feature_map(Xs) @ Phi.T
+    mean = k @ jnp.linalg.solve(K, y)
+    covariance = feature_map(Xs) @ feature_map(Xs).T - k @ jnp.linalg.solve(K, k.T)
+
+    posterior = sgp.predict.feature_posterior(feature_map, X, y, 0.3)
+    np.testing.assert_allclose(posterior.mean(Xs), mean, rtol=1e-8)
+    np.testing.assert_allclose(posterior.covariance(Xs), covariance, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(posterior.variance(Xs), jnp.diagonal(covariance), rtol=1e-6)
+    draws = posterior.sample(KEY, Xs, 20_000)
+    np.testing.assert_allclose(np.mean(draws, axis=0), mean, atol=0.05)
+
+    gp = sgp.FeatureSpaceGP(Phi, 0.3, jnp.zeros(D), num_data=40, logdet=Variational())
+    np.testing.assert_allclose(gp.condition(y).mean(feature_map(Xs)), mean, rtol=1e-8)
+    sgp.save(tmp_path / "fit.npz", posterior)
+    np.testing.assert_array_equal(sgp.load(tmp_path / "fit.npz").mean(Xs), posterior.mean(Xs))
+
+
+def test_bad_arguments(unchecked):
+    Phi, zero = jnp.ones((4, 3)), jnp.zeros(3)
+    build = functools.partial(sgp.FeatureSpaceGP, num_data=8, logdet=Variational())
+    with pytest.raises(ValueError, match=r"`weights` must have shape \(3,\), got \(4,\)"):
+        build(Phi, 0.1, jnp.zeros(4))
+    with pytest.raises(ValueError, match="`noise_variance` must be positive and finite"):
+        build(Phi, 0.0, zero)
+    with pytest.raises(ValueError, match=r"`noise_variance` must have shape \(\), got \(4,\)"):
+        build(Phi, jnp.ones(4), zero)
+    with pytest.raises(ValueError, match="`num_data` must be at least 4"):
+        build(Phi, 0.1, zero, num_data=3)
+    with pytest.raises(TypeError, match="`logdet` must be one of"):
+        build(Phi, 0.1, zero, logdet=sgp.estimators.Cholesky())
+    with pytest.raises(ValueError, match=r"`y` must have shape \(4,\), got \(3,\)"):
+        build(Phi, 0.1, zero).log_prob(jnp.zeros(3))
+    with pytest.raises(ValueError, match="`y` must be finite"):
+        build(Phi, 0.1, zero).log_prob(jnp.array([0.0, 1.0, jnp.nan, 0.0]))
+    with pytest.raises(ValueError, match="`features` must be those of all 8 rows"):
+        build(Phi, 0.1, zero).condition(jnp.zeros(4))
+    with pytest.raises(ValueError, match="two rows or more"):
+        build(Phi[:1], 0.1, zero, logdet=Minimax())
+    with pytest.raises(ValueError, match="`decay` must be at least 0"):
+        Compositional(decay=1.0)
+    with pytest.raises(ValueError, match="`step_size` must be in"):
+        Variational(step_size=0.0)
+    with pytest.raises(ValueError, match="`penalty` must be positive"):
+        Minimax(penalty=0.0)
+    with pytest.raises(ValueError, match="`growth` must not be negative"):
+        Minimax(growth=-1.0)
+    with pytest.raises(ValueError, match="`step_size` must be in"):
+        Minimax(step_size=2.0)
+    with pytest.raises(ValueError, match="`multiplier_step_size` must be positive"):
+        Minimax(multiplier_step_size=0.0)
+    with pytest.raises(ValueError, match="independent weights"):
+        points = sgp.features.InducingPoints(sgp.kernels.RBF(1.0), Phi)
+        sgp.predict.feature_posterior(points, Phi, jnp.zeros(4), 0.1)
+
+    def plated():
+        with numpyro.plate("rows", 4):
+            numpyro.sample("y", build(Phi, 0.1, zero), obs=jnp.zeros(4))
+
+    with pytest.raises(ValueError, match="stands inside a plate"):
+        numpyro.handlers.trace(plated).get_trace()
