@@ -85,6 +85,15 @@ def test_deep_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_network_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flax")
+    monkeypatch.delenv("SCALEGP_DATA", raising=False)
+    # Of standardised observations, a tenth of whose scale is noise.
+    assert load("network_features").main(epochs=10, folder=tmp_path) < 0.4
+    assert (tmp_path / "training.png").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_heteroscedastic(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
     scores = load("heteroscedastic").main(10, num_draws=200, folder=tmp_path)

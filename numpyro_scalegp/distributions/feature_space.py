@@ -100,7 +100,7 @@ class FeatureSpaceGP(Distribution):
         self.state: Any = None
         if isinstance(logdet, AbstractBound):
             # Here, since NumPyro collects mutable sites before it first calls `log_prob`.
-            batch = self._batch()
+            batch = self.batch
             carried: Any = mutable(logdet.name, Carried())
             if carried.begin is None:
                 carried.begin = jax.lax.stop_gradient(logdet.start(batch.first_gram()))
@@ -108,7 +108,9 @@ class FeatureSpaceGP(Distribution):
             carried.write(logdet.advance(batch, self.state))
         super().__init__((), (num,), validate_args=validate_args)
 
-    def _batch(self) -> Batch:
+    @property
+    def batch(self) -> Batch:
+        """The batch as estimators see it."""
         dtype = jnp.result_type(self.features, self.noise_variance, self.weights)
         features, noise = self.features.astype(dtype), self.noise_variance.astype(dtype)
         return Batch(features, noise, self.num_data)
@@ -153,7 +155,7 @@ class FeatureSpaceGP(Distribution):
             ValueError: if `value` has the wrong length, or holds NaN or infinity.
         """
         y = self._observations(value)
-        return self.logdet.log_prob(self._batch(), self.weights, y, self.state)
+        return self.logdet.log_prob(self.batch, self.weights, y, self.state)
 
     def _observations(self, y: ArrayLike) -> Float[Array, "*batch b"]:
         y = checks.as_float(y)

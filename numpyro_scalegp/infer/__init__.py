@@ -1,5 +1,6 @@
 """Objectives for variational inference, and draws from its result."""
 
+from numpyro_scalegp.infer.initial_pass import initial_pass
 from numpyro_scalegp.infer.initialisation import initial_hyperparameters, median_distance
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
@@ -17,6 +18,7 @@ __all__ = [
     "RowOptimizer",
     "SparseSVI",
     "initial_hyperparameters",
+    "initial_pass",
     "median_distance",
     "relevance_vectors",
     "replace_params",

@@ -264,6 +264,30 @@ def test_svi_carries_the_state(x64):
     np.testing.assert_array_equal(kept.mutable_state["volume"].newest.W, after.W)
 
 
+@pytest.mark.parametrize("logdet", [Variational(), Compositional(), Minimax()])
+def test_an_initial_pass_starts_the_state_from_many_batches(logdet, x64):
+    X, y = data()
+    svi = SVI(model, nothing, optax.adam(0.05), Trace_ELBO())
+    state = svi.init(KEY, X, y, logdet, BATCH)
+    params = svi.get_params(state)
+    Phi = features(params["log_scale"], X)
+    F = Phi.T @ Phi + params["noise"] * jnp.eye(D)
+
+    def looseness(state: Any) -> Array:
+        held = state.mutable_state["log_determinant"].newest
+        # All rows twice, each for half of one, lest `Compositional` takes F itself.
+        batch = Batch(jnp.concatenate([Phi, Phi]), params["noise"], N)
+        return logdet.estimate(batch, held) - jnp.linalg.slogdet(F)[1]
+
+    begun = sgp.infer.initial_pass(svi, state, 400, X, y, logdet, BATCH)
+    assert looseness(state) > 1.0
+    assert 0.0 <= looseness(begun) < 0.05
+    with pytest.raises(ValueError, match="has no `FeatureSpaceGP` whose log-determinant"):
+        sgp.infer.initial_pass(svi, state, 4, X, y, MiniBatch(), BATCH)
+    with pytest.raises(ValueError, match="`num_batches` must be at least 1, got 0"):
+        sgp.infer.initial_pass(svi, state, 0, X, y, logdet, BATCH)
+
+
 def test_several_particles_are_refused():
     X, y = data(40)
     loss = Trace_ELBO(num_particles=2)
