@@ -15,7 +15,7 @@ from jaxtyping import Array
 from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators import AbstractEstimator
+from numpyro_scalegp.estimators import AbstractEstimator, AbstractLogDeterminant
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
 from numpyro_scalegp.kernels import AbstractKernel
@@ -196,6 +196,15 @@ FEATURES: list[tuple[str, Callable[[AbstractKernel, Array], AbstractFeatures]]] 
             functools.partial(_power, kernel.lengthscale * jnp.eye(NUM_COLUMNS))
         ),
     ),
+]
+
+# logdet = factory(): treatments of a log-determinant from mini-batches.
+LOG_DETERMINANTS: list[tuple[str, Callable[[], AbstractLogDeterminant]]] = [
+    ("variational", sgp.estimators.Variational),
+    ("variational_schedule", lambda: sgp.estimators.Variational(lambda step: 1.0 / (step + 2))),
+    ("compositional", sgp.estimators.Compositional),
+    ("minimax", sgp.estimators.Minimax),
+    ("mini_batch", sgp.estimators.MiniBatch),
 ]
 
 # family = factory(kernel, X): variational families for a function site.

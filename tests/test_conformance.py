@@ -25,6 +25,7 @@ from tests.registry import (
     GUIDES,
     KERNELS,
     LATENT_FAMILIES,
+    LOG_DETERMINANTS,
     NUM_COLUMNS,
     SOLVERS,
 )
@@ -318,6 +319,36 @@ def test_features_go_through_transformations(features, dtype):
     np.testing.assert_allclose(moved(X), again, rtol=0, atol=tolerance(whole))
     gradient = eqx.filter_grad(lambda phi: jnp.sum(jnp.sin(phi.columns(X, index))))(phi)
     assert_all_finite(gradient)
+
+
+# Log-determinants from mini-batches
+
+
+@each("factory", LOG_DETERMINANTS)
+def test_log_determinants_go_through_transformations(factory, dtype):
+    X, y = inputs(), jnp.linspace(-1.0, 1.0, 7)
+
+    def model(log_scale: Array) -> None:
+        Phi = jnp.exp(log_scale) * jnp.sin(X)
+        weights = numpyro.param("weights", jnp.linspace(0.0, 1.0, NUM_COLUMNS))
+        gp = sgp.FeatureSpaceGP(Phi, jnp.asarray(0.5), weights, num_data=20, logdet=factory())
+        numpyro.sample("y", gp, obs=y)
+
+    def loss(log_scale: Array, mutable: Any) -> tuple[Array, Any]:
+        given = numpyro.handlers.substitute(model, data=mutable)
+        trace = numpyro.handlers.trace(given).get_trace(log_scale)
+        new = {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+        return trace["y"]["fn"].log_prob(y), new
+
+    step = Compiled(jax.value_and_grad(loss, has_aux=True))
+    (_, state), _ = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(0.1), {})
+    for i in range(3):
+        (value, state), gradient = step(jnp.asarray(0.1 * i), state)
+        assert value.dtype == gradient.dtype == dtype
+        assert_all_finite((value, gradient, state))
+    assert step.traces == 1
+    for leaf in jax.tree.leaves(state):
+        assert leaf.dtype in (dtype, jnp.int32)
 
 
 # Latent families
