@@ -31,7 +31,8 @@ class Batch(NamedTuple):
 
     def gram(self) -> Float[Array, "d d"]:
         """An unbiased estimate of F = Phi'Phi + noise I, from all rows."""
-        return self.whitened_gram(jnp.eye(self.features.shape[1], dtype=self.features.dtype))
+        eye = jnp.eye(self.features.shape[1], dtype=self.features.dtype)
+        return self.scale * matmul(self.features.T, self.features) + self.noise_variance * eye
 
     def whitened_gram(self, W: Float[Array, "d d"]) -> Float[Array, "d d"]:
         """An unbiased estimate of W F W'."""
