@@ -76,5 +76,19 @@ def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> No
         )
 
 
+def observations(
+    value: ArrayLike, event_shape: tuple[int, ...], rows_of: str
+) -> Float[Array, "*batch n"]:
+    """Check observations `y`: finite, one for each row of the argument `rows_of`."""
+    y = as_float(value)
+    if y.shape[-1:] != event_shape:
+        raise ValueError(
+            f"`y` must have shape {event_shape}, got {y.shape}: one value for each row of "
+            f"`{rows_of}`."
+        )
+    finite("y", y)
+    return y
+
+
 def _shown(entries: np.ndarray) -> str:
     return str(entries.item()) if entries.ndim == 0 else np.array2string(entries, threshold=8)

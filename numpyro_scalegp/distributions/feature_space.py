@@ -154,18 +154,8 @@ class FeatureSpaceGP(Distribution):
         Raises:
             ValueError: if `value` has the wrong length, or holds NaN or infinity.
         """
-        y = self._observations(value)
+        y = checks.observations(value, self.event_shape, "features")
         return self.logdet.log_prob(self.batch, self.weights, y, self.state)
-
-    def _observations(self, y: ArrayLike) -> Float[Array, "*batch b"]:
-        y = checks.as_float(y)
-        if y.shape[-1:] != self.event_shape:
-            raise ValueError(
-                f"`y` must have shape {self.event_shape}, got {y.shape}: one value for each row "
-                "of `features`."
-            )
-        checks.finite("y", y)
-        return y
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -206,6 +196,6 @@ class FeatureSpaceGP(Distribution):
                 f"`features` must be those of all {self.num_data} rows for a posterior, got "
                 f"{self.features.shape[0]}: see `sgp.predict.feature_posterior`."
             )
-        y = self._observations(y)
+        y = checks.observations(y, self.event_shape, "features")
         checks.shape("y", y, self.event_shape)
         return feature_posterior(itself, self.features, y, self.noise_variance)

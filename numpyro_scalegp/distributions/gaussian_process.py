@@ -121,13 +121,7 @@ class GaussianProcess(RowsDistribution):
         return mean
 
     def _residual(self, y: ArrayLike) -> Float[Array, "*batch n"]:
-        y = checks.as_float(y)
-        if y.shape[-1:] != self.event_shape:
-            raise ValueError(
-                f"`y` must have shape {self.event_shape}, got {y.shape}: one value for each row "
-                f"of `X`."
-            )
-        checks.finite("y", y)
+        y = checks.observations(y, self.event_shape, "X")
         return y - self._mean_at_inputs()
 
     def log_prob(
