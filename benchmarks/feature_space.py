@@ -134,7 +134,7 @@ def fit(arguments):
         logdet = TREATMENTS.get(name)
         state = svi.init(jax.random.key(arguments.seed), X, y, batch_size=b, logdet=logdet)
         state, losses = trained(svi, num_steps, state, X, y, b, logdet)
-        params = svi.get_params(state)
+        params = jax.block_until_ready(svi.get_params(state))
         spent = time.perf_counter() - began
         nlml, reached = exact(params, data)
         print(

@@ -30,8 +30,8 @@ def to_arviz(
     """Export the result of SVI or MCMC to ArviZ.
 
     Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
-    `log_likelihood` (pointwise; for a `GaussianProcess` site the leave-one-out densities
-    log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for), `observed_data`,
+    `log_likelihood` (pointwise; for a `GaussianProcess` or `FeatureSpaceGP` site the leave-one-out
+    densities log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for), `observed_data`,
     `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver states, `residual`,
     `probe_residual`, `epochs`, `converged` and `standard_error` over steps; MCMC: divergences and
     their like; for each draw `jitter` of an exact Gaussian process, or `draw_residual`,
@@ -53,7 +53,7 @@ def to_arviz(
     Returns:
         An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). Time: one run of
         the model a draw; an exact Gaussian process costs a factorisation each, an iterative one a
-        solve that starts at the solver state, so ask for few draws of a large one.
+        solve that starts at the solver state, features O(n d^2): ask for few draws of a large one.
 
     Raises:
         ImportError: if ArviZ is not installed.

@@ -27,9 +27,10 @@ class FeatureSpaceGP(Distribution):
     itself. Hyperparameters, such as those of a network that computes the features, and `weights`
     are trained together, with no inducing points.
 
-    What is learned of the log-determinant goes from step to step in a NumPyro mutable site, for
-    which `SVI` makes room; anywhere else each evaluation starts from its own batch, which is exact
-    for a batch of all rows.
+    What is learned of the log-determinant goes from step to step of `SVI` in a NumPyro mutable
+    site. A batch of all rows needs nothing learned: there each evaluation is exact. Under MCMC,
+    where NumPyro holds parameters and mutable sites at their first values, take `MiniBatch` and
+    all rows, which integrates the weights out.
 
     Args:
         features: phi(x) of the batch's rows, shape (b, d): of `sgp.features` with independent
@@ -102,7 +103,7 @@ class FeatureSpaceGP(Distribution):
             # Here, since NumPyro collects mutable sites before it first calls `log_prob`.
             batch = self.batch
             carried: Any = mutable(logdet.name, Carried())
-            if carried.begin is None:
+            if batch.is_full or carried.begin is None:
                 carried.begin = jax.lax.stop_gradient(logdet.start(batch.first_gram()))
             self.state = carried.begin
             carried.write(logdet.advance(batch, self.state))

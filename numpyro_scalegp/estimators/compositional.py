@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -25,8 +24,7 @@ class Compositional(AbstractBound):
     The estimate log|A| + tr(A^-1 F_batch) - d has the gradient <A^-1, dF_batch>, unbiased for
     <A^-1, dF>; A comes from the batches before this one. It is biased by what A^-1 is: an average
     over the last N rows makes it too large by about N / (N - d - 1), N = b (1 + decay) /
-    (1 - decay). So choose `decay` such that N is several times d. Where a batch holds all n rows, A
-    is F itself and all is exact.
+    (1 - decay). So choose `decay` such that N is several times d.
 
     Args:
         decay: the weight of the old average, 0 <= decay < 1, or a schedule, a function of the step.
@@ -62,7 +60,6 @@ class Compositional(AbstractBound):
 
     def estimate(self, batch: Batch, state: RunningAverage) -> Float[Array, ""]:
         """log|A| + tr(A^-1 F) - d, at least log|F| in the mean over batches."""
-        A = batch.gram() if batch.is_full else state.average
-        W = inverse_cholesky(jax.lax.stop_gradient(A))
+        W = inverse_cholesky(state.average)
         log_determinant = -2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
         return log_determinant + batch.trace(W) - W.shape[0]

@@ -72,10 +72,10 @@ class Minimax(AbstractBound):
             )
 
     def start(self, F: Float[Array, "d d"]) -> Saddle:
-        """The state with A = F and the B that holds it there, if |B| <= 1 allows it."""
+        """The state with A = F and the B that holds it there; a step sees to |B| <= 1."""
         eye = jnp.eye(F.shape[0], dtype=F.dtype)
         penalty = jnp.asarray(self.penalty, F.dtype)
-        return Saddle(inverse_cholesky(F, warn=False), jnp.minimum(1.0, penalty) * eye, penalty)
+        return Saddle(inverse_cholesky(F, warn=False), eye, penalty)
 
     def advance(self, batch: Batch, state: Saddle) -> Saddle:
         """A step of A down, by the first half of the rows, and one of B up, by the others.

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Key
 from numpyro import handlers
 
-from numpyro_scalegp.distributions import GaussianProcess
+from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
 
 
 class Draws(NamedTuple):
@@ -20,13 +20,13 @@ class Draws(NamedTuple):
     predictive: dict[str, Any]  # replicates of the observed sites
     log_likelihood: dict[str, Any]  # pointwise, for the observed sites
     observed: dict[str, Any]  # values of the observed sites, the same in each draw
-    diagnostics: dict[str, dict[str, Any]]  # of the solves, for Gaussian process sites
+    diagnostics: dict[str, dict[str, Any]]  # of the solves, for collapsed sites
 
     def log_predictive_density(self) -> dict[str, np.ndarray]:
         """The log of the likelihood averaged over draws, pointwise, for each observed site.
 
-        At test rows this is the log predictive density, shape (rows,). (For an exact Gaussian
-        process it averages leave-one-out densities at its own rows.)
+        At test rows this is the log predictive density, shape (rows,). (For a `GaussianProcess` or
+        `FeatureSpaceGP` it averages leave-one-out densities at its own rows.)
         """
         return {
             name: np.asarray(jax.nn.logsumexp(values, axis=0)) - np.log(len(values))
@@ -40,8 +40,8 @@ class Predictive:
     Draws are made one after another, `chunk_size` in a compiled call, and moved to the host:
     memory follows the chunk, and the guide's parameters are never repeated for each draw.
 
-    An observed `GaussianProcess` site is replicated from its *posterior* given the observations, at
-    their inputs, where NumPyro's own would draw from the prior.
+    An observed `GaussianProcess` or `FeatureSpaceGP` site is replicated from its *posterior* given
+    the observations, at their inputs, where NumPyro's own would draw from the prior.
 
     Args:
         model: the model.
@@ -147,7 +147,7 @@ class Predictive:
 def _replicate(draws: Draws, key: Array, name: str, site: dict[str, Any]) -> None:
     """Add a replicate of an observed site and its pointwise log-likelihood to `draws`."""
     fn, value = site["fn"], site["value"]
-    if isinstance(fn, GaussianProcess):
+    if isinstance(fn, GaussianProcess | FeatureSpaceGP):
         posterior = fn.condition(value)
         draws.predictive[name] = posterior.at_data().sample(key)
         draws.log_likelihood[name] = posterior.leave_one_out().log_prob(value)
