@@ -9,7 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.linalg import matmul, triangular_outer
 
 
 class Batch(NamedTuple):
@@ -35,9 +35,9 @@ class Batch(NamedTuple):
         return self.scale * matmul(self.features.T, self.features) + self.noise_variance * eye
 
     def whitened_gram(self, W: Float[Array, "d d"]) -> Float[Array, "d d"]:
-        """An unbiased estimate of W F W'."""
+        """An unbiased estimate of W F W', for a lower triangular W."""
         white = matmul(self.features, W.T)
-        return self.scale * matmul(white.T, white) + self.noise_variance * matmul(W, W.T)
+        return self.scale * matmul(white.T, white) + self.noise_variance * triangular_outer(W)
 
     def trace(self, W: Float[Array, "d d"]) -> Float[Array, ""]:
         """An unbiased estimate of tr(W F W'), in O(b d^2)."""

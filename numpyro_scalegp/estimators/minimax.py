@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core.linalg import half, inverse_cholesky, matmul
+from numpyro_scalegp.core.linalg import inverse_cholesky, matmul, triangular_outer
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 from numpyro_scalegp.estimators.variational import multiplied
 
@@ -93,7 +93,7 @@ class Minimax(AbstractBound):
         M = first.whitened_gram(state.W)
         product = matmul(state.multiplier, M)
         slope = eye - 0.5 * (product + product.T)  # in log A
-        W = multiplied(state.W, half(slope), self.step_size)
+        W = multiplied(state.W, slope, self.step_size)
         W = _at_least_noise(W, batch.noise_variance)
 
         raised = state.multiplier + self.multiplier_step_size * (second.whitened_gram(W) - eye)
@@ -115,7 +115,7 @@ def _at_least_noise(
 ) -> Float[Array, "d d"]:
     """Project A = (W'W)^-1 onto A >= noise I, in the norm relative to A."""
     eye = jnp.eye(W.shape[0], dtype=W.dtype)
-    share = noise_variance * matmul(W, W.T)
+    share = noise_variance * triangular_outer(W)
 
     def project(W: Array) -> Array:
         values, vectors = jnp.linalg.eigh(share)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from numpyro_scalegp.core.linalg import half, inverse_cholesky, matmul
+from numpyro_scalegp.core.linalg import half, inverse_cholesky, matmul, triangular_product
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch, at_step
 
 # Steps change A by at most about this share, in the spectral norm.
@@ -59,9 +59,10 @@ class Variational(AbstractBound):
 
     def advance(self, batch: Batch, state: Whitening) -> Whitening:
         """One step down the batch's bound."""
-        slope = batch.whitened_gram(state.W) - jnp.eye(state.W.shape[0], dtype=state.W.dtype)
+        eye = jnp.eye(state.W.shape[0], dtype=state.W.dtype)
         rate = at_step(self.step_size, state.step)
-        return Whitening(multiplied(state.W, -half(slope), rate), state.step + 1)
+        moved = multiplied(state.W, eye - batch.whitened_gram(state.W), rate)
+        return Whitening(moved, state.step + 1)
 
     def estimate(self, batch: Batch, state: Whitening) -> Float[Array, ""]:
         """log|A| + tr(A^-1 F) - d."""
@@ -72,15 +73,14 @@ class Variational(AbstractBound):
 def multiplied(
     W: Float[Array, "d d"], direction: Float[Array, "d d"], rate: Float[ArrayLike, ""]
 ) -> Float[Array, "d d"]:
-    """(I + rate direction) W for a lower triangular direction, which is cut where it is long.
+    """(I + rate half(direction)) W for a symmetric direction, cut where it is long.
 
-    So the diagonal stays positive. For a batch of b rows the slope has about b eigenvalues as large
-    as d / b: where d is large the cut sets the rate, and A looks back on some d rows.
+    So the diagonal stays positive. For a batch of b rows the direction has about b eigenvalues as
+    large as d / b: where d is large the cut sets the rate, and A looks back on some d rows.
     """
-    change = direction + direction.T
-    longest = _LONGEST_STEP / _spectral_norm(change)
+    longest = _LONGEST_STEP / _spectral_norm(direction)
     rate = jnp.minimum(jnp.asarray(rate).astype(W.dtype), longest)
-    return W + matmul(rate * direction, W)
+    return W + triangular_product(rate * half(direction), W)
 
 
 def _spectral_norm(S: Float[Array, "d d"]) -> Float[Array, ""]:

@@ -52,6 +52,16 @@ def test_inverses(n, dtype):
     assert relative_error(P, np.linalg.inv(K)) < bound
 
 
+@pytest.mark.parametrize("n", [1, 256, 257, 700])
+def test_products_of_triangular_matrices(n, x64):
+    A, B = np.tril(np.random.default_rng(n).normal(size=(2, n, n)))
+    product = jax.jit(linalg.triangular_product)(jnp.array(A), jnp.array(B))
+    outer = jax.jit(linalg.triangular_outer)(jnp.array(A))
+    np.testing.assert_array_equal(product, np.tril(product))
+    assert relative_error(product, A @ B) < 1e-13
+    assert relative_error(outer, A @ A.T) < 1e-13
+
+
 def test_sizes_beyond_the_blocked_loops(monkeypatch, x64):
     monkeypatch.setattr(blocked, "MAX_SIZE", 100)
     n = 600

@@ -19,7 +19,7 @@ from numpyro_scalegp.estimators import Compositional, MiniBatch, Minimax, Variat
 from numpyro_scalegp.estimators.compositional import RunningAverage
 from numpyro_scalegp.estimators.log_determinant import Batch
 from numpyro_scalegp.estimators.minimax import Saddle
-from numpyro_scalegp.estimators.variational import Whitening
+from numpyro_scalegp.estimators.variational import Whitening, multiplied
 
 N, D, BATCH = 300, 20, 16
 KEY = jax.random.key(0)
@@ -187,6 +187,19 @@ def test_steps_with_all_rows_find_the_exact_value_and_gradient(logdet, x64):
     np.testing.assert_allclose(gradient[1], slopes[1], rtol=1e-8)
     if isinstance(logdet, Minimax) and logdet.penalty < 1.0:
         assert state.penalty > 0.99  # too small to hold A at F before
+
+
+def test_steps_are_cut_where_a_batch_has_few_rows(x64):
+    """At a rate of one a batch's largest eigenvalue, d / b and more, would turn A around."""
+    d, b = 200, 8
+    Z = jnp.array(np.random.default_rng(0).normal(size=(b, d)))
+    state = Variational().start(jnp.eye(d))
+    after = Variational(step_size=1.0).advance(Batch(Z, jnp.array(1e-3), b), state)
+    inverse = np.linalg.eigvalsh(after.W.T @ after.W)
+    assert 0.3 < inverse[0] < 0.7  # one less half, but for the second order
+    assert jnp.all(jnp.diagonal(after.W) > 0.0)
+    # A direction of zero goes nowhere, and not to NaN.
+    np.testing.assert_array_equal(multiplied(state.W, jnp.zeros((d, d)), 1.0), state.W)
 
 
 def test_the_running_average_is_that_of_the_batches_and_finds_their_mean(x64):
