@@ -10,7 +10,7 @@ from numpyro.distributions import Distribution, constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.carried import Carried
+from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators import AbstractLogDeterminant
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
@@ -21,15 +21,18 @@ from numpyro_scalegp.predict.feature import feature_posterior, itself
 class FeatureSpaceGP(Distribution):
     """y of a mini-batch under f(x) = phi(x)'w, w ~ N(0, I), with f integrated out.
 
-    `log_prob` estimates log N(y; 0, Phi Phi' + noise I) of all `num_data` rows from this batch's:
-    so the site stands outside of plates, which would scale it once more. In the mean over batches,
-    and at the best `weights`, it is the log marginal likelihood, up to what `logdet` says of
-    itself. Hyperparameters, such as those of a network that computes the features, and `weights`
-    are trained together, with no inducing points.
+    The site is an observed one, and y is centred: the prior mean is zero. `log_prob` estimates
+    log N(y; 0, Phi Phi' + noise I) of all `num_data` rows from this batch's: so the site stands
+    outside of plates, which would scale it once more. In the mean over batches, and at the best
+    `weights`, it is the log marginal likelihood, up to what `logdet` says of itself.
+    Hyperparameters, such as those of a network that computes the features, and `weights` are
+    trained together, with no inducing points.
 
     What is learned of the log-determinant goes from step to step of `SVI` in a NumPyro mutable
-    site. A batch of all rows needs nothing learned: there each evaluation is exact. Under MCMC,
-    where NumPyro holds parameters and mutable sites at their first values, take `MiniBatch` and
+    site. Where there is none, as in `SVI.evaluate`, a batch is compared with itself, and the
+    estimate is too low. A batch of all rows needs nothing learned: there value and first
+    derivatives are exact. Under MCMC, where NumPyro holds parameters and mutable sites at their
+    first values, and for second derivatives, as in Laplace's approximation, take `MiniBatch` and
     all rows, which integrates the weights out.
 
     Args:
@@ -42,7 +45,8 @@ class FeatureSpaceGP(Distribution):
         logdet: `Variational`, `Compositional`, `Minimax` or `MiniBatch` from `sgp.estimators`.
 
     Raises:
-        ValueError: if an argument has a wrong shape or range, or the site stands in a plate.
+        ValueError: if an argument has a wrong shape or range, or does not suit the others; if the
+            site stands in a plate, or several computations at once write the state.
         TypeError: if `logdet` is of another kind.
 
     References:
@@ -100,13 +104,15 @@ class FeatureSpaceGP(Distribution):
         self.logdet = logdet
         self.state: Any = None
         if isinstance(logdet, AbstractBound):
-            # Here, since NumPyro collects mutable sites before it first calls `log_prob`.
+            # Here, since NumPyro collects mutable sites before it first calls `log_prob`. What a
+            # run gets of them is a copy of the dictionary.
             batch = self.batch
-            carried: Any = mutable(logdet.name, Carried())
-            if batch.is_full or carried.begin is None:
-                carried.begin = jax.lax.stop_gradient(logdet.start(batch.first_gram()))
-            self.state = carried.begin
-            carried.write(logdet.advance(batch, self.state))
+            site: Any = mutable(logdet.name, {})
+            begin = site.get("state")
+            if batch.is_full or begin is None:
+                begin = jax.lax.stop_gradient(logdet.start(batch.first_gram()))
+            self.state = begin
+            site["state"] = begin if batch.is_full else carried(logdet.advance(batch, begin), begin)
         super().__init__((), (num,), validate_args=validate_args)
 
     @property

@@ -79,8 +79,8 @@ class AbstractBound(AbstractLogDeterminant):
     name: eqx.AbstractVar[str]
 
     @abc.abstractmethod
-    def start(self, F: Float[Array, "d d"]) -> Any:
-        """The state that knows F."""
+    def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Any:
+        """The state that knows F, as estimated from so many batches."""
 
     @abc.abstractmethod
     def advance(self, batch: Batch, state: Any) -> Any:

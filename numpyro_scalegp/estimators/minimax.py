@@ -27,6 +27,8 @@ class Saddle(NamedTuple):
 class Minimax(AbstractBound):
     """log|F| as the minimum over A of log|A| + penalty sqrt(d) |A - F|, the norm as a maximum.
 
+    The estimate is above log|F| for the best B alone, not for any: it is no bound.
+
     |A - F| = max <B, A - F> over |B| <= 1, and for a fixed B all is a sum over rows. The norms are
     Frobenius norms relative to A, |A^-1/2 (A - F) A^-1/2|: so the penalty is exact, with its
     minimum at A = F, from `penalty` = 1 on, whatever the features are. (In the norm of the paper,
@@ -71,7 +73,7 @@ class Minimax(AbstractBound):
                 f"`multiplier_step_size` must be positive, got {self.multiplier_step_size}."
             )
 
-    def start(self, F: Float[Array, "d d"]) -> Saddle:
+    def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Saddle:
         """The state with A = F and the B that holds it there; a step sees to |B| <= 1."""
         eye = jnp.eye(F.shape[0], dtype=F.dtype)
         penalty = jnp.asarray(self.penalty, F.dtype)
@@ -93,7 +95,7 @@ class Minimax(AbstractBound):
         M = first.whitened_gram(state.W)
         product = matmul(state.multiplier, M)
         slope = eye - 0.5 * (product + product.T)  # in log A
-        W = multiplied(state.W, slope, self.step_size)
+        W = multiplied(state.W, slope, self.step_size, num // 2)
         W = _at_least_noise(W, batch.noise_variance)
 
         raised = state.multiplier + self.multiplier_step_size * (second.whitened_gram(W) - eye)

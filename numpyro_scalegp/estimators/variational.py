@@ -1,5 +1,6 @@
 """The log-determinant as the minimum of a bound."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,8 +11,13 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from numpyro_scalegp.core.linalg import half, inverse_cholesky, matmul, triangular_product
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch, at_step
 
-# Steps change A by at most about this share, in the spectral norm.
-_LONGEST_STEP = 0.5
+# Steps change A by at most about this share, in the spectral norm: by typical batches, and by any.
+_TYPICAL_STEP, _LONGEST_STEP = 0.5, 1.0
+
+
+def slowly_decaying(step: Int[Array, ""]) -> Float[Array, ""]:
+    """0.05 at first, half of it after 3,000 steps, a tenth after 100,000: O(step^-1/2)."""
+    return 0.05 / jnp.sqrt(1.0 + step / 1000.0)
 
 
 class Whitening(NamedTuple):
@@ -30,10 +36,14 @@ class Variational(AbstractBound):
     negative gradient in coordinates of its own, W <- (I - step_size half(W F W' - I)) W, in which
     the curvature is the same in all directions: so one step size suits any features, and nothing is
     factorised. In steps around its optimum the mean of W'W, which is what gradients take, is
-    F^-1 to first order, not too large as the inverse of an average is.
+    F^-1 to first order in the step size, not too large as the inverse of an average is. What
+    remains is of second order, and matters where a few rows have most of the features' squares: it
+    goes with smaller steps.
 
     Args:
-        step_size: 0 < step_size <= 1, or a schedule, a function of the step.
+        step_size: 0 < step_size <= 1, or a schedule, a function of the step: by default
+            0.05 (1 + step / 1000)^(-1/2). With many features and few rows in a batch steps are
+            smaller, lest they overshoot: A then looks back on some d rows.
         name: the NumPyro mutable site of the state.
 
     Raises:
@@ -46,14 +56,16 @@ class Variational(AbstractBound):
         matrix products.
     """
 
-    step_size: float | Callable[[Array], ArrayLike] = eqx.field(static=True, default=0.05)
+    step_size: float | Callable[[Array], ArrayLike] = eqx.field(
+        static=True, default=slowly_decaying
+    )
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
         if not callable(self.step_size) and not 0.0 < self.step_size <= 1.0:
             raise ValueError(f"`step_size` must be in (0, 1], got {self.step_size}.")
 
-    def start(self, F: Float[Array, "d d"]) -> Whitening:
+    def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Whitening:
         """The state whose bound is tight at F."""
         return Whitening(inverse_cholesky(F, warn=False), jnp.zeros((), jnp.int32))
 
@@ -61,7 +73,7 @@ class Variational(AbstractBound):
         """One step down the batch's bound."""
         eye = jnp.eye(state.W.shape[0], dtype=state.W.dtype)
         rate = at_step(self.step_size, state.step)
-        moved = multiplied(state.W, eye - batch.whitened_gram(state.W), rate)
+        moved = multiplied(state.W, eye - batch.whitened_gram(state.W), rate, len(batch.features))
         return Whitening(moved, state.step + 1)
 
     def estimate(self, batch: Batch, state: Whitening) -> Float[Array, ""]:
@@ -71,14 +83,19 @@ class Variational(AbstractBound):
 
 
 def multiplied(
-    W: Float[Array, "d d"], direction: Float[Array, "d d"], rate: Float[ArrayLike, ""]
+    W: Float[Array, "d d"],
+    direction: Float[Array, "d d"],
+    rate: Float[ArrayLike, ""],
+    num_rows: int,
 ) -> Float[Array, "d d"]:
-    """(I + rate half(direction)) W for a symmetric direction, cut where it is long.
+    """(I + rate half(direction)) W for a symmetric direction, from a batch of so many rows.
 
-    So the diagonal stays positive. For a batch of b rows the direction has about b eigenvalues as
-    large as d / b: where d is large the cut sets the rate, and A looks back on some d rows.
+    The rate is at most what typical batches allow, for which W F W' has eigenvalues of up to
+    (1 + (d / b)^(1/2))^2 (Marchenko-Pastur). Batches that are far from typical are cut as well,
+    which alone depends on the batch, and keeps the diagonal positive.
     """
-    longest = _LONGEST_STEP / _spectral_norm(direction)
+    typical = _TYPICAL_STEP / (1.0 + math.sqrt(len(W) / num_rows)) ** 2
+    longest = jnp.minimum(typical, _LONGEST_STEP / _spectral_norm(direction))
     rate = jnp.minimum(jnp.asarray(rate).astype(W.dtype), longest)
     return W + triangular_product(rate * half(direction), W)
 

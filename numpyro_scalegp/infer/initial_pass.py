@@ -8,7 +8,6 @@ from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
-from numpyro_scalegp.core.carried import Carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 from numpyro_scalegp.infer.traces import Trace
@@ -22,7 +21,7 @@ def initial_pass(
     Runs the model on `num_batches` batches of its own choice with the parameters as they are, takes
     the mean of their estimates of F = Phi'Phi + noise I, and starts the state of each
     `FeatureSpaceGP` from it. Worth it for parameters that are trained already, or where training
-    is short: a state finds F within some hundred steps by itself.
+    is short: a state finds F within some hundred steps by itself. Schedules start anew.
 
     Args:
         svi: an SVI, set up by `init`.
@@ -36,7 +35,7 @@ def initial_pass(
 
     Raises:
         ValueError: if `num_batches` is less than 1, or no `FeatureSpaceGP` of the model has a
-            state.
+            state, or `numpyro.handlers.scope` renames its site.
 
     References:
         Shoham and Avron (2025), Unbiased Stochastic Optimization for Gaussian Processes on Finite
@@ -48,8 +47,7 @@ def initial_pass(
     kwargs = {**kwargs, **svi.static_kwargs}
 
     def run(key: jax.Array) -> Trace:
-        # New objects each time: a run writes to those that it gets.
-        given = {**params, **jax.tree.map(lambda leaf: leaf, mutable)}
+        given = {**params, **jax.tree.map(lambda leaf: leaf, mutable)}  # written to by solvers
         guide_key, model_key = jax.random.split(key)
         guide = handlers.substitute(handlers.seed(svi.guide, guide_key), data=given)
         guide_trace = handlers.trace(guide).get_trace(*args, **kwargs)
@@ -64,6 +62,11 @@ def initial_pass(
     sites = _with_state(run(key))
     if not sites:
         raise ValueError("the model has no `FeatureSpaceGP` whose log-determinant has a state.")
+    if missing := set(sites) - set(mutable):
+        raise ValueError(
+            f"the model's mutable sites are {sorted(mutable)}, without {sorted(missing)}: a state "
+            "cannot be found where `numpyro.handlers.scope` renames its site."
+        )
 
     def add(total: dict[str, jax.Array], key: jax.Array) -> tuple[dict[str, jax.Array], None]:
         return jax.tree.map(jnp.add, total, grams(key)), None
@@ -71,7 +74,7 @@ def initial_pass(
     zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(grams, key))
     total = jax.lax.scan(add, zero, jax.random.split(key, num_batches))[0]
     started = {
-        name: Carried(logdet.start(total[name] / num_batches))
+        name: {"state": logdet.start(total[name] / num_batches, num_batches)}
         for name, (logdet, _) in sites.items()
     }
     return svi_state._replace(mutable_state={**mutable, **started})

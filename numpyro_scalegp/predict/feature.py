@@ -1,5 +1,6 @@
 """The posterior of a GP whose kernel is an inner product of p features."""
 
+import warnings
 from collections.abc import Callable
 
 import equinox as eqx
@@ -14,6 +15,9 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators.weight_space import Weights, posterior, statistics
 from numpyro_scalegp.features import AbstractFeatures, Learned
 from numpyro_scalegp.predict.conditioned import AbstractConditioned
+
+# A leverage is told from one by its distance from it, in units of rounding: 1 % of accuracy.
+_LOST_DIGITS = 100.0
 
 
 class FeaturePosterior(AbstractConditioned):
@@ -97,7 +101,8 @@ class FeaturePosterior(AbstractConditioned):
         the leverage h_i = phi_i'A^-1 phi_i / D_i.
 
         Returns:
-            A `numpyro.distributions.Normal` of batch shape (n,), in O(n p^2).
+            A `numpyro.distributions.Normal` of batch shape (n,), in O(n p^2). Where the features
+            fit an observation nearly exactly, 1 - h_i has few digits, and a warning says so.
 
         References:
             Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
@@ -105,7 +110,10 @@ class FeaturePosterior(AbstractConditioned):
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
         variance = self.variance(self.X)
         # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may say otherwise.
-        rest = jnp.maximum(1.0 - variance / noise, jnp.finfo(variance.dtype).eps)
+        eps = jnp.finfo(variance.dtype).eps
+        rest = jnp.maximum(1.0 - variance / noise, eps)
+        few = jnp.min(rest) < _LOST_DIGITS * eps
+        jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_leverage), lambda: None)
         residual = self.y - self.mean(self.X)
         return dist.Normal(self.y - residual / rest, jnp.sqrt(noise / rest))
 
@@ -169,6 +177,16 @@ def feature_posterior(
         noise_variance=noise_variance,
         mean_function=constant_function(jnp.zeros((), y.dtype)),
         weights=posterior(found),
+    )
+
+
+def _warn_of_leverage() -> None:
+    warnings.warn(
+        "leave-one-out densities of features are inaccurate in this precision: some observations "
+        "are fitted nearly exactly by their own leverage. Raise the noise variance, or work in "
+        "float64.",
+        RuntimeWarning,
+        stacklevel=1,
     )
 
 
