@@ -128,7 +128,7 @@ def errors(logdet: Any, state: Any, num: int = 5000) -> float:
         return logdet.log_prob(batch, weights, y[index], state)
 
     index = jax.random.randint(KEY, (num, BATCH), 0, N)
-    by_batch = jax.vmap(functools.partial(jax.grad(log_prob), at))(index)
+    by_batch = jax.jit(jax.vmap(functools.partial(jax.grad(log_prob), at)))(index)
     whole = jax.grad(log_prob)(at, jnp.arange(N))
     largest = 0.0
     for draws, wanted in zip(by_batch, whole, strict=True):
