@@ -122,7 +122,8 @@ def test_random_features_of_a_network_make_a_deep_kernel(x64):
     @eqx.filter_jit
     @eqx.filter_value_and_grad
     def ours(at: Any) -> Array:
-        Phi = rbf_on_network(*at, X)
+        network, lengthscale = at
+        Phi = rbf_on_network(network, lengthscale, X)
         zero = jnp.zeros(Phi.shape[1])
         return sgp.FeatureSpaceGP(Phi, NOISE, zero, num_data=N, logdet=MiniBatch()).log_prob(y)
 
