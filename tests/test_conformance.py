@@ -17,6 +17,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.infer.traces import mutable_values
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
 from tests.registry import (
@@ -337,8 +338,7 @@ def test_log_determinants_go_through_transformations(factory, dtype):
     def loss(log_scale: Array, mutable: Any) -> tuple[Array, Any]:
         given = numpyro.handlers.substitute(model, data=mutable)
         trace = numpyro.handlers.trace(given).get_trace(log_scale)
-        new = {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
-        return trace["y"]["fn"].log_prob(y), new
+        return trace["y"]["fn"].log_prob(y), mutable_values(trace)
 
     step = Compiled(jax.value_and_grad(loss, has_aux=True))
     (_, state), _ = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(0.1), {})
