@@ -18,6 +18,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import blocked
+from numpyro_scalegp.core.derivatives import lasting_jvp
 
 # Factorisations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
@@ -219,7 +220,7 @@ def gaussian_log_density(
     return log_density(rows).reshape(y.shape[:-1])
 
 
-@jax.custom_jvp
+@lasting_jvp
 def _cholesky(K: Array, L: Array) -> Array:
     return L
 
@@ -232,7 +233,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return value, matmul(value, _log_derivative(W, dK))
 
 
-@jax.custom_jvp
+@lasting_jvp
 def inverse_cholesky_given(K: Float[Array, "n n"], L: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The same as `inverse_cholesky(K)`, given the factor L of K."""
     return triangular_inverse(L)
@@ -245,7 +246,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return W, -matmul(_log_derivative(W, dK), W)
 
 
-@jax.custom_jvp
+@lasting_jvp
 def _inverse(K: Array, L: Array) -> Array:
     return inverse_from_factor(L)
 
@@ -257,7 +258,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return P, -matmul(matmul(P, dK), P)
 
 
-@jax.custom_jvp
+@lasting_jvp
 def _log_density(K: Array, y: Array, L: Array) -> Array:
     white = solve_triangular(L, y, lower=True)
     log_det = 2.0 * jnp.sum(jnp.log(jnp.diagonal(L)))

@@ -12,6 +12,7 @@ from numpyro.primitives import mutable
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.distributions.frozen import is_potential_energy
 from numpyro_scalegp.estimators import AbstractLogDeterminant
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 from numpyro_scalegp.predict import FeaturePosterior
@@ -33,7 +34,7 @@ class FeatureSpaceGP(Distribution):
     estimate is too low. A batch of all rows needs nothing learned: there value and first
     derivatives are exact. Under MCMC, where NumPyro holds parameters and mutable sites at their
     first values, and for second derivatives, as in Laplace's approximation, take `MiniBatch` and
-    all rows, which integrates the weights out.
+    all rows, which integrates the weights out; all else is refused there.
 
     Args:
         features: phi(x) of the batch's rows, shape (b, d): of `sgp.features` with independent
@@ -99,6 +100,13 @@ class FeatureSpaceGP(Distribution):
             raise TypeError(
                 "`logdet` must be one of `sgp.estimators.Variational`, `Compositional`, `Minimax` "
                 f"and `MiniBatch`, got {type(logdet).__name__}."
+            )
+        if is_potential_energy() and (isinstance(logdet, AbstractBound) or num < num_data):
+            raise ValueError(
+                "a `FeatureSpaceGP` under NUTS, HMC and other users of a potential energy takes "
+                f"`logdet=MiniBatch()` and all rows, got `{type(logdet).__name__}` and {num} of "
+                f"{num_data} rows: NumPyro holds parameters, mini-batches and what is learned of "
+                "the log-determinant at their first values there."
             )
         self.num_data = num_data
         self.logdet = logdet

@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks, functions, linalg
+from numpyro_scalegp.distributions.frozen import is_potential_energy
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import (
     AbstractEstimator,
@@ -45,8 +46,9 @@ class GaussianProcess(RowsDistribution):
             solution; it fixes the probes, unless it was made with `fresh_probes=True`.
 
     Raises:
-        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity, or if a
-            new state gets no key.
+        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity; if a new
+            state gets no key; under NUTS and the like, if the estimator's value leaves something
+            out. There an estimator that draws at random warns: it is one frozen draw.
 
     References:
         Rasmussen and Williams (2006), section 2.2. Cost with `Cholesky`: O(n^3) time and O(n^2)
@@ -89,6 +91,8 @@ class GaussianProcess(RowsDistribution):
         checks.positive("noise_variance", self.noise_variance)
         self.mean_function = _as_mean_function(mean)
         self.estimator = Cholesky() if estimator is None else estimator
+        if is_potential_energy():
+            self.estimator.check_frozen_key()
         if key is None and self.estimator.is_stochastic:
             # Outside of a model there is none, and NumPyro would warn.
             key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None

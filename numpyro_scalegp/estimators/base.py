@@ -1,6 +1,7 @@
 """The interface of a log marginal likelihood."""
 
 import abc
+import warnings
 
 import equinox as eqx
 from jaxtyping import Array, Float, Key
@@ -41,6 +42,22 @@ class AbstractEstimator(eqx.Module):
         Returns:
             Log densities, shape (...).
         """
+
+    def check_frozen_key(self) -> None:
+        """Refuse or warn of a key that is the same at each evaluation, as in a potential energy.
+
+        There an estimate is one frozen draw, and its gradient is not that of its value.
+        """
+        if self.is_stochastic:
+            warnings.warn(
+                f"`{type(self).__name__}` draws at random, but NumPyro evaluates this model under "
+                "a constant key, as NUTS, HMC and other users of a potential energy do: they see "
+                "one frozen draw of the log density, and a gradient that is not its own. Take "
+                "`estimator=sgp.estimators.Cholesky()`, or train by `SVI`; for stochastic-gradient "
+                "MCMC seed the model anew at each step, by `numpyro.handlers.seed`.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def key_of(estimator: AbstractEstimator, key: Key[Array, ""] | None) -> Key[Array, ""]:

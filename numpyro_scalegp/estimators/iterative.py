@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
+from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.estimators.quadrature import LogDeterminant, log_determinant
@@ -22,6 +23,13 @@ from numpyro_scalegp.solvers import (
     ConjugateGradients,
     RussianRouletteCG,
     Solution,
+)
+
+_REFUSAL = (
+    "`Hutchinson` and `Pathwise` have first derivatives in reverse mode alone (`jax.grad`): the "
+    "solutions that these rest on are held fixed in them, and second derivatives would be wrong. "
+    "For `jax.hessian`, `jax.jvp` or a Laplace approximation take `sgp.estimators.Cholesky()`, "
+    "or `RandomFourier` where the data are too many."
 )
 
 
@@ -71,6 +79,21 @@ class AbstractIterative(AbstractEstimator):
     def is_stochastic(self) -> bool:
         """True."""
         return True
+
+    def check_frozen_key(self) -> None:
+        """Warn of one frozen draw, and refuse a value without its log-determinant.
+
+        Raises:
+            ValueError: if `num_logdet_probes` is 0.
+        """
+        if self.num_logdet_probes == 0:
+            raise ValueError(
+                f"`num_logdet_probes=0` of `{type(self).__name__}` leaves the log-determinant out "
+                "of the value, which serves `SVI`, where the gradient alone counts. NUTS, HMC and "
+                "other users of a potential energy would sample from another density: take "
+                "`estimator=sgp.estimators.Cholesky()` there."
+            )
+        super().check_frozen_key()
 
     @property
     @abc.abstractmethod
@@ -179,6 +202,7 @@ class AbstractIterative(AbstractEstimator):
 
         Raises:
             ValueError: if there is neither a key nor a state, or the state has another shape.
+            TypeError: in forward-mode differentiation, and in second derivatives.
         """
         return self.evaluate(kernel, X, noise_variance, residual, key=key, state=state)[0]
 
@@ -217,7 +241,8 @@ class AbstractIterative(AbstractEstimator):
         else:
             self._record(state, operator, rows[0], found, key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
-        value = _with_gradient(found.value, differentiable, rows, (rest, found))
+        inputs, fixed = (differentiable, rows), (rest, found)
+        value = with_pullback(_pull_back, _REFUSAL, found.value, inputs, fixed)
         return value.reshape(residual.shape[:-1]), found
 
     def condition(
@@ -310,36 +335,23 @@ def _split(key: Key[Array, ""]) -> Key[Array, " 3"]:
     return jax.random.split(key, 3)
 
 
-@jax.custom_vjp
-def _with_gradient(
-    value: Float[Array, " m"], operator: KernelOperator, rows: Float[Array, "m n"], fixed: tuple
-) -> Float[Array, " m"]:
-    """The value, with the estimator's gradient with respect to the operator and the data."""
-    return value
-
-
-def _forward(
-    value: Array, operator: KernelOperator, rows: Array, fixed: tuple
-) -> tuple[Array, tuple]:
-    return value, (operator, fixed)
-
-
-def _backward(kept: tuple, slope: Float[Array, " m"]) -> tuple:
-    operator, (rest, found) = kept
-    operator = eqx.combine(operator, rest)
+def _pull_back(
+    inputs: tuple[KernelOperator, Array], fixed: tuple[KernelOperator, Estimate], slope: Array
+) -> tuple[KernelOperator, Array]:
+    """The estimator's gradient with respect to the operator and the data, shape (m, n)."""
+    (operator, _), (rest, found) = inputs, fixed
+    operator = refuse_derivatives(_REFUSAL, eqx.combine(operator, rest))
     m, s = slope.size, found.left.shape[1]
     left, right = found.solution.squares(m)
     sides = (0.5 * slope * left, -0.5 / s * jnp.sum(slope) * found.left), (right, found.right)
     gradient = operator.bilinear_gradient(*(_side_by_side(*side) for side in sides))
-    return jnp.zeros_like(slope), gradient, -(slope * found.solution.value[:, :m]).T, None
+    gradient = eqx.filter(gradient, eqx.is_inexact_array)
+    return gradient, -(slope * found.solution.value[:, :m]).T
 
 
 def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -> Array:
     columns = jnp.moveaxis(squares, 0, 1).reshape(len(probes), -1)
     return jnp.concatenate([columns, probes], axis=1)
-
-
-_with_gradient.defvjp(_forward, _backward)
 
 
 def warn_unless(converged: Array) -> None:

@@ -9,7 +9,14 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from numpyro_scalegp.core.derivatives import once_differentiable
 from numpyro_scalegp.core.linalg import matmul, triangular_outer
+
+_REFUSAL = (
+    "`Variational`, `Compositional` and `Minimax` have first derivatives alone: what they have "
+    "learned of the log-determinant is held fixed in them, and second derivatives would be wrong. "
+    "For `jax.hessian` or a Laplace approximation take `logdet=MiniBatch()` and all rows."
+)
 
 
 class Batch(NamedTuple):
@@ -100,12 +107,23 @@ class AbstractBound(AbstractLogDeterminant):
         """-1/2 of an estimate of |y - Phi w|^2 / noise + |w|^2 + log|F| + (n - d) log noise.
 
         Without n log 2 pi, which is added. At the best w the sum is -2 log p(y).
+
+        Raises:
+            TypeError: in second derivatives.
         """
         n, d = batch.num_data, batch.features.shape[1]
-        squares = batch.scale * jnp.sum(jnp.square(y - matmul(batch.features, weights)), axis=-1)
-        fit = squares / batch.noise_variance + jnp.sum(jnp.square(weights))
-        volume = self.estimate(batch, state) + (n - d) * jnp.log(batch.noise_variance)
-        return -0.5 * (fit + volume + n * math.log(2.0 * math.pi))
+
+        def density(
+            features: Array, noise_variance: Array, weights: Array, y: Array, state: Any
+        ) -> Array:
+            batch = Batch(features, noise_variance, n)
+            squares = batch.scale * jnp.sum(jnp.square(y - matmul(features, weights)), axis=-1)
+            fit = squares / noise_variance + jnp.sum(jnp.square(weights))
+            volume = self.estimate(batch, state) + (n - d) * jnp.log(noise_variance)
+            return -0.5 * (fit + volume + n * math.log(2.0 * math.pi))
+
+        once = once_differentiable(density, _REFUSAL)
+        return once(batch.features, batch.noise_variance, weights, y, state)
 
 
 def at_step(

@@ -67,6 +67,9 @@ class RandomFourier(AbstractEstimator):
         """True."""
         return True
 
+    def check_frozen_key(self) -> None:
+        """Pass: under one draw of the frequencies the density is smooth, and has its gradient."""
+
     def log_prob(
         self,
         kernel: AbstractKernel,

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from numpyro_scalegp.core.derivatives import with_pullback
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
@@ -20,6 +21,11 @@ from numpyro_scalegp.estimators.weight_space import Statistics, log_densities, s
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.truncation import StoppingLaw
+
+_REFUSAL = (
+    "`SingleSampleRFF` has first derivatives in reverse mode alone (`jax.grad`): for `jax.jvp` or "
+    "`jax.jacfwd` take `sgp.estimators.Cholesky()`."
+)
 
 
 class SingleSampleRFF(AbstractEstimator):
@@ -89,10 +95,9 @@ class SingleSampleRFF(AbstractEstimator):
     ) -> Float[Array, "*batch"]:
         """An unbiased estimate of the log density of `residual` under N(0, H); no state is used.
 
-        First derivatives are in reverse mode only.
-
         Raises:
             ValueError: if there is no key, or the kernel is not stationary.
+            TypeError: in forward-mode differentiation.
         """
         if not kernel.is_stationary:
             raise ValueError(
@@ -103,7 +108,11 @@ class SingleSampleRFF(AbstractEstimator):
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
         stop = self.law(operator.size).sample(stop_key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
-        values = _evaluate(self, differentiable, rows, (rest, frequency_key, stop))
+        inputs, fixed = (differentiable, rows), (rest, frequency_key, stop)
+        branch = self._branch(operator.size, stop)
+        branches = self._branches(operator.size)
+        values = jax.lax.switch(branch, branches, *jax.lax.stop_gradient(inputs), fixed)
+        values = with_pullback(_pull_back, _REFUSAL, values, inputs, (self, *fixed))
         return values.reshape(residual.shape[:-1])
 
     def _widths(self, n: int) -> tuple[int, ...]:
@@ -188,36 +197,19 @@ def _nested(
     return _Nested(found, kernel.diag(X[:1])[0].astype(operator.dtype), noise)
 
 
-# A switch that is differentiated keeps what every branch would need for the way back, the largest
-# included. Here the branch that ran is run again instead.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _evaluate(
-    estimator: SingleSampleRFF, operator: KernelOperator, rows: Float[Array, "m n"], fixed: tuple
-) -> Float[Array, " m"]:
-    """The estimate, by the branch that the drawn term needs."""
-    n = rows.shape[1]
-    branch = estimator._branch(n, fixed[2])
-    return jax.lax.switch(branch, estimator._branches(n), operator, rows, fixed)
+def _pull_back(
+    inputs: tuple[KernelOperator, Array], fixed: tuple, slope: Float[Array, " m"]
+) -> tuple[KernelOperator, Array]:
+    """The gradient of the branch that ran, run again.
 
+    A switch that is differentiated keeps what every branch needs, the largest included.
+    """
+    estimator, *others = fixed
+    n = inputs[1].shape[1]
 
-def _forward(
-    estimator: SingleSampleRFF, operator: KernelOperator, rows: Array, fixed: tuple
-) -> tuple[Array, tuple]:
-    return _evaluate(estimator, operator, rows, fixed), (operator, rows, fixed)
-
-
-def _backward(estimator: SingleSampleRFF, kept: tuple, slope: Float[Array, " m"]) -> tuple:
-    operator, rows, fixed = kept
-    n = rows.shape[1]
-
-    def pull_back(
-        branch: Callable, operator: KernelOperator, rows: Array, fixed: tuple
-    ) -> tuple[KernelOperator, Array]:
+    def pull_back(branch: Callable, operator: KernelOperator, rows: Array, fixed: tuple) -> Any:
         return jax.vjp(lambda *primals: branch(*primals, fixed), operator, rows)[1](slope)
 
     branches = [functools.partial(pull_back, branch) for branch in estimator._branches(n)]
-    branch = estimator._branch(n, fixed[2])
-    return (*jax.lax.switch(branch, branches, operator, rows, fixed), None)
-
-
-_evaluate.defvjp(_forward, _backward)
+    branch = estimator._branch(n, others[2])
+    return jax.lax.switch(branch, branches, *inputs, tuple(others))

@@ -156,8 +156,11 @@ def test_second_derivatives(function, reference, x64):
     A, B = jnp.array(positive_definite(n, seed=3)), jnp.eye(n)[::-1]
 
     def hessian(of):
-        def value(t):  # symmetric in K for every t
+        def at(t):  # symmetric in K for every t
             return of(K + t[0] * A + jnp.sin(t[1]) * B, y + jnp.sin(t[2]) * jnp.arange(float(n)))
+
+        def value(t):  # in a loop, where JAX drops the rules of its `custom_jvp`
+            return jnp.sum(jax.lax.map(at, jnp.stack([t, 0.5 * t])))
 
         return jax.jit(jax.jacfwd(jax.grad(value)))(jnp.array([0.1, 0.05, 0.2]))
 

@@ -1,5 +1,6 @@
 """Features of networks of several libraries: training, posterior, export; kernels on top."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,10 @@ def sampled(X: Array, y: Array, logdet: Any) -> None:
     numpyro.sample("y", gp, obs=y)
 
 
+def share_of(logdet: Any, X: Array, y: Array, scale: Array) -> Array:
+    return log_density(sampled, (X, y, logdet), {}, {"scale": scale})[0]
+
+
 def test_hyperparameters_are_sampled_with_all_rows(x64):
     """`MiniBatch` integrates the weights out; the bound of the others is loose at zero weights."""
     X, y = data()
@@ -165,12 +170,15 @@ def test_hyperparameters_are_sampled_with_all_rows(x64):
     K = Phi @ Phi.T + NOISE * jnp.eye(N)
     wanted = prior + multivariate_normal.logpdf(y, jnp.zeros(N), K)
 
-    def density(logdet: Any) -> Array:
-        return log_density(sampled, (X, y, logdet), {}, {"scale": jnp.array(1.3)})[0]
-
-    np.testing.assert_allclose(density(MiniBatch()), wanted, rtol=1e-8)
+    scale = jnp.array(1.3)
+    np.testing.assert_allclose(share_of(MiniBatch(), X, y, scale), wanted, rtol=1e-8)
     for logdet in (Variational(), Compositional()):
-        assert density(logdet) < wanted - 0.1
+        assert share_of(logdet, X, y, scale) < wanted - 0.1
+        mcmc = MCMC(NUTS(sampled), num_warmup=4, num_samples=4, progress_bar=False)
+        with pytest.raises(ValueError, match=r"takes `logdet=MiniBatch.*` and all rows, got"):
+            mcmc.run(KEY, X, y, logdet)
+        with pytest.raises(TypeError, match="second derivatives would be wrong"):
+            jax.hessian(functools.partial(share_of, logdet, X, y))(scale)
     mcmc = MCMC(NUTS(sampled, max_tree_depth=2), num_warmup=4, num_samples=4, progress_bar=False)
     mcmc.run(KEY, X, y, MiniBatch())
     assert jnp.all(jnp.isfinite(mcmc.get_samples()["scale"]))

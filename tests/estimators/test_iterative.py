@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from jaxtyping import Array
 from numpyro import handlers
-from numpyro.infer import Trace_ELBO
-from numpyro.infer.autoguide import AutoDelta
+from numpyro.infer import AIES, HMC, MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise
@@ -410,3 +411,55 @@ def test_bad_arguments(estimator, unchecked):
     for bad, name in (("cg", "str"), (sgp.estimators.Cholesky(), "Cholesky")):
         with pytest.raises(ValueError, match=rf"must be one of `sgp.solvers`, got {name}\."):
             estimator(bad)
+
+
+def noisy(estimator: Any, X: Array, y: Array, noise: Array) -> Array:
+    gp = sgp.GaussianProcess(ard(), X, noise, estimator=estimator, key=KEY)
+    return gp.log_prob(y)
+
+
+@every_estimator
+@pytest.mark.parametrize("derivative", [jax.hessian, jax.jacfwd, lambda f: jax.grad(jax.grad(f))])
+def test_derivatives_that_would_be_wrong_are_refused(estimator, derivative):
+    """Solutions are held fixed in the gradient: its own derivative would leave theirs out."""
+    X, y = data(12)
+    density = functools.partial(noisy, make(estimator, num_probes=2), X, y)
+    with pytest.raises(
+        TypeError, match=r"first derivatives in reverse mode alone.*`sgp.estimators"
+    ):
+        jax.jit(derivative(density))(0.5)
+
+
+@pytest.mark.parametrize("kernel", [NUTS, HMC, AIES])
+def test_samplers_refuse_a_value_without_its_log_determinant(kernel):
+    X, y = data(12)
+
+    def model(num_logdet_probes: int) -> None:
+        noise = numpyro.sample("noise", dist.LogNormal())
+        estimator = make("pathwise", num_probes=2, num_logdet_probes=num_logdet_probes)
+        gp = sgp.GaussianProcess(ard(), X, noise, estimator=estimator)
+        numpyro.sample("y", gp, obs=y)
+
+    chains = 2 if kernel is AIES else 1
+    mcmc = MCMC(
+        kernel(model), num_warmup=1, num_samples=1, progress_bar=False, num_chains=chains,
+        chain_method="vectorized",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="`num_logdet_probes=0` of `Pathwise` leaves the log-det"):
+        mcmc.run(KEY if chains == 1 else jax.random.split(KEY, 2), 0)
+
+
+def test_an_autoguide_is_set_up_without_a_warning():
+    """Its set-up evaluates a potential energy, which nothing is made of."""
+    X, y = data(12)
+
+    def model() -> None:
+        noise = numpyro.sample("noise", dist.LogNormal())
+        estimator = make("pathwise", num_probes=2, num_logdet_probes=0)
+        numpyro.sample("y", sgp.GaussianProcess(ard(), X, noise, estimator=estimator), obs=y)
+
+    svi = SVI(model, AutoNormal(model), optax.adam(0.1), Trace_ELBO())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        state = svi.init(KEY)
+        assert np.isfinite(svi.update(state)[1])

@@ -1,0 +1,210 @@
+"""Functions with derivatives of their own, and refusals of derivatives that would be wrong.
+
+`jax.custom_jvp` and `jax.custom_vjp` do not suffice: `jax.lax.scan` and `jax.lax.map` drop their
+rules when a gradient is differentiated once more, without a word, so that a rule that is not the
+derivative of the function's body gives wrong second derivatives; and an error of `custom_vjp` in
+forward mode names nothing. The rule of a primitive stays.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, ArrayLike, Float
+
+# Maps flat primals to flat outputs, by a program that was traced, or with a rule for its tangents.
+_call = Primitive("call_with_jvp")
+_call.multiple_results = True
+
+
+class lasting_jvp:
+    """A `jax.custom_jvp` whose rule holds in derivatives of every order, in loops too.
+
+    Args:
+        function: of positional pytrees of arrays, to a pytree of arrays. What it closes over counts
+            as constant.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.rule: Callable | None = None
+
+    def defjvp(self, rule: Callable) -> None:
+        """Set the rule: (primals, tangents) -> (output, its tangent), as of `jax.custom_jvp`."""
+        self.rule = rule
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function."""
+        flat, structure = jax.tree.flatten(arguments)
+
+        def function(*flat: ArrayLike) -> list:
+            return jax.tree.leaves(self.function(*structure.unflatten(flat)))
+
+        shape = jax.eval_shape(self.function, *arguments)
+
+        def rule(primals: tuple, tangents: tuple) -> tuple[list, list]:
+            assert self.rule is not None
+            found = self.rule(structure.unflatten(primals), structure.unflatten(tangents))
+            return jax.tree.leaves(found[0]), jax.tree.leaves(found[1])
+
+        found = _call.bind(
+            *flat, function=function, rule=rule, shapes=tuple(jax.tree.leaves(shape))
+        )
+        return jax.tree.unflatten(jax.tree.structure(shape), found)
+
+
+def _evaluate(*flat: ArrayLike, function: Callable, **_: Any) -> Any:
+    return function(*flat)
+
+
+_call.def_impl(_evaluate)
+_call.def_abstract_eval(
+    lambda *_, shapes, **__: [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes]
+)
+mlir.register_lowering(_call, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+def _push_forward(primals: tuple, tangents: tuple, *, rule: Callable, **_: Any) -> tuple:
+    return rule(primals, tuple(ad.instantiate_zeros(tangent) for tangent in tangents))
+
+
+ad.primitive_jvps[_call] = _push_forward
+
+
+def _batch_call(flat: tuple, dims: tuple, *, function: Callable, rule: Callable, **_: Any) -> tuple:
+    function = jax.vmap(function, in_axes=dims)
+    rule = jax.vmap(rule, in_axes=(dims, dims))
+    shapes = tuple(jax.eval_shape(function, *flat))
+    found = _call.bind(*flat, function=function, rule=rule, shapes=shapes)
+    return found, (0,) * len(found)
+
+
+batching.primitive_batchers[_call] = _batch_call
+
+
+def refuse_derivatives(refusal: str, tree: Any) -> Any:
+    """Pass a pytree through, and raise a TypeError that says `refusal` where it is differentiated.
+
+    In the gradient of a value that holds something fixed, this refuses second derivatives.
+    """
+    identity = lasting_jvp(lambda tree: tree)
+    identity.defjvp(functools.partial(_refuse, refusal=refusal))
+    return identity(tree)
+
+
+def _refuse(*_: Any, refusal: str, **__: Any) -> NoReturn:
+    raise TypeError(refusal)
+
+
+def once_differentiable(function: Callable, refusal: str) -> Callable:
+    """The function, with first derivatives in both modes; second ones raise a TypeError.
+
+    Args:
+        function: of positional pytrees of arrays. What it closes over counts as constant.
+        refusal: what the error says.
+    """
+    once = lasting_jvp(function)
+    once.defjvp(
+        lambda primals, tangents: jax.jvp(function, refuse_derivatives(refusal, primals), tangents)
+    )
+    return once
+
+
+def with_pullback(
+    pullback: Callable[[Any, Any, Array], Any],
+    refusal: str,
+    value: Float[Array, "..."],
+    inputs: Any,
+    fixed: Any,
+) -> Float[Array, "..."]:
+    """Give a value the gradient that `pullback` computes, in reverse mode alone.
+
+    Args:
+        pullback: maps `inputs`, `fixed` and the cotangent of the value to the cotangents of
+            `inputs`, in their structure.
+        refusal: what the error says in forward mode.
+        value: the value; derivatives of its own are left out.
+        inputs: a pytree of floating-point arrays.
+        fixed: what else the pullback needs, a pytree of arrays.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: in forward mode.
+    """
+
+    def rule(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+        value, *arguments = primals
+        kept, structure = jax.tree.flatten(arguments)
+        linear = jax.tree.leaves(tangents[1])
+
+        def transpose(kept: tuple, slope: Array) -> tuple[Array, ...]:
+            return tuple(jax.tree.leaves(pullback(*structure.unflatten(kept), slope)))
+
+        tangent = _tangent.bind(
+            *linear,
+            *kept,
+            num_linear=len(linear),
+            transpose=transpose,
+            refusal=refusal,
+            output=jax.typeof(value),
+        )
+        return value, tangent
+
+    identity = lasting_jvp(lambda value, inputs, fixed: value)
+    identity.defjvp(rule)
+    return identity(value, inputs, fixed)
+
+
+# The tangent of a value with a pullback, linear in its first arguments: it can be transposed, and
+# nothing else.
+_tangent = Primitive("tangent_of_pullback")
+_tangent.def_impl(_refuse)
+_tangent.def_abstract_eval(lambda *_, output, **__: output)
+mlir.register_lowering(_tangent, _refuse)
+ad.primitive_jvps[_tangent] = _refuse
+
+
+def _transpose(
+    cotangent: Any, *arguments: Any, num_linear: int, transpose: Callable, **_: Any
+) -> list[Any]:
+    nothing = [None] * len(arguments)
+    if type(cotangent) is ad.Zero:
+        return nothing
+    slopes = transpose(arguments[num_linear:], cotangent)
+    found = [
+        slope if ad.is_undefined_primal(argument) else None
+        for slope, argument in zip(slopes, arguments[:num_linear], strict=True)
+    ]
+    return found + nothing[num_linear:]
+
+
+ad.primitive_transposes[_tangent] = _transpose
+
+
+def _batch_tangent(
+    arguments: tuple, dims: tuple, *, num_linear: int, transpose: Callable, output: Any, **rest: Any
+) -> tuple[Array, int]:
+    sizes = (a.shape[d] for a, d in zip(arguments, dims, strict=True) if d is not None)
+    batched_output = output.update(shape=(next(sizes), *output.shape))
+
+    def batched(kept: tuple, slope: Array) -> tuple[Array, ...]:
+        slopes = jax.vmap(transpose, in_axes=(dims[num_linear:], 0))(tuple(kept), slope)
+        return tuple(
+            jnp.sum(slope, axis=0) if dim is None else jnp.moveaxis(slope, 0, dim)
+            for slope, dim in zip(slopes, dims[:num_linear], strict=True)
+        )
+
+    tangent = _tangent.bind(
+        *arguments, num_linear=num_linear, transpose=batched, output=batched_output, **rest
+    )
+    return tangent, 0
+
+
+batching.primitive_batchers[_tangent] = _batch_tangent
