@@ -1,5 +1,6 @@
 """What every kernel, solver, estimator, latent family and GP guide must do; see `registry.py`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import AbstractIterative, SolverState
 from numpyro_scalegp.infer.traces import mutable_values
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
@@ -298,6 +300,71 @@ def test_estimator_promotes_no_types(estimator, dtype):
         gp = collapsed(estimator())
         value = jax.eval_shape(lambda gp: gp.log_prob(jnp.zeros(7)), gp)
     assert value.dtype == dtype
+
+
+def small(estimator: Any) -> Any:
+    """The estimator with few probes and features, where it has any."""
+    sizes = {"num_probes": 2, "num_features": 4, "num_logdet_probes": 2}
+    known = {field.name for field in dataclasses.fields(estimator)}
+    return dataclasses.replace(estimator, **{k: v for k, v in sizes.items() if k in known})
+
+
+def estimators_and_solvers() -> list[Any]:
+    found = []
+    for name, factory in ESTIMATORS:
+        if not isinstance(factory(), AbstractIterative):
+            found.append(pytest.param(factory, id=name))
+            continue
+        for solver_name, solver in SOLVERS:
+            with_solver = functools.partial(
+                lambda factory, solver: small(dataclasses.replace(factory(), solver=solver())),
+                factory,
+                solver,
+            )
+            found.append(pytest.param(with_solver, id=f"{name}-{solver_name}"))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:a covariance matrix is not positive:RuntimeWarning")
+@pytest.mark.parametrize("factory", estimators_and_solvers())
+def test_bad_hyperparameters_under_jit_give_nan(factory):
+    """Value, gradient and what a state records; never a number, nor a solution that is kept."""
+    estimator = factory()
+    iterative = isinstance(estimator, AbstractIterative)
+    good = {
+        "lengthscale": jnp.asarray(1.0),
+        "variance": jnp.asarray(1.5),
+        "noise": jnp.asarray(0.5),
+        "X": inputs(11),
+        "y": jnp.sin(jnp.arange(12.0)),
+    }
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def evaluate(p: dict[str, Array], state: Any) -> Any:
+        kernel = sgp.kernels.Matern32(p["lengthscale"], p["variance"])
+        key = jax.random.key(0)
+        gp = sgp.GaussianProcess(
+            kernel, p["X"], p["noise"], estimator=estimator, key=key, state=state
+        )
+        return gp.log_prob(p["y"]), state
+
+    state = SolverState(5) if iterative else None
+    (value, state), gradient = evaluate(good, state)
+    assert_all_finite((value, gradient))
+    bad = [(name, value) for name in list(good)[:3] for value in (-1.0, 0.0, jnp.nan, jnp.inf)]
+    for name, number in (*bad, ("X", jnp.nan), ("y", jnp.nan)):
+        broken = good[name].at[(3,) * good[name].ndim].set(number)
+        (value, after), gradient = evaluate({**good, name: broken}, state)
+        assert np.isnan(value), (name, number)
+        # Of the inputs and the observations, an estimator may know which ones are good.
+        for leaf in ("lengthscale", "variance", "noise", name):
+            assert np.isnan(gradient[leaf]).any(), (name, number, leaf)
+        if iterative:
+            history = after.history()
+            assert not history["converged"][-1]
+            assert history["epochs"][-1] <= 4, (name, number)
+            np.testing.assert_array_equal(after.memory.solutions, state.memory.solutions)
 
 
 # Features

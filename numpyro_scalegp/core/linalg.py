@@ -67,9 +67,13 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True, warn: bool = Tru
     scale = jnp.finfo(K.dtype).eps * jnp.mean(jnp.diagonal(K))
     ladder = jnp.array(JITTER_LADDER if escalate else JITTER_LADDER[:1], K.dtype) * scale
 
+    def is_factor(tril: Array) -> Array:
+        # An infinite pivot leaves those after it as they are.
+        return jnp.all(jnp.isfinite(jnp.diagonal(tril)))
+
     def failed(state: tuple[Array, Array]) -> Array:
         step, tril = state
-        return ~jnp.isfinite(tril[-1, -1]) & (step + 1 < ladder.size)
+        return ~is_factor(tril) & (step + 1 < ladder.size)
 
     def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
         step = state[0] + 1
@@ -78,13 +82,13 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True, warn: bool = Tru
 
     untried = (jnp.full((), -1, jnp.int32), jnp.full_like(K, jnp.nan))
     step, tril = jax.lax.while_loop(failed, attempt, untried)
-    works = jnp.isfinite(tril[-1, -1])
+    works = is_factor(tril)
     if warn:
         untouched = works & (step == 0)
         jax.lax.cond(
             untouched, lambda: None, lambda: jax.debug.callback(_warn_of_jitter, works, step)
         )
-    return Factor(tril, ladder[step])
+    return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
 
 
 def _warn_of_jitter(works: ArrayLike, step: ArrayLike) -> None:

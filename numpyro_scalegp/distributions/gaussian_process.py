@@ -100,9 +100,7 @@ class GaussianProcess(RowsDistribution):
         self.state = state
         if state is not None and isinstance(self.estimator, AbstractIterative):
             # NumPyro collects the state before it first calls `log_prob`.
-            operator = self._operator()
-            shape = (n, 1 + self.estimator.num_probes)
-            state.prepare(kernel, self.noise_variance, shape, operator.dtype, self.key)
+            state.prepare(self._operator(), 1 + self.estimator.num_probes, self.key)
         super().__init__((), (n,), validate_args=validate_args)
 
     @property
@@ -194,8 +192,9 @@ class GaussianProcess(RowsDistribution):
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorisation in
             O(n^3); with `RandomFourier` a `FeaturePosterior`. With an iterative estimator a
             `PathwisePosterior`: from the state's last solution, with no further solve, if that is
-            the one for these hyperparameters and observations; otherwise from one batched solve,
-            which starts at the state's solution where there is a state.
+            the one for these hyperparameters, inputs and observations and this estimator, and
+            within the solver's tolerance; otherwise from one batched solve, which starts at the
+            state's solution where there is a state.
 
         Raises:
             ValueError: if `y` has the wrong length, or holds NaN or infinity, or an estimator that

@@ -4,17 +4,23 @@ import abc
 import dataclasses
 import math
 import warnings
+import zlib
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Key, UInt
 
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
-from numpyro_scalegp.estimators.quadrature import LogDeterminant, log_determinant
+from numpyro_scalegp.estimators.quadrature import (
+    LogDeterminant,
+    log_determinant,
+    stopping_variance,
+)
 from numpyro_scalegp.estimators.state import Records, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
@@ -23,6 +29,7 @@ from numpyro_scalegp.solvers import (
     ConjugateGradients,
     RussianRouletteCG,
     Solution,
+    StopReason,
 )
 
 _REFUSAL = (
@@ -37,7 +44,7 @@ class Estimate(NamedTuple):
     """A log marginal likelihood for each of m data vectors, and what it rests on."""
 
     value: Float[Array, " m"]
-    standard_error: Float[Array, ""]  # of each value, from the spread of the log-determinant
+    standard_error: Float[Array, ""]  # of the value, the largest where there are several
     solution: Solution  # m columns for the data, then those of the probes
     left: Float[Array, "n s"]  # tr(H^-1 dH) ~ sum_j left_j'dH right_j / s
     right: Float[Array, "n s"]
@@ -152,10 +159,16 @@ class AbstractIterative(AbstractEstimator):
         m = residual.shape[1]
         fit = jnp.sum(residual * solution.value[:, :m], axis=0)
         value = -0.5 * (fit + logdet.value + operator.size * math.log(2.0 * math.pi))
+        # What stops at random adds to the errors: in both terms, and not independently.
+        stopping = jnp.sqrt(_stopping_variance(solution, residual)) + logdet.stopping_error
+        error = 0.5 * jnp.hypot(logdet.standard_error, jnp.max(stopping))
+        failed = ~jnp.all(jnp.isfinite(value)) | (solution.reason == StopReason.FAILED)
+        solution = _failed_where(failed, solution)
         solutions = solution.value[:, m:]
         twins = solutions if solution.twin is None else solution.twin
         left, right = self.trace_vectors(targets, solutions, twins)
-        return Estimate(value, 0.5 * logdet.standard_error, solution, left, right)
+        value, error = (jnp.where(failed, jnp.nan, found) for found in (value, error))
+        return Estimate(value, error, solution, left, right)
 
     def _solve(
         self,
@@ -182,10 +195,13 @@ class AbstractIterative(AbstractEstimator):
             solution = solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=averaged)
         if num_probes == 0:
             zero = jnp.zeros((), operator.dtype)
-            return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf))
+            return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf), zero)
         if coefficients is None:
             lanczos = ConjugateGradients(max_epochs=self.logdet_epochs)
-            _, coefficients = lanczos.solve_with_probes(operator, B[:, :0], logdet_key, num_probes)
+            run, coefficients = lanczos.solve_with_probes(
+                operator, B[:, :0], logdet_key, num_probes
+            )
+            solution = solution._replace(epochs=solution.epochs + run.epochs)
         return solution, log_determinant(coefficients, operator.size, num_probes)
 
     def log_prob(
@@ -227,17 +243,18 @@ class AbstractIterative(AbstractEstimator):
                     f"{residual.shape}."
                 )
             memory = state.read((operator.size, 1 + self.num_probes))
-            guess = memory.solutions
+            same_probes = memory.estimator == self._fingerprint()
             if state.fresh_probes:
-                guess = guess.at[:, :, 1:].set(0.0)
-            else:
+                same_probes = jnp.zeros((), bool)
+            guess = _of_same_probes(memory.solutions, same_probes)
+            if not state.fresh_probes:
                 probe_key = memory.key()
                 # The solver's own draws need not be the same again.
                 solver_key = jax.random.fold_in(jax.random.fold_in(probe_key, 1), memory.step)
         probe_key = key_of(self, probe_key)
         found = self.estimate(operator, rows.T, key=probe_key, guess=guess, solver_key=solver_key)
         if state is None:
-            warn_unless(found.solution.converged)
+            warn_unless_converged(found.solution)
         else:
             self._record(state, operator, rows[0], found, key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
@@ -257,8 +274,9 @@ class AbstractIterative(AbstractEstimator):
     ) -> tuple[Solution, PriorDraws]:
         """Solve H [v, u_1 .. u_s] = [y, xi_1 .. xi_s] for pathwise posterior samples.
 
-        A state whose solution belongs to these very hyperparameters, data and draws is taken as it
-        is; any other state is where the solve starts. A solution above its tolerance warns once.
+        A state whose solution belongs to these very hyperparameters, inputs, observations and
+        draws, and is within the solver's tolerance, is taken as it is; any other state is where the
+        solve starts. A solution above its tolerance warns once.
 
         Args:
             operator: H.
@@ -301,13 +319,22 @@ class AbstractIterative(AbstractEstimator):
         if state is None or memory is None:
             solution = solve(None)
         elif stores_samples and not state.fresh_probes and count == self.num_probes:
-            same, last = state.last(operator.kernel, operator.noise_variance, residual)
-            solution = jax.lax.cond(same, lambda: last, lambda: solve(memory.solutions))
+            same_probes = memory.estimator == self._fingerprint()
+            guess = _of_same_probes(memory.solutions, same_probes).astype(operator.dtype)
+            same, last = state.last(operator, residual)
+            same &= same_probes & (jnp.max(last.residual[:2]) <= getattr(solver, "tolerance", 0.0))
+            solution = jax.lax.cond(same, lambda: last, lambda: solve(guess))
         else:
             guess = jnp.zeros((operator.size, 1 + count), operator.dtype)
             solution = solve(guess.at[:, 0].set(memory.solutions[0, :, 0]))
-        warn_unless(solution.converged)
+        warn_unless_converged(solution)
         return solution, draws
+
+    def _fingerprint(self) -> UInt[Array, ""]:
+        """What the probes' right-hand sides depend on, besides a key and the operator."""
+        kind = type(self)
+        parts = kind.__module__, kind.__qualname__, self.num_probes, self.num_features
+        return jnp.asarray(zlib.crc32(repr(parts).encode()), jnp.uint32)
 
     def _record(
         self,
@@ -325,9 +352,40 @@ class AbstractIterative(AbstractEstimator):
             found.solution.converged,
             found.standard_error,
         )
-        state.write(
-            operator.kernel, operator.noise_variance, found.solution.value, target, record, key
-        )
+        state.write(operator, self._fingerprint(), found.solution.value, target, record, key)
+
+
+def _of_same_probes(
+    solutions: Float[Array, "p n k"], same_probes: Bool[Array, ""]
+) -> Float[Array, "p n k"]:
+    """The data's column, and the others if they belong to the probes in use."""
+    is_data = jnp.arange(solutions.shape[2]) == 0
+    return jnp.where(is_data | same_probes, solutions, 0.0)
+
+
+def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Float[Array, " m"]:
+    """The variance that a random stopping index gives y'v, without bias in the mean, or zero.
+
+    With s_r = y'v_r for the iterates v_r, both y'v = sum_r shares_r s_r and its square's mean,
+    E[sum_r shares_r s_r^2] = (y'H^-1 y)^2, are at hand.
+    """
+    if solution.shares is None or solution.vectors is None:
+        return jnp.zeros(residual.shape[1], residual.dtype)
+    terms = jnp.einsum("nm,rnm->rm", residual, solution.vectors[..., : residual.shape[1]])
+    return stopping_variance(solution.shares, terms)
+
+
+def _failed_where(failed: Bool[Array, ""], solution: Solution) -> Solution:
+    """The solution, or NaN in all that a gradient is made of."""
+    value, vectors, twin = (
+        None if array is None else jnp.where(failed, jnp.nan, array)
+        for array in (solution.value, solution.vectors, solution.twin)
+    )
+    reason = jnp.where(failed, StopReason.FAILED, solution.reason).astype(int)
+    converged = solution.converged & ~failed
+    return solution._replace(
+        value=value, vectors=vectors, twin=twin, converged=converged, reason=reason
+    )
 
 
 def _split(key: Key[Array, ""]) -> Key[Array, " 3"]:
@@ -354,18 +412,36 @@ def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -
     return jnp.concatenate([columns, probes], axis=1)
 
 
-def warn_unless(converged: Array) -> None:
+_WARNINGS = {
+    StopReason.BUDGET: (
+        "a linear solve ended above its tolerance, and a result rests on it: the budget ended "
+        "first. Raise the solver's `max_epochs`, start from a `sgp.solver_state`, use a stronger "
+        "preconditioner, or keep the noise variance from becoming very small (a prior does that). "
+        "Residuals are in the posterior's `diagnostics` and the state's `history()`."
+    ),
+    StopReason.PRECISION: (
+        "a linear solve ended above its tolerance, and a result rests on it: rounding errors leave "
+        "no more to gain, whatever the budget. Keep the noise variance from becoming very small (a "
+        "prior does that), remove duplicate rows, use a stronger preconditioner, raise the "
+        "solver's `tolerance` to what it can reach, or work in float64. Residuals are in the "
+        "posterior's `diagnostics` and the state's `history()`."
+    ),
+    StopReason.FAILED: (
+        "a linear solve failed: the covariance matrix is not positive definite or not finite, or "
+        "the observations are not finite, and the result is NaN. Check them for NaN; an optimizer "
+        "or a sampler that only tried such hyperparameters needs nothing mended."
+    ),
+}
+
+
+def warn_unless_converged(solution: Solution) -> None:
     """Warn on the host, once under Python's default filter, that a result rests on bad solves."""
-    jax.lax.cond(converged, lambda: None, lambda: jax.debug.callback(_warn, converged))
+    jax.lax.cond(
+        solution.converged, lambda: None, lambda: jax.debug.callback(_warn, solution.reason)
+    )
 
 
-def _warn(converged: ArrayLike) -> None:
-    if not converged:  # under `jax.vmap` the callback runs for solves that converged, too
-        warnings.warn(
-            "a linear solve ended above its tolerance, and a result rests on it. Raise the "
-            "solver's `max_epochs`, start from a `sgp.solver_state`, use a stronger "
-            "preconditioner, or keep the noise variance from becoming very small (a prior does "
-            "that). Residuals are in the posterior's `diagnostics` and the state's `history()`.",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+def _warn(reason: ArrayLike) -> None:
+    text = _WARNINGS.get(StopReason(int(np.asarray(reason))))
+    if text is not None:  # under `jax.vmap` the callback runs for solves that converged, too
+        warnings.warn(text, RuntimeWarning, stacklevel=1)

@@ -17,6 +17,7 @@ class LogDeterminant(NamedTuple):
 
     value: Float[Array, ""]
     standard_error: Float[Array, ""]  # from the spread over probes; the quadrature's bias is not in
+    stopping_error: Float[Array, ""]  # from a random number of steps, zero where that is fixed
 
 
 def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogDeterminant:
@@ -60,22 +61,44 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
             lambda group: of_group(*group), (curvature, triangle, coefficients.start)
         )
 
-    def add(stage: Array, total: Array) -> Array:
+    def evaluate(stage: Array, found: Array) -> Array:
         stop = coefficients.stops[stage]
         branches = [functools.partial(first_steps, size) for size in sizes]
         smallest = jnp.searchsorted(jnp.array(sizes), stop)
         estimates = jax.lax.switch(smallest, branches, stop)
-        return total + weights[stage] * estimates.reshape(-1)[:num_probes]
+        return found.at[stage].set(estimates.reshape(-1)[:num_probes])
 
     num_stages = jnp.sum(coefficients.weights > 0)
-    estimates = jax.lax.fori_loop(0, num_stages, add, jnp.zeros(num_probes, weights.dtype))
+    nothing = jnp.zeros((weights.size, num_probes), weights.dtype)
+    found = jax.lax.fori_loop(0, num_stages, evaluate, nothing)
+    estimates = matmul(weights, found)
     spread = (
         jnp.std(estimates, ddof=1) if num_probes > 1 else jnp.full((), jnp.nan, estimates.dtype)
     )
+    stopping = jnp.sqrt(stopping_variance(weights, jnp.mean(found, axis=1)))
     return LogDeterminant(
         coefficients.log_determinant + n * jnp.mean(estimates),
-        n * spread / math.sqrt(num_probes),
+        # Without a step there is no spread, and nothing is known.
+        jnp.where(coefficients.stops[0] > 0, n * spread / math.sqrt(num_probes), jnp.inf),
+        jnp.where(coefficients.is_cut, jnp.inf, n * stopping),
     )
+
+
+def stopping_variance(
+    shares: Float[Array, " r"], terms: Float[Array, "r *m"]
+) -> Float[Array, "*m"]:
+    """The variance of sum_r shares_r terms_r over the random index that the shares come from.
+
+    The shares, whose sum is one, make E[sum_r shares_r g(terms_r)] the last term's g(terms). So
+    (sum_r shares_r terms_r)^2 - sum_r shares_r terms_r^2 has the variance for its mean: zero at
+    most draws and large at the rare ones that go far. What is negative is taken for zero, so that
+    the mean is not below the variance.
+    """
+    # Around the first term, lest the difference of two squares be rounding.
+    terms = terms - terms[0]
+    square = jnp.square(jnp.tensordot(shares, terms, 1, precision="highest"))
+    squares = jnp.tensordot(shares, jnp.square(terms), 1, precision="highest")
+    return jnp.maximum(square - squares, 0.0)
 
 
 def _of_group(
@@ -101,7 +124,9 @@ def _of_group(
     T = T.at[i[1:], :, i[:-1], :].set(below)
     T = T.at[i[:-1], :, i[1:], :].set(jnp.swapaxes(below, 1, 2))
     nodes, vectors = jnp.linalg.eigh(T.reshape(steps * g, steps * g))
-    # Rounding may take the smallest node of a hard system below zero.
-    nodes = jnp.maximum(nodes, jnp.finfo(nodes.dtype).tiny)
+    # Rounding may take the smallest node of a hard system below zero, though not by much.
+    rounding = jnp.finfo(nodes.dtype).eps * nodes[-1]
+    possible = nodes >= -steps * g * rounding
+    nodes = jnp.where(possible, jnp.maximum(nodes, rounding), jnp.nan)
     weights = jnp.square(matmul(start.T, vectors[:g]))
     return matmul(weights, jnp.log(nodes)) / jnp.sum(jnp.square(start), axis=0)

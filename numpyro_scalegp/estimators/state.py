@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from numpyro_scalegp.core.carried import refuse_batches
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.solvers import Solution
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.solvers import Solution, StopReason
 
 
 class Records(NamedTuple):
@@ -28,6 +29,8 @@ class Memory(NamedTuple):
     target: Float[Array, " n"]  # the right-hand side of the newest's first column
     kernel: AbstractKernel  # the hyperparameters that the newest belongs to
     noise_variance: Float[Array, "..."]
+    X: Float[Array, "n d"]  # its inputs
+    estimator: UInt[Array, ""]  # a fingerprint of what else the probes' columns depend on
     seed: UInt[Array, " 2"]  # of the probes
     step: Int[Array, ""]
     records: Records
@@ -105,10 +108,8 @@ class SolverState:
 
     def prepare(
         self,
-        kernel: AbstractKernel,
-        noise_variance: Float[Array, "..."],
-        shape: tuple[int, int],
-        dtype: jnp.dtype,
+        operator: KernelOperator,
+        num_columns: int,
         key: Key[Array, ""] | None,
     ) -> None:
         """Give an empty state its shape: zeros, no records, and a seed for the probes."""
@@ -119,13 +120,17 @@ class SolverState:
                 "a new solver state needs a `key` for its probes: pass `key=` to the "
                 "`GaussianProcess`, or run the model under `numpyro.handlers.seed`."
             )
+        n, dtype = operator.size, operator.dtype
         nothing = jnp.full(self.num_records, jnp.nan, dtype)
         records = Records(nothing, nothing, nothing, jnp.zeros(self.num_records, bool), nothing)
-        hyperparameters = jax.lax.stop_gradient((kernel, noise_variance))
+        operator = jax.lax.stop_gradient(operator)
         self.begin = Memory(
-            jnp.zeros((self.num_solutions, *shape), dtype),
-            jnp.zeros(shape[0], dtype),
-            *hyperparameters,
+            jnp.zeros((self.num_solutions, n, num_columns), dtype),
+            jnp.zeros(n, dtype),
+            operator.kernel,
+            operator.noise_variance,
+            operator.X,
+            jnp.zeros((), jnp.uint32),
             jax.random.bits(key, (2,), jnp.uint32),
             jnp.zeros((), jnp.int32),
             records,
@@ -148,8 +153,8 @@ class SolverState:
 
     def write(
         self,
-        kernel: AbstractKernel,
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
+        estimator: UInt[Array, ""],
         solution: Float[Array, "n k"],
         target: Float[Array, " n"],
         record: Records,
@@ -158,21 +163,29 @@ class SolverState:
         """Keep a step's solution, unless it has an entry that is not finite, and its record.
 
         Args:
-            kernel: the hyperparameters that were solved for.
-            noise_variance: likewise.
+            operator: the system that was solved.
+            estimator: the fingerprint of what else the probes' columns depend on.
             solution: shape (n, k).
             target: the right-hand side of its first column, shape (n,).
             record: what the step took, each of shape ().
             key: the step's key if it had one, as another sign of whether the step is batched.
 
         Raises:
-            ValueError: if the step runs under `jax.vmap`, as with `num_particles > 1`.
+            ValueError: if the step runs under `jax.vmap`, as with `num_particles > 1`, or the state
+                was made with another kind of kernel.
         """
         begin = _present(self.begin)
+        system = operator.kernel, operator.noise_variance, operator.X
+        before = begin.kernel, begin.noise_variance, begin.X
+        if not _is_alike(system, before):
+            raise ValueError(
+                f"the solver state was made with {_described(before)}, and is used with "
+                f"{_described(system)}: a state serves one model. Give this one a state of its own."
+            )
         finite = jnp.all(jnp.isfinite(solution))
         solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
-        new = (solutions, target, kernel, noise_variance)
-        old = (begin.solutions, begin.target, begin.kernel, begin.noise_variance)
+        new = (solutions, target, *system, estimator)
+        old = (begin.solutions, begin.target, *before, begin.estimator)
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         place = begin.step % self.num_records
         # What is not finite counts as infinite, so that no NaN is ever kept.
@@ -184,33 +197,31 @@ class SolverState:
                 for ring, entry in zip(begin.records, record, strict=True)
             )
         )
-        solutions, target, kernel, noise_variance = kept
-        memory = Memory(
-            solutions, target, kernel, noise_variance, begin.seed, begin.step + 1, records
-        )
+        memory = Memory(*kept, begin.seed, begin.step + 1, records)
         self._written, _ = refuse_batches(jax.lax.stop_gradient((memory, key)))
 
     def last(
-        self,
-        kernel: AbstractKernel,
-        noise_variance: Float[Array, "..."],
-        target: Float[Array, " n"],
+        self, operator: KernelOperator, target: Float[Array, " n"]
     ) -> tuple[Bool[Array, ""], Solution]:
-        """The last solution, and whether it is the one for these hyperparameters and data."""
+        """The last solution, and whether its first column is the one for this system."""
         memory = self.memory
-        pairs = zip(
-            jax.tree.leaves((memory.kernel, memory.noise_variance, memory.target)),
-            jax.tree.leaves((kernel, noise_variance, target)),
-            strict=True,
-        )
-        same = jnp.all(jnp.array([jnp.all(a == b) for a, b in pairs])) & (memory.step > 0)
+        system = operator.kernel, operator.noise_variance, operator.X, target
+        before = memory.kernel, memory.noise_variance, memory.X, memory.target
+        same = memory.step > 0
+        if _is_alike(system, before) and memory.solutions.dtype == operator.dtype:
+            for a, b in zip(jax.tree.leaves(system), jax.tree.leaves(before), strict=True):
+                same &= jnp.all(a == b)
+        else:
+            same = jnp.zeros((), bool)
         place = (memory.step - 1) % self.num_records
         record = jax.tree.map(lambda ring: ring[place], memory.records)
-        newest = memory.solutions[0]
-        residual = jnp.full(newest.shape[1], record.probe_residual)
+        newest = memory.solutions[0].astype(operator.dtype)
+        residual = jnp.full(newest.shape[1], record.probe_residual, newest.dtype)
         residual = residual.at[0].set(record.residual)
         zero = jnp.zeros((), newest.dtype)
-        return same, Solution(newest, residual, jnp.zeros((), int), zero, record.converged)
+        reason = jnp.full((), StopReason.CONVERGED, int)
+        none = jnp.zeros((), int)
+        return same, Solution(newest, residual, none, zero, jnp.ones((), bool), reason)
 
     def history(self) -> dict[str, Array]:
         """The records of the steps made, oldest first; concrete states only.
@@ -233,3 +244,21 @@ def _present(memory: Memory | None) -> Memory:
     if memory is None:
         raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
     return memory
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two pytrees have the same structure, and their leaves the same shapes."""
+    leaves, structure = jax.tree.flatten(one)
+    others, other_structure = jax.tree.flatten(other)
+    return structure == other_structure and [jnp.shape(leaf) for leaf in leaves] == [
+        jnp.shape(leaf) for leaf in others
+    ]
+
+
+def _described(system: tuple[AbstractKernel, Array, Array]) -> str:
+    kernel, noise_variance, X = system
+    shapes = ", ".join(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(kernel))
+    return (
+        f"a `{type(kernel).__name__}` (hyperparameters of shape {shapes}), a noise variance of "
+        f"shape {noise_variance.shape} and inputs of shape {X.shape}"
+    )

@@ -10,7 +10,7 @@ from numpyro_scalegp.core import chunks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators import AbstractIterative
-from numpyro_scalegp.estimators.iterative import warn_unless
+from numpyro_scalegp.estimators.iterative import warn_unless_converged
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
@@ -59,7 +59,9 @@ class PathwisePosterior(AbstractConditioned):
 
         `residual` of the data's column and `sample_residual`, the mean over the samples', both
         relative; `epochs` spent by this conditioning (0 where a state's solution was taken as it
-        is); `converged`.
+        is); `converged`; and `reason`, one of `sgp.solvers.StopReason`: 0 where it converged, 1
+        where the budget ended first, 2 where rounding errors left nothing to gain, 3 where it
+        failed.
         """
         residual = self.solution.residual
         return {
@@ -67,6 +69,7 @@ class PathwisePosterior(AbstractConditioned):
             "sample_residual": jnp.mean(residual[1:]),
             "epochs": self.solution.epochs,
             "converged": self.solution.converged,
+            "reason": self.solution.reason,
         }
 
     @property
@@ -157,11 +160,14 @@ class PathwisePosterior(AbstractConditioned):
         found = self.estimator.solver.to_tolerance.solve(
             operator, targets, key=solver_key, num_averaged=targets.shape[1]
         )
-        warn_unless(found.converged)
+        warn_unless_converged(found)
         value = jnp.concatenate([self.solution.value[:, :1], found.value], axis=1)
         residual = jnp.concatenate([self.solution.residual[:1], found.residual])
         converged = found.converged & self.solution.converged
-        solution = found._replace(value=value, residual=residual, converged=converged)
+        reason = jnp.where(found.converged, self.solution.reason, found.reason)
+        solution = found._replace(
+            value=value, residual=residual, converged=converged, reason=reason
+        )
         return eqx.tree_at(lambda p: (p.solution, p.draws), self, (solution, draws))
 
     def at_data(self) -> dist.Normal:

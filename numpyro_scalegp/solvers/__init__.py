@@ -1,7 +1,7 @@
 """Solutions of H V = B for blocks of right-hand sides, and of penalised least squares."""
 
 from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
-from numpyro_scalegp.solvers.base import AbstractSolver, Solution
+from numpyro_scalegp.solvers.base import AbstractSolver, Solution, StopReason
 from numpyro_scalegp.solvers.cholesky import Cholesky
 from numpyro_scalegp.solvers.conjugate_gradients import Coefficients, ConjugateGradients
 from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
@@ -18,5 +18,6 @@ __all__ = [
     "RussianRouletteCG",
     "Solution",
     "StochasticGradientDescent",
+    "StopReason",
     "representer_weights",
 ]

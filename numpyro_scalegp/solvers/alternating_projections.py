@@ -5,7 +5,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
@@ -14,14 +14,15 @@ from numpyro_scalegp.solvers.base import (
     AbstractSolver,
     Solution,
     check_budget,
+    finish,
     iterate,
+    largest,
     num_iterations,
     start,
 )
 
 
 class _State(NamedTuple):
-    iteration: Int[Array, ""]
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
 
@@ -39,7 +40,8 @@ class AlternatingProjections(AbstractSolver):
             where n is no multiple.
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
             loop goes on until all are, averaged columns in their mean.
-        max_epochs: work at most, in units of n^2 entries of H; at least one iteration is made.
+        max_epochs: work of the iterations at most, in units of n^2 entries of H; at least one is
+            made. To compute the residual at the end takes one more.
 
     Raises:
         ValueError: if the block size is less than 1, the tolerance not in [0, 1) or the budget not
@@ -89,22 +91,31 @@ class AlternatingProjections(AbstractSolver):
 
         whiteners = jax.lax.map(whiten, blocks)
 
-        def step(state: _State) -> _State:
+        def project(state: _State) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
             chosen = jnp.argmax(jnp.sum(squares[blocks], axis=1))
             rows, W = blocks[chosen], whiteners[chosen]
             change = matmul(W.T, matmul(W, state.residual[rows]))
             value = state.value.at[rows].add(change)
-            residual = state.residual - operator.columns_matmul(rows, change)
-            return _State(state.iteration + 1, value, residual)
+            return _State(value, state.residual - operator.columns_matmul(rows, change))
 
-        state = _State(jnp.zeros((), int), begin.value, begin.residual)
-        return iterate(
+        def compute(state: _State) -> _State:
+            return _State(state.value, begin.target - operator.matmul(state.value))
+
+        def step(
+            state: _State, iteration: Int[Array, ""], check: Bool[Array, ""]
+        ) -> tuple[_State, Bool[Array, ""]]:
+            return jax.lax.cond(check, compute, project, state), jnp.ones((), bool)
+
+        def norms(state: _State) -> Float[Array, " k"]:
+            return jnp.linalg.norm(state.residual, axis=0)
+
+        state, course = iterate(
             step,
-            state,
-            begin,
+            _State(begin.value, begin.residual),
+            lambda state: largest(norms(state), num_averaged),
             max_iterations=num_iterations(self.max_epochs, guess, n / size),
             epochs_per_iteration=size / n,
             tolerance=self.tolerance,
-            num_averaged=num_averaged,
         )
+        return finish(begin, state.value, norms(state), course)

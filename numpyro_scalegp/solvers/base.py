@@ -1,6 +1,7 @@
 """The interface of a solver, and what all iterative ones share."""
 
 import abc
+import enum
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,14 +15,24 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.operators import KernelOperator
 
 
+class StopReason(enum.IntEnum):
+    """Why a solver ended, as `Solution.reason` has it."""
+
+    CONVERGED = 0  # the residuals are within the tolerance
+    BUDGET = 1  # `max_epochs` ended first
+    PRECISION = 2  # rounding errors leave nothing to gain: neither does a larger budget
+    FAILED = 3  # H or B is not finite, or H not positive definite: the solution is NaN
+
+
 class Solution(NamedTuple):
     """What a solver found, and how it went; a failure to converge is a value, not an error."""
 
     value: Float[Array, "n k"]  # V with H V ~ B
-    residual: Float[Array, " k"]  # ||b - H v|| / ||b|| for each column
+    residual: Float[Array, " k"]  # ||b - H v|| / ||b|| for each column, computed from v
     iterations: Int[Array, ""]  # steps of the solver
     epochs: Float[Array, ""]  # entries of H computed, in units of n^2
     converged: Bool[Array, ""]  # whether the residuals are within the tolerance
+    reason: Int[Array, ""]  # one of `StopReason`
     # Where the value is random, its square is no estimate of the solution's square. For the first m
     # columns, sum_r shares_r v_r v_r' is one, with these vectors v_r; for the others, value twin'.
     shares: Float[Array, " r"] | None = None
@@ -74,8 +85,8 @@ class AbstractSolver(eqx.Module):
                 residuals, as those of an estimator's probes do; every other column counts alone.
 
         Returns:
-            A `Solution`; `converged` is False where the budget ended first, and values are NaN
-            where H is not positive definite.
+            A `Solution`; `converged` is False where it ended above the tolerance, `reason` says
+            why, and values are NaN where H is not positive definite.
 
         Raises:
             ValueError: if `B` or `guess` has the wrong shape, or `num_averaged` is out of range.
@@ -86,6 +97,7 @@ class Start(NamedTuple):
     """A linear system with normalised right-hand sides, and where its solution starts."""
 
     scale: Float[Array, " k"]  # norms of the right-hand sides
+    target: Float[Array, "n k"]
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
     epochs: Float[Array, ""]  # what the initial residual has cost
@@ -104,13 +116,13 @@ def start(
     scale = jnp.where(norm > 0, norm, 1.0)
     B = B / scale
     if guess is None:
-        return Start(scale, jnp.zeros_like(B), B, jnp.zeros((), B.dtype))
+        return Start(scale, B, jnp.zeros_like(B), B, jnp.zeros((), B.dtype))
     several = guess.ndim == 3
     checks.shape("guess", guess[0] if several else guess, B.shape, why="one start for each column")
     value = guess.astype(B.dtype) / scale
     if not several:
-        return Start(scale, value, B - operator.matmul(value), jnp.ones((), B.dtype))
-    return Start(scale, *_best_combination(operator, B, value), jnp.ones((), B.dtype))
+        return Start(scale, B, value, B - operator.matmul(value), jnp.ones((), B.dtype))
+    return Start(scale, B, *_best_combination(operator, B, value), jnp.ones((), B.dtype))
 
 
 def _best_combination(
@@ -141,19 +153,27 @@ def num_iterations(max_epochs: int | float, guess: Array | None, per_epoch: floa
     return max(1, math.floor(left * per_epoch + 1e-6))
 
 
+class Course(NamedTuple):
+    """How a loop went: its iterations, its epochs without those of the start, and its end."""
+
+    iterations: Int[Array, ""]
+    epochs: Float[Array, ""]
+    reason: Int[Array, ""]
+
+
 def finish(
-    begin: Start,
-    value: Float[Array, "n k"],
-    residual: Float[Array, "n k"],
-    iterations: Int[Array, ""],
-    epochs: Float[Array, ""],
-    tolerance: float,
-    num_averaged: int,
+    begin: Start, value: Float[Array, "n k"], norms: Float[Array, " k"], course: Course
 ) -> Solution:
-    """Undo the normalisation and judge the residuals."""
-    norms = jnp.linalg.norm(residual, axis=0)
-    converged = largest(norms, num_averaged) <= tolerance
-    return Solution(value * begin.scale, norms, iterations, epochs + begin.epochs, converged)
+    """Undo the normalisation; a solve that failed has no entry that could pass for a result."""
+    failed = course.reason == StopReason.FAILED
+    return Solution(
+        jnp.where(failed, jnp.nan, value * begin.scale),
+        norms,
+        course.iterations,
+        course.epochs + begin.epochs,
+        course.reason == StopReason.CONVERGED,
+        course.reason,
+    )
 
 
 def largest(norms: Float[Array, " k"], num_averaged: int) -> Float[Array, ""]:
@@ -164,30 +184,83 @@ def largest(norms: Float[Array, " k"], num_averaged: int) -> Float[Array, ""]:
     return jnp.maximum(alone, jnp.mean(norms[single:])) if num_averaged else alone
 
 
+class _Loop(NamedTuple):
+    state: Any
+    iteration: Int[Array, ""]
+    checks: Int[Array, ""]
+    size: Float[Array, ""]  # of the residuals, as the state has them
+    checked: Bool[Array, ""]  # whether they were computed from the solution
+    reference: Float[Array, ""]  # their size when they were computed last
+    stuck: Bool[Array, ""]  # no further iteration works, or none would gain anything
+
+
 def iterate(
-    step: Callable[[Any], Any],
+    step: Callable[[Any, Int[Array, ""], Bool[Array, ""]], tuple[Any, Bool[Array, ""]]],
     state: Any,
-    begin: Start,
+    size_of: Callable[[Any], Float[Array, ""]],
     *,
-    max_iterations: int,
+    max_iterations: int | Int[Array, ""],
     epochs_per_iteration: float,
     tolerance: float,
-    num_averaged: int,
-) -> Solution:
-    """Step until the residuals are within the tolerance, or the budget ends.
+    can_check: bool = True,
+) -> tuple[Any, Course]:
+    """Iterate until the residuals are within the tolerance, or nothing is left to do.
 
-    The state has fields `iteration`, `value` and `residual`, whatever else it has.
+    What a recursion says of its residual drifts away from the truth with rounding errors. So
+    wherever it would end, the residual is computed from the solution, in one more epoch. If that is
+    above the tolerance after all, the iteration starts afresh from there, as long as at least half
+    of what it claims is true; otherwise it is at the limit of the precision.
+
+    Args:
+        step: maps the state, the number of iterations made and whether to compute the residual from
+            the solution, in place of an iteration, to the next state and whether that worked; an
+            iteration that did not work leaves the state as it was.
+        state: where to start, with residuals that are computed from the solution.
+        size_of: the largest residual of a state, NaN where it has failed.
+        max_iterations: iterations at most.
+        epochs_per_iteration: what one costs.
+        tolerance: what the size is to get down to.
+        can_check: whether there is a solution to compute residuals from.
+
+    Returns:
+        The last state and how it went.
     """
 
-    def goes_on(state: Any) -> Array:
-        unsolved = largest(jnp.linalg.norm(state.residual, axis=0), num_averaged) > tolerance
-        return (state.iteration < max_iterations) & unsolved
+    def ends(loop: _Loop) -> Array:
+        # After a false claim the goal is half the tolerance, lest the next one is a near miss.
+        halved = ~loop.checked & (loop.checks > 0)
+        claims = loop.size <= jnp.where(halved, 0.5, 1.0) * tolerance
+        return claims | (loop.iteration >= max_iterations) | loop.stuck
 
-    state = jax.lax.while_loop(goes_on, step, state)
-    epochs = state.iteration.astype(state.value.dtype) * epochs_per_iteration
-    return finish(
-        begin, state.value, state.residual, state.iteration, epochs, tolerance, num_averaged
-    )
+    def goes_on(loop: _Loop) -> Array:
+        # No comparison with NaN may be taken for a solution.
+        return jnp.isfinite(loop.size) & ~(ends(loop) & loop.checked)
+
+    def body(loop: _Loop) -> _Loop:
+        check = ends(loop) & can_check
+        state, works = step(loop.state, loop.iteration, check)
+        size = size_of(state)
+        claimed, gained = loop.reference - loop.size, loop.reference - size
+        stalled = gained <= jnp.maximum(0.5 * claimed, 0.0)
+        return _Loop(
+            state,
+            loop.iteration + (~check & works),
+            loop.checks + check,
+            size,
+            check | (not can_check),
+            jnp.where(check, size, loop.reference),
+            jnp.where(check, stalled, ~works),
+        )
+
+    size, zero, no = size_of(state), jnp.zeros((), int), jnp.zeros((), bool)
+    loop = _Loop(state, zero, zero, size, ~no, size, no)
+    loop = jax.lax.while_loop(goes_on, body, loop)
+    spent = loop.iteration >= max_iterations
+    reason = jnp.where(spent, StopReason.BUDGET, StopReason.PRECISION)
+    reason = jnp.where(loop.size <= tolerance, StopReason.CONVERGED, reason)
+    reason = jnp.where(jnp.isfinite(loop.size), reason, StopReason.FAILED)
+    epochs = loop.iteration * epochs_per_iteration + loop.checks
+    return loop.state, Course(loop.iteration, epochs.astype(size.dtype), reason.astype(int))
 
 
 def check_num_averaged(num_averaged: int, num_columns: int) -> None:

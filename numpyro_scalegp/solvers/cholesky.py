@@ -9,9 +9,12 @@ from numpyro_scalegp.core import linalg
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.solvers.base import (
     AbstractSolver,
+    Course,
     Solution,
+    StopReason,
     check_budget,
     finish,
+    largest,
     start,
 )
 
@@ -50,5 +53,9 @@ class Cholesky(AbstractSolver):
         H = operator.rows(jnp.arange(operator.size))
         value = jax.scipy.linalg.cho_solve((linalg.factorise(H).tril, True), begin.residual)
         residual = begin.residual - linalg.matmul(H, value)
-        one = jnp.ones((), H.dtype)
-        return finish(begin, value, residual, jnp.ones((), int), one, self.tolerance, num_averaged)
+        norms = jnp.linalg.norm(residual, axis=0)
+        size = largest(norms, num_averaged)
+        reason = jnp.where(size <= self.tolerance, StopReason.CONVERGED, StopReason.PRECISION)
+        reason = jnp.where(jnp.isfinite(size), reason, StopReason.FAILED).astype(int)
+        course = Course(jnp.ones((), int), jnp.ones((), H.dtype), reason)
+        return finish(begin, value, norms, course)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core.linalg import matmul, triangular_inverse
 from numpyro_scalegp.operators import KernelOperator
@@ -21,6 +21,7 @@ from numpyro_scalegp.solvers.base import (
     Solution,
     check_budget,
     finish,
+    iterate,
     largest,
     num_iterations,
     start,
@@ -48,6 +49,7 @@ class Coefficients(NamedTuple):
     start: Float[Array, "groups g g"]  # the probes in terms of the first basis
     log_determinant: Float[Array, ""]  # log|P| of the preconditioner
     residual: Float[Array, " s"]  # of the probes at the end, relative
+    is_cut: Bool[Array, ""]  # whether the weights leave out steps that would have changed it
 
 
 class _Krylov(NamedTuple):
@@ -63,18 +65,20 @@ class Roulette(NamedTuple):
 
     stop: Int[Array, ""]  # iterations to make, known only at run time
     # What each column's move in an iteration, counted from zero, is multiplied by in each of
-    # several copies of the solution; 1 for the columns that are kept.
+    # several copies of the solution.
     weights: Callable[[Int[Array, ""]], Float[Array, "copies k"]]
     checkpoints: tuple[int, ...]  # iterations after which iterates are kept
     num_kept: int  # so many of the first columns of B
 
 
 class _State(NamedTuple):
-    iteration: Int[Array, ""]
-    values: Float[Array, "copies groups n g"]
+    values: Float[Array, "copies groups n g"]  # the plain one first
     kept: Float[Array, "checkpoints n kept"]
     data: _Krylov
+    norms: Float[Array, " k"]  # of the data's residuals
     probes: _Krylov
+    probes_work: Bool[Array, ""]
+    num_steps: Int[Array, ""]  # of the probes
     curvature: Float[Array, "steps groups g g"]
     turn: Float[Array, "steps groups g g"]
 
@@ -91,7 +95,7 @@ class ConjugateGradients(AbstractSolver):
     Args:
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
             loop goes on until all are, averaged columns in their mean.
-        max_epochs: iterations at most.
+        max_epochs: iterations at most. To compute the residual at the end takes one epoch more.
         preconditioner: by default a pivoted Cholesky factor of rank 100.
         group_size: right-hand sides that share a Krylov space; 1 for one each, the textbook method.
 
@@ -207,12 +211,12 @@ def run(
         group_size: right-hand sides that share a Krylov space.
         tolerance: relative residual at which the loop stops.
         max_iterations: iterations at most.
-        roulette: where to stop at random, and what to keep; by default a single copy of the
-            solution with weights of one, and no checkpoints.
+        roulette: where to stop at random, and what to keep; by default no copies and no
+            checkpoints.
 
     Returns:
-        The copies of the solution, what was kept of the first one, the solution (its value is the
-        first copy's), and the coefficients of the probes.
+        The weighted copies of the solution, what was kept of the plain one, the plain solution, and
+        the coefficients of the probes.
     """
     operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
     factor = preconditioner.factorise(operator)
@@ -221,7 +225,10 @@ def run(
     k = B.shape[1]
     limit = max_iterations if roulette is None else jnp.minimum(roulette.stop, max_iterations)
     points = () if roulette is None else roulette.checkpoints
-    advance = jax.vmap(functools.partial(_advance, factor=factor))
+    # Whatever rounding has done to H, its eigenvalues are above minus this.
+    rounding = 10.0 * operator.size * jnp.finfo(operator.dtype).eps
+    rounding *= jnp.max(jnp.abs(operator.diagonal()))
+    advance = functools.partial(_advance, factor=factor, rounding=rounding)
 
     def split(columns: Array, size: int) -> Array:
         """Groups of columns, filled up with zeros: shape (groups, n, size)."""
@@ -240,76 +247,101 @@ def run(
     def weigh(move: Array, iteration: Array) -> Array:
         if roulette is None:
             return move[None]
-        return jax.vmap(lambda row: split(row[None], size) * move)(roulette.weights(iteration))
+        weights = roulette.weights(iteration)
+        return jnp.concatenate(
+            [move[None], jax.vmap(lambda row: split(row[None], size) * move)(weights)]
+        )
 
-    def keep(kept: Array, iteration: Array, values: Array) -> Array:
+    def keep(kept: Array, iteration: Array, moves: Array, values: Array) -> Array:
         if not points:
             return kept
         # Written on the way to the next checkpoint, too: what is there last is right.
         place = jnp.searchsorted(jnp.array(points), iteration)
+        place = jnp.where(moves, place, len(points))
         return kept.at[place].set(join(values[0])[:, : kept.shape[2]])
 
-    def goes_on(state: _State) -> Array:
-        norms = _norms(state.data)[:k] if k else _norms(state.probes)
-        unsolved = largest(norms, num_averaged) > tolerance
-        if roulette is not None and num_probes:
-            # The log-determinant, too, is a sum that ends where the rest is zero.
-            unsolved |= jnp.max(_norms(state.probes)[:num_probes]) > tolerance
-        return (state.iteration < limit) & unsolved
+    def size_of(state: _State) -> Array:
+        if not k:
+            return largest(_norms(state.probes), num_averaged)
+        norm = largest(state.norms, num_averaged)
+        if roulette is None or not num_probes:
+            return norm
+        # The log-determinant, too, is a sum that ends where the rest is zero.
+        of_probes = jnp.max(_norms(state.probes)[:num_probes])
+        return jnp.maximum(norm, jnp.where(state.probes_work, of_probes, 0.0))
 
-    def step(state: _State) -> _State:
-        directions = [join(state.data.direction), join(state.probes.direction)]
-        width = directions[0].shape[1]
-        image = operator.matmul(jnp.concatenate(directions, axis=1))
-        of_data, of_probes = image[:, :width], image[:, width:]
-        data, move, _, _ = advance(state.data, split(of_data, size))
-        probes, _, curvature, turn = advance(state.probes, split(of_probes, probe_size))
-        values = state.values + weigh(move, state.iteration)
-        return _State(
-            state.iteration + 1,
+    def step(state: _State, iteration: Array, check: Array) -> tuple[_State, Array]:
+        left = jnp.where(check, state.values[0], state.data.direction)
+        image = operator.matmul(jnp.concatenate([join(left), join(state.probes.direction)], axis=1))
+        width = left.shape[0] * size
+        of_data, of_probes = split(image[:, :width], size), split(image[:, width:], probe_size)
+        fresh = target - of_data
+        data = advance(state.data, of_data, fresh, check)
+        computed = jnp.linalg.norm(join(fresh), axis=0)[:k]
+        norms = jnp.where(data.works, _norms(data.krylov)[:k], state.norms)
+        moves = data.works & ~check
+        values = state.values + jnp.where(moves, weigh(data.move, iteration), 0.0)
+        # The probes go on meanwhile, as long as that works.
+        probes = advance(state.probes, of_probes, state.probes.basis, False)
+        place = jnp.where(probes.works, state.num_steps, len(state.curvature))
+        state = _State(
             values,
-            keep(state.kept, state.iteration + 1, values),
-            data,
-            probes,
-            state.curvature.at[state.iteration].set(curvature),
-            state.turn.at[state.iteration].set(turn),
+            keep(state.kept, iteration + 1, moves, values),
+            data.krylov,
+            jnp.where(check, computed, norms),
+            probes.krylov,
+            probes.works,
+            state.num_steps + probes.works,
+            state.curvature.at[place].set(probes.curvature),
+            state.turn.at[place].set(probes.turn),
         )
+        return state, data.works if k else probes.works
 
     # A group that nearly spans the whole space has no orthonormal basis in finite precision.
     size = max(1, min(group_size, k, operator.size // 4))
-    data = from_residual(begin.residual, size)
-    probe_size = max(1, min(_PROBE_GROUP, num_probes, operator.size // 4))
+    data, target = from_residual(begin.residual, size), split(begin.target, size)
+    # A roulette's sum goes on to the end: a smaller group has room for more steps.
+    probe_group = _PROBE_GROUP if roulette is None else _MAX_ORDER // max_iterations
+    probe_size = max(1, min(_PROBE_GROUP, probe_group, num_probes, operator.size // 4))
     probes = from_residual(riders.residual, probe_size)
     order = min(_MAX_ORDER, operator.size + probe_size)
     num_steps = min(max_iterations, order // probe_size)
     no_turns = jnp.zeros((num_steps, *probes.triangle.shape), operator.dtype)
     unit = no_turns + jnp.eye(probe_size, dtype=operator.dtype)
-    iteration = jnp.zeros((), int)
-    copies = 1 if roulette is None else jax.eval_shape(roulette.weights, iteration).shape[0]
-    values = jnp.broadcast_to(split(begin.value, size), (copies, *data.basis.shape))
+    zero = jnp.zeros((), int)
+    copies = 0 if roulette is None else jax.eval_shape(roulette.weights, zero).shape[0]
+    values = jnp.broadcast_to(split(begin.value, size), (1 + copies, *data.basis.shape))
     num_kept = 0 if roulette is None else roulette.num_kept
     kept = jnp.zeros((len(points), operator.size, num_kept), operator.dtype)
-    state = _State(iteration, values, kept, data, probes, unit, no_turns)
-    state = jax.lax.while_loop(goes_on, step, state)
-    epochs = state.iteration.astype(operator.dtype)
-    residual = join(matmul(state.data.basis, state.data.triangle))[:, :k]
+    norms = jnp.linalg.norm(begin.residual, axis=0)
+    state = _State(values, kept, data, norms, probes, jnp.ones((), bool), zero, unit, no_turns)
+    state, course = iterate(
+        step,
+        state,
+        size_of,
+        max_iterations=limit,
+        epochs_per_iteration=1.0,
+        tolerance=tolerance,
+        can_check=k > 0,
+    )
     values = jax.vmap(lambda copy: join(copy)[:, :k])(state.values)
     # Once the rest is zero, later checkpoints are where the run ended.
-    reached = jnp.array(points, int)[:, None, None] <= state.iteration
+    reached = jnp.array(points, int)[:, None, None] <= course.iterations
     kept = jnp.where(reached, state.kept, values[0][:, :num_kept]) * begin.scale[:num_kept]
-    solution = finish(begin, values[0], residual, state.iteration, epochs, tolerance, num_averaged)
+    of_probes = _norms(state.probes)[:num_probes]
     return (
-        values * begin.scale,
+        values[1:] * begin.scale,
         kept,
-        solution,
+        finish(begin, values[0], state.norms, course),
         Coefficients(
             state.curvature,
             state.turn,
-            state.iteration[None],
+            state.num_steps[None],
             jnp.ones(1, operator.dtype),
             probes.triangle,
-            factor.log_determinant(),
-            _norms(state.probes)[:num_probes],
+            jnp.where(jnp.all(jnp.isfinite(of_probes)), factor.log_determinant(), jnp.nan),
+            of_probes,
+            jnp.zeros((), bool),
         ),
     )
 
@@ -319,28 +351,53 @@ def _norms(krylov: _Krylov) -> Float[Array, " k"]:
     return jnp.linalg.norm(matmul(krylov.basis, krylov.triangle), axis=1).reshape(-1)
 
 
+class _Step(NamedTuple):
+    krylov: _Krylov
+    move: Float[Array, "groups n g"]  # what the solutions move by
+    works: Bool[Array, ""]
+    curvature: Float[Array, "groups g g"]
+    turn: Float[Array, "groups g g"]
+
+
 def _advance(
-    krylov: _Krylov, image: Float[Array, "n g"], *, factor: AbstractPreconditionerFactor
-) -> tuple[_Krylov, Float[Array, "n g"], Float[Array, "g g"], Float[Array, "g g"]]:
-    """One iteration, given H S: the next state, what the solutions move by, and its coefficients.
+    krylov: _Krylov,
+    image: Float[Array, "groups n g"],
+    fresh: Float[Array, "groups n g"],
+    restarts: Bool[Array, ""] | bool,
+    *,
+    factor: AbstractPreconditionerFactor,
+    rounding: Float[Array, ""],
+) -> _Step:
+    """One iteration of each group, given H S, or a start at the residuals `fresh`.
 
     The step minimises over the span of S, so that errors never grow, whatever rounding or dependent
     columns do to the factors; S'Q, which is the identity in exact arithmetic, sees to that.
+
+    It works unless rounding leaves no positive curvature: then the groups stay as they are. Where
+    the image is not finite, or the curvature too negative for rounding, the next state is NaN.
     """
-    curvature = matmul(krylov.direction.T, image)
-    W = _inverse_factor(curvature)[1]
-    inverse = matmul(W.T, W)
-    step = matmul(inverse, matmul(krylov.direction.T, krylov.basis))
-    move = matmul(krylov.direction, matmul(step, krylov.triangle))
-    residual = krylov.basis - matmul(image, step)
-    basis, preconditioned, triangle = _orthonormalise(residual, factor=factor)
-    direction = preconditioned + matmul(krylov.direction, triangle.T)
-    return (
-        _Krylov(basis, direction, matmul(triangle, krylov.triangle)),
-        move,
-        0.5 * (curvature + curvature.T),
-        triangle,
-    )
+
+    def turn(krylov: _Krylov, image: Array, fresh: Array) -> tuple[_Step, Array]:
+        S, Q, T = krylov.direction, krylov.basis, krylov.triangle
+        curvature = matmul(S.T, image)
+        W = _inverse_factor(curvature)[1]
+        step = matmul(matmul(W.T, W), matmul(S.T, Q))
+        move = matmul(S, matmul(step, T))
+        residual = jnp.where(restarts, fresh, Q - matmul(image, step))
+        basis, preconditioned, triangle = _orthonormalise(residual, factor=factor)
+        direction = preconditioned + jnp.where(restarts, 0.0, matmul(S, triangle.T))
+        chained = jnp.where(restarts, triangle, matmul(triangle, T))
+        lifted = _lifted_cholesky(curvature + rounding * matmul(S.T, S))
+        positive = restarts | jnp.isfinite(lifted[-1, -1])
+        works = jnp.all(jnp.isfinite(triangle))
+        curvature = 0.5 * (curvature + curvature.T)
+        new = _Step(_Krylov(basis, direction, chained), move, works, curvature, triangle)
+        return new, jnp.all(jnp.isfinite(image)) & positive
+
+    new, harmless = jax.vmap(turn)(krylov, image, fresh)
+    stays = ~jnp.all(new.works) & jnp.all(new.works | harmless)
+    krylov = jax.tree.map(lambda a, b: jnp.where(stays, a, b), krylov, new.krylov)
+    return new._replace(krylov=krylov, works=~stays)
 
 
 def _orthonormalise(
@@ -357,7 +414,11 @@ def _orthonormalise(
 
 def _inverse_factor(G: Float[Array, "g g"]) -> tuple[Float[Array, "g g"], Float[Array, "g g"]]:
     """L and L^-1 with L L' ~ G, lifted by rounding so that dependent columns do no harm."""
-    g, limits = G.shape[0], jnp.finfo(G.dtype)
-    lift = 10.0 * limits.eps * jnp.trace(G) + limits.tiny
-    L = jnp.linalg.cholesky(0.5 * (G + G.T) + lift * jnp.eye(g, dtype=G.dtype))
+    L = _lifted_cholesky(G)
     return L, triangular_inverse(L)
+
+
+def _lifted_cholesky(G: Float[Array, "g g"]) -> Float[Array, "g g"]:
+    g, limits = G.shape[0], jnp.finfo(G.dtype)
+    lift = 10.0 * limits.eps * jnp.abs(jnp.trace(G)) + limits.tiny
+    return jnp.linalg.cholesky(0.5 * (G + G.T) + lift * jnp.eye(g, dtype=G.dtype))

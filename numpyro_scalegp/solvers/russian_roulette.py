@@ -8,7 +8,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import AbstractPreconditioner, Identity
-from numpyro_scalegp.solvers.base import AbstractSolver, Solution, check_num_averaged
+from numpyro_scalegp.solvers.base import (
+    AbstractSolver,
+    Solution,
+    StopReason,
+    check_num_averaged,
+    largest,
+)
 from numpyro_scalegp.solvers.conjugate_gradients import (
     Coefficients,
     ConjugateGradients,
@@ -16,6 +22,9 @@ from numpyro_scalegp.solvers.conjugate_gradients import (
     run,
 )
 from numpyro_scalegp.truncation import StoppingLaw, decay_and_minimum
+
+# The residual above which a run that rounding errors ended is no solution.
+_TOLERANCE = 1e-2
 
 
 class RussianRouletteCG(AbstractSolver):
@@ -34,7 +43,8 @@ class RussianRouletteCG(AbstractSolver):
     need them, a `twin` from an index of its own instead.
 
     `residual` is that of the iterate without weights; `converged` is True, since nothing is cut
-    off: the price of an early stop is variance.
+    off: the price of an early stop is variance. It is False where rounding errors ended the run at
+    a relative residual above 0.01: then the rest of the sum is missing.
 
     Args:
         decay: rate of the law, not negative. The terms should fall faster than exp(-decay j).
@@ -182,9 +192,7 @@ class RussianRouletteCG(AbstractSolver):
         table = law.roulette_weights(stop).astype(operator.dtype)
 
         def weights(iteration: Int[Array, ""]) -> Float[Array, "copies k"]:
-            # What is kept are plain iterates.
-            kept = jnp.arange(B.shape[1]) < num_kept
-            return jnp.where(kept, 1.0, table[:, iteration][:, None])
+            return jnp.broadcast_to(table[:, iteration][:, None], (len(table), B.shape[1]))
 
         copies, vectors, solution, coefficients = run(
             operator,
@@ -195,7 +203,7 @@ class RussianRouletteCG(AbstractSolver):
             num_averaged=num_averaged,
             preconditioner=self._preconditioner,
             group_size=self.group_size,
-            tolerance=10.0 * float(jnp.finfo(operator.dtype).eps),
+            tolerance=_rounding(operator.dtype),
             max_iterations=law.num_terms,
             roulette=Roulette(jnp.max(stop), weights, tuple(points), num_kept),
         )
@@ -206,30 +214,46 @@ class RussianRouletteCG(AbstractSolver):
         reached = jnp.append(jnp.where(over, 0.0, table[0, points - 1]), 0.0)
         shares = reached[:-1] - reached[1:]
         kept = jnp.einsum("r,rnk->nk", shares, vectors, precision="highest")
-        value = jnp.concatenate([kept, solution.value[:, num_kept:]], axis=1)
+        value = jnp.concatenate([kept, copies[0, :, num_kept:]], axis=1)
+        # Nothing is cut off, unless rounding errors ended the run far from the solution.
+        size = largest(solution.residual, num_averaged)
+        precise = (solution.reason != StopReason.PRECISION) | (size <= _TOLERANCE)
+        reason = jnp.where(precise, StopReason.CONVERGED, StopReason.PRECISION)
+        failed = solution.reason == StopReason.FAILED
+        reason = jnp.where(failed, StopReason.FAILED, reason).astype(int)
+        value, vectors, twin = (
+            jnp.where(failed, jnp.nan, array)
+            for array in (value, vectors, copies[-1, :, num_kept:])
+        )
         solution = solution._replace(
             value=value,
-            converged=jnp.all(jnp.isfinite(solution.residual)),
+            converged=reason == StopReason.CONVERGED,
+            reason=reason,
             shares=shares,
             vectors=vectors,
-            twin=copies[-1, :, num_kept:],
+            twin=twin,
         )
-        return solution, self._telescoped(coefficients, law, stop, solution.iterations)
+        return solution, self._telescoped(coefficients, law, stop)
 
     def _telescoped(
         self,
         coefficients: Coefficients,
         law: StoppingLaw,
         stop: Int[Array, " indices"],
-        iterations: Int[Array, ""],
     ) -> Coefficients:
         """Coefficients that weigh what the log-determinant changes by between some iterations.
 
         All iterations are there for it, so that the largest index counts. Each look takes
         eigenvectors: they are so far apart that the odds of getting from one to the next do not
-        fall below about a half. Iterations beyond those with coefficients add nothing.
+        fall below about a half. A run that goes on beyond the steps that there is room for, before
+        the probes are solved, is cut.
         """
-        num_steps = len(coefficients.curvature)
+        num_steps, (made,) = len(coefficients.curvature), coefficients.stops
+        is_cut = (
+            (num_steps < law.num_terms)
+            & (made >= num_steps)
+            & jnp.any(coefficients.residual > _rounding(coefficients.start.dtype))
+        )
         first = min(self.min_iterations, num_steps)
         apart = max(1, min(round(0.7 / max(self.decay, 1e-9)), num_steps // 8))
         stops = np.append(np.arange(first, num_steps, apart), num_steps)
@@ -238,5 +262,12 @@ class RussianRouletteCG(AbstractSolver):
         survival = -jnp.expm1(stop.size * jnp.log1p(-single))
         weights = jnp.where(stops <= jnp.max(stop), 1.0 / survival, 0.0)
         return coefficients._replace(
-            stops=jnp.minimum(stops, iterations), weights=weights.astype(coefficients.start.dtype)
+            stops=jnp.minimum(stops, made),
+            weights=weights.astype(coefficients.start.dtype),
+            is_cut=is_cut,
         )
+
+
+def _rounding(dtype: jnp.dtype) -> float:
+    """The relative residual from which on the rest of a sum is rounding error."""
+    return 10.0 * float(jnp.finfo(dtype).eps)

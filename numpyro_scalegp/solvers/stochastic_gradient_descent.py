@@ -5,7 +5,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.operators import KernelOperator
@@ -13,7 +13,9 @@ from numpyro_scalegp.solvers.base import (
     AbstractSolver,
     Solution,
     check_budget,
+    finish,
     iterate,
+    largest,
     num_iterations,
     start,
 )
@@ -23,7 +25,6 @@ _NUM_POWER_ITERATIONS = 10
 
 
 class _State(NamedTuple):
-    iteration: Int[Array, ""]
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
     momentum: Float[Array, "n k"]
@@ -37,8 +38,8 @@ class StochasticGradientDescent(AbstractSolver):
     m <- momentum m - learning_rate g, v <- v + m: batch / n of an epoch. The gradient's noise
     vanishes at the solution, so that a constant rate converges.
 
-    `residual` is kept row by row from each row's last visit: an estimate that lags behind, mostly
-    from above.
+    On the way the residual is kept row by row from each row's last visit: an estimate that lags
+    behind, mostly from above. The one that is reported is computed from the solution.
 
     Args:
         batch_size: rows of a batch; at most n are used.
@@ -48,7 +49,8 @@ class StochasticGradientDescent(AbstractSolver):
         momentum: in [0, 1).
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
             loop goes on until all are, averaged columns in their mean.
-        max_epochs: work at most, in units of n^2 entries of H; at least one iteration is made.
+        max_epochs: work of the iterations at most, in units of n^2 entries of H; at least one is
+            made. To compute the residual at the end takes one more.
 
     Raises:
         ValueError: if an argument is out of its range.
@@ -97,7 +99,6 @@ class StochasticGradientDescent(AbstractSolver):
         operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
         rate_key, batch_key = jax.random.split(key)
         begin = start(operator, B, guess)
-        targets = B.astype(begin.residual.dtype) / begin.scale
         n = operator.size
         size = min(self.batch_size, n)
         batches_per_epoch = n // size
@@ -111,37 +112,46 @@ class StochasticGradientDescent(AbstractSolver):
             rough = (1.0 - self.momentum) / jnp.max(operator.diagonal())
             rate = jnp.minimum(smooth, rough)
 
-        def step(state: _State) -> _State:
+        def descend(state: _State, iteration: Int[Array, ""]) -> _State:
             # Each pass visits rows without repetition, in an order of its own.
-            number, place = jnp.divmod(state.iteration, batches_per_epoch)
+            number, place = jnp.divmod(iteration, batches_per_epoch)
             order = jax.lax.cond(
                 place == 0,
                 lambda: jax.random.permutation(jax.random.fold_in(batch_key, number), n),
                 lambda: state.order,
             )
             batch = jax.lax.dynamic_slice_in_dim(order, place * size, size)
-            residual = targets[batch] - operator.rows_matmul(batch, state.value)
+            residual = begin.target[batch] - operator.rows_matmul(batch, state.value)
             momentum = self.momentum * state.momentum
             momentum = momentum.at[batch].add(rate * residual)
             return _State(
-                state.iteration + 1,
                 state.value + momentum,
                 state.residual.at[batch].set(residual),
                 momentum,
                 order,
             )
 
+        def compute(state: _State, iteration: Int[Array, ""]) -> _State:
+            return state._replace(residual=begin.target - operator.matmul(state.value))
+
+        def step(
+            state: _State, iteration: Int[Array, ""], check: Bool[Array, ""]
+        ) -> tuple[_State, Bool[Array, ""]]:
+            return jax.lax.cond(check, compute, descend, state, iteration), jnp.ones((), bool)
+
+        def norms(state: _State) -> Float[Array, " k"]:
+            return jnp.linalg.norm(state.residual, axis=0)
+
         zeros = jnp.zeros_like(begin.value)
-        state = _State(jnp.zeros((), int), begin.value, begin.residual, zeros, jnp.arange(n))
-        return iterate(
+        state, course = iterate(
             step,
-            state,
-            begin,
+            _State(begin.value, begin.residual, zeros, jnp.arange(n)),
+            lambda state: largest(norms(state), num_averaged),
             max_iterations=num_iterations(self.max_epochs, guess, n / size),
             epochs_per_iteration=size / n,
             tolerance=self.tolerance,
-            num_averaged=num_averaged,
         )
+        return finish(begin, state.value, norms(state), course)
 
 
 def _largest_eigenvalue(

@@ -76,8 +76,11 @@ def test_values_of_traced_arrays_are_not_read():
 
 def test_traced_values_that_are_not_positive_become_nan():
     convert = jax.jit(checks.as_positive)
-    np.testing.assert_array_equal(
-        convert(jnp.array([-1.0, 0.0, 2.0])), np.array([np.nan, np.nan, 2.0])
-    )
+    values = jnp.array([-1.0, 0.0, jnp.inf, jnp.nan, 2.0])
+    expected = np.array([np.nan, np.nan, np.nan, np.nan, 2.0])
+    np.testing.assert_array_equal(convert(values), expected)
+    # A gradient of zero would pass for a maximum.
+    slope = jax.jit(jax.grad(lambda v: jnp.sum(checks.as_positive(v))))(values)
+    np.testing.assert_array_equal(slope, np.where(np.isnan(expected), np.nan, 1.0))
     # Outside of `jit` the sign is left to `positive`, which raises.
     assert checks.as_positive(-1.0) == -1.0

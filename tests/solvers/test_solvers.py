@@ -18,6 +18,7 @@ from numpyro_scalegp.solvers import (
     ConjugateGradients,
     RussianRouletteCG,
     StochasticGradientDescent,
+    StopReason,
 )
 
 N = 50  # no multiple of a block
@@ -37,7 +38,7 @@ ITERATIVE = {
 SOLVERS = {"cholesky": lambda tolerance, _: Cholesky(tolerance), **ITERATIVE}
 # Tolerances for errors below 1e-8, whatever the noise of a test. One for each solver, so that tests
 # share what they compile: tolerances are static.
-TIGHT = {"cholesky": 1e-8, "cg": 1e-16, "plain_cg": 1e-16, "ap": 1e-11, "sgd": 1e-11}
+TIGHT = {"cholesky": 1e-8, "cg": 1e-13, "plain_cg": 1e-13, "ap": 1e-11, "sgd": 1e-11}
 # What an iteration may cost, in epochs.
 STEPS = {"cg": 1.0, "plain_cg": 1.0, "ap": BLOCK / N, "sgd": BLOCK / N}
 
@@ -96,13 +97,14 @@ def assert_solved(H, B, solution, bound=1e-8):
 
 @pytest.mark.parametrize(
     ("name", "noise"),
-    [(name, noise) for name in ("cholesky", "cg", "plain_cg") for noise in (1e-6, 1e-3, 0.1, 10.0)]
+    [(name, noise) for name in ("cholesky", "cg", "plain_cg") for noise in (1e-3, 0.1, 10.0)]
     + [(name, noise) for name in ("ap", "sgd") for noise in (0.05, 0.3, 10.0)],
 )
 def test_numpy_agrees(name, noise, x64):
     H, B = operator(noise), targets()
     solution = solve_tightly(name, H, B)
     assert_solved(H, B, solution)
+    assert solution.reason == StopReason.CONVERGED
     np.testing.assert_array_equal(solution.value[:, 2], np.zeros(N))
     assert solution.residual.shape == (4,)
     assert np.all(solution.residual <= TIGHT[name])
@@ -146,8 +148,7 @@ def test_float32(name):
         jnp.dtype("float32")
     }
     assert solution.converged
-    # Stochastic gradient descent knows an estimate only.
-    assert np.all(true_residual(H, B, solution.value) <= (3e-2 if name == "sgd" else 1.01e-2))
+    assert np.all(true_residual(H, B, solution.value) <= 1.01e-2)
 
 
 @every_solver
@@ -161,9 +162,8 @@ def test_residual_is_that_of_the_solution(name, x64):
         if name == "cholesky":
             assert np.all(expected < 1e-13)
             assert np.all(solution.residual < 1e-13)
-        elif name == "sgd":
-            assert np.all((solution.residual < 3 * expected) & (expected < 3 * solution.residual))
         else:
+            assert solution.reason == StopReason.BUDGET
             assert np.all(expected > 1e-8)
             np.testing.assert_allclose(solution.residual, expected, rtol=1e-6)
     # A larger budget helps, except where the first one did it all.
@@ -281,10 +281,11 @@ def test_budget(name, warm, max_epochs, x64):
     assert not solution.converged
     assert solution.iterations >= 1
     spent = float(warm) + float(solution.iterations) * STEPS[name]
-    np.testing.assert_allclose(solution.epochs, spent, rtol=1e-12)
+    # The residual at the end takes one epoch besides.
+    np.testing.assert_allclose(solution.epochs, spent + 1, rtol=1e-12)
     # The first iteration is made even if the residual of the guess took all of the budget.
-    assert solution.epochs <= max(max_epochs, float(warm) + STEPS[name]) + 1e-9
-    assert solution.epochs > max_epochs - STEPS[name] - 1e-9  # and the budget is used
+    assert spent <= max(max_epochs, float(warm) + STEPS[name]) + 1e-9
+    assert spent > max_epochs - STEPS[name] - 1e-9  # and the budget is used
 
 
 def test_cholesky_counts_one_epoch(x64):
@@ -304,6 +305,30 @@ def test_the_loop_ends_at_the_tolerance(name, x64):
 # Failures are values
 
 
+@every_solver
+def test_single_precision_at_its_limit(name):
+    """What is reported is true where float32 is not enough, and nothing goes on for long."""
+    X = jnp.concatenate([rows(30), rows(30)[:20]])
+    B = targets()[:, :2]
+    compiled = jax.jit(lambda H: SOLVERS[name](1e-5, 400).solve(H, B, key=jax.random.key(0)))
+    for noise in (1e-3, 1e-4, 1e-6):
+        H = KernelOperator(Matern32(2.0, 1.3), X, noise)
+        solution = compiled(H)
+        true = true_residual(H, B, solution.value)
+        assert np.all(np.isfinite(true))
+        # A float32 product has rounding errors of this size itself.
+        rounding = 1e-6 * N * 1.3 * np.linalg.norm(solution.value, axis=0)
+        np.testing.assert_array_less(
+            np.abs(true - solution.residual), 1e-6 + rounding / np.linalg.norm(B, axis=0)
+        )
+        assert solution.converged == (np.max(solution.residual) <= 1e-5)
+        assert solution.converged == (solution.reason == StopReason.CONVERGED)
+        if not solution.converged and name in ("cg", "plain_cg"):
+            assert solution.reason == StopReason.PRECISION
+            assert solution.epochs < 100
+    assert not solution.converged
+
+
 @quiet
 @every_solver
 @pytest.mark.parametrize("broken", ["lengthscale", "noise", "target"])
@@ -318,8 +343,21 @@ def test_not_a_number(name, broken, x64):
     }[broken]
     solution = solve_tightly(name, H, B.at[3, 0].set(jnp.nan) if broken == "target" else B)
     assert not solution.converged
-    assert solution.iterations <= 2
+    assert solution.reason == StopReason.FAILED
+    assert solution.epochs <= 2
+    assert np.all(np.isnan(solution.value))
     assert not np.all(np.isfinite(solution.residual))
+
+
+@quiet
+@every_solver
+def test_a_matrix_that_is_not_positive_definite(name, x64):
+    # The diagonal is positive, and so are small blocks.
+    H = eqx.tree_at(lambda H: H.kernel.variance, operator(), jnp.array(-0.1))
+    assert np.linalg.eigvalsh(dense(H))[0] < -0.1
+    solution = solve(SOLVERS[name](TIGHT[name], 500), H, targets())
+    assert not solution.converged
+    assert np.all(np.isnan(solution.value)) or name in ("ap", "sgd")
 
 
 # Transformations
@@ -413,7 +451,8 @@ def test_log_determinant(name, noise, x64):
     steps, groups, g, _ = coefficients.curvature.shape
     assert coefficients.triangle.shape == (steps, groups, g, g)
     assert groups * g >= 64
-    assert np.all(coefficients.triangle[int(solution.iterations) :] == 0)
+    assert solution.iterations <= coefficients.stops[0] <= solution.epochs
+    assert np.all(coefficients.triangle[int(coefficients.stops[0]) :] == 0)
     assert np.all(coefficients.residual < 1e-2)
     assert_solved(H, B, solution, 1e-6)
 
