@@ -27,9 +27,14 @@ def as_float(value: Any) -> Float[Array, "..."]:
 
 
 def as_positive(value: Any) -> Float[Array, "..."]:
-    """Convert like `as_float`; a traced entry that is not positive becomes NaN, and stays one."""
+    """Convert like `as_float`; a traced entry that is not positive and finite becomes NaN.
+
+    So does its derivative.
+    """
     array = as_float(value)
-    return array if is_concrete(array) else jnp.where(array > 0, array, jnp.nan)
+    if is_concrete(array):
+        return array
+    return array * jnp.where((array > 0) & jnp.isfinite(array), 1.0, jnp.nan)
 
 
 def positive(name: str, value: Array) -> None:
