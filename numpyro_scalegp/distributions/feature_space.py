@@ -10,10 +10,10 @@ from numpyro.distributions import Distribution, constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions.frozen import is_potential_energy
 from numpyro_scalegp.estimators import AbstractLogDeterminant
+from numpyro_scalegp.estimators.learned import learned
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 from numpyro_scalegp.predict import FeaturePosterior
 from numpyro_scalegp.predict.feature import feature_posterior, itself
@@ -114,13 +114,7 @@ class FeatureSpaceGP(Distribution):
         if isinstance(logdet, AbstractBound):
             # Here, since NumPyro collects mutable sites before it first calls `log_prob`. What a
             # run gets of them is a copy of the dictionary.
-            batch = self.batch
-            site: Any = mutable(logdet.name, {})
-            begin = site.get("state")
-            if batch.is_full or begin is None:
-                begin = jax.lax.stop_gradient(logdet.start(batch.first_gram()))
-            self.state = begin
-            site["state"] = begin if batch.is_full else carried(logdet.advance(batch, begin), begin)
+            self.state = learned(logdet, self.batch, mutable(logdet.name, {}))
         super().__init__((), (num,), validate_args=validate_args)
 
     @property

@@ -8,13 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core.linalg import inverse_cholesky
-from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch, at_step
+from numpyro_scalegp.estimators.log_determinant import (
+    AbstractBound,
+    Batch,
+    at_step,
+    within_spread,
+)
 
 
 class RunningAverage(NamedTuple):
     """The state: what the batches so far say about F."""
 
     average: Float[Array, "d d"]
+    W: Float[Array, "d d"]  # lower triangular, its inverse is W'W
     num_batches: Int[Array, ""]
 
 
@@ -48,31 +54,23 @@ class Compositional(AbstractBound):
         if not callable(self.decay) and not 0.0 <= self.decay < 1.0:
             raise ValueError(f"`decay` must be at least 0 and less than 1, got {self.decay}.")
 
-    def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> RunningAverage:
+    def start_from(
+        self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int
+    ) -> RunningAverage:
         """The state whose average is F."""
-        return RunningAverage(F, jnp.asarray(num_batches, jnp.int32))
+        return RunningAverage(F, W, jnp.asarray(num_batches, jnp.int32))
 
-    def advance(self, batch: Batch, state: RunningAverage) -> RunningAverage:
-        """Average the batch's estimate in.
-
-        Raises:
-            ValueError: if a constant decay averages over no more rows than there are features, for
-                which A^-1 is infinite in the mean.
-        """
-        num, d = batch.features.shape
-        if not callable(self.decay) and num * (1.0 + self.decay) <= (d + 1) * (1.0 - self.decay):
-            raise ValueError(
-                f"`decay` of {self.decay} averages over too few rows for {d} features and batches "
-                f"of {num}: it must be more than {(d + 1 - num) / (d + 1 + num):.4f}, and better "
-                "much more."
-            )
+    def advance(
+        self, batch: Batch, state: RunningAverage, spread: Float[ArrayLike, ""] = 0.0
+    ) -> RunningAverage:
+        """Average the batch's estimate in."""
         count = state.num_batches + 1
-        new = jnp.maximum(1.0 / count, 1.0 - jnp.asarray(at_step(self.decay, count)))
-        new = new.astype(state.average.dtype)
-        return RunningAverage((1.0 - new) * state.average + new * batch.gram(), count)
+        limit = within_spread(1.0 - jnp.asarray(at_step(self.decay, count)), spread)
+        new = jnp.maximum(1.0 / count, limit).astype(state.average.dtype)
+        average = (1.0 - new) * state.average + new * batch.gram()
+        return RunningAverage(average, inverse_cholesky(average), count)
 
     def estimate(self, batch: Batch, state: RunningAverage) -> Float[Array, ""]:
         """log|A| + tr(A^-1 F) - d, at least log|F| in the mean over batches."""
-        W = inverse_cholesky(state.average)
-        log_determinant = -2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
-        return log_determinant + batch.trace(W) - W.shape[0]
+        W = state.W
+        return -2.0 * jnp.sum(jnp.log(jnp.diagonal(W))) + batch.trace(W) - W.shape[0]

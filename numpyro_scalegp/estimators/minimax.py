@@ -6,10 +6,10 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core.linalg import inverse_cholesky, matmul, triangular_outer
-from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.core.linalg import matmul, triangular_outer
+from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch, within_spread
 from numpyro_scalegp.estimators.variational import multiplied
 
 # How far below the noise A may be before it is projected: projections take a decomposition.
@@ -73,13 +73,15 @@ class Minimax(AbstractBound):
                 f"`multiplier_step_size` must be positive, got {self.multiplier_step_size}."
             )
 
-    def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Saddle:
+    def start_from(
+        self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int
+    ) -> Saddle:
         """The state with A = F and the B that holds it there; a step sees to |B| <= 1."""
         eye = jnp.eye(F.shape[0], dtype=F.dtype)
         penalty = jnp.asarray(self.penalty, F.dtype)
-        return Saddle(inverse_cholesky(F, warn=False), eye, penalty)
+        return Saddle(W, eye, penalty)
 
-    def advance(self, batch: Batch, state: Saddle) -> Saddle:
+    def advance(self, batch: Batch, state: Saddle, spread: Float[ArrayLike, ""] = 0.0) -> Saddle:
         """A step of A down, by the first half of the rows, and one of B up, by the others.
 
         Raises:
@@ -92,13 +94,17 @@ class Minimax(AbstractBound):
         second = batch._replace(features=batch.features[num // 2 :])
         eye = jnp.eye(d, dtype=state.W.dtype)
 
+        # Halves of a batch differ twice as much. Both sides become slower by the same factor.
+        step_size = within_spread(self.step_size, 2.0 * spread)
+        multiplier_step_size = self.multiplier_step_size / self.step_size * step_size
+
         M = first.whitened_gram(state.W)
         product = matmul(state.multiplier, M)
         slope = eye - 0.5 * (product + product.T)  # in log A
-        W = multiplied(state.W, slope, self.step_size, num // 2)
+        W = multiplied(state.W, slope, step_size, num // 2)
         W = _at_least_noise(W, batch.noise_variance)
 
-        raised = state.multiplier + self.multiplier_step_size * (second.whitened_gram(W) - eye)
+        raised = state.multiplier + multiplier_step_size * (second.whitened_gram(W) - eye)
         radius = state.penalty * math.sqrt(d)
         length = jnp.linalg.norm(raised)
         penalty = jnp.where(length > radius, 1.0 + self.growth, 1.0) * state.penalty
@@ -110,6 +116,10 @@ class Minimax(AbstractBound):
         excess = batch.whitened_gram(W) - jnp.eye(W.shape[0], dtype=W.dtype)
         log_determinant = -2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
         return log_determinant + jnp.sum(state.multiplier * excess)
+
+    def trace(self, batch: Batch, state: Saddle) -> Float[Array, ""]:
+        """tr(Q F) with Q = penalty sqrt(d) W'BW, the derivative of the estimate."""
+        return jnp.sum(state.multiplier * batch.whitened_gram(state.W))
 
 
 def _at_least_noise(

@@ -8,8 +8,13 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from numpyro_scalegp.core.linalg import half, inverse_cholesky, matmul, triangular_product
-from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch, at_step
+from numpyro_scalegp.core.linalg import half, matmul, triangular_product
+from numpyro_scalegp.estimators.log_determinant import (
+    AbstractBound,
+    Batch,
+    at_step,
+    within_spread,
+)
 
 # Steps change A by at most about this share, in the spectral norm: by typical batches, and by any.
 _TYPICAL_STEP, _LONGEST_STEP = 0.5, 1.0
@@ -65,14 +70,18 @@ class Variational(AbstractBound):
         if not callable(self.step_size) and not 0.0 < self.step_size <= 1.0:
             raise ValueError(f"`step_size` must be in (0, 1], got {self.step_size}.")
 
-    def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Whitening:
+    def start_from(
+        self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int
+    ) -> Whitening:
         """The state whose bound is tight at F."""
-        return Whitening(inverse_cholesky(F, warn=False), jnp.zeros((), jnp.int32))
+        return Whitening(W, jnp.zeros((), jnp.int32))
 
-    def advance(self, batch: Batch, state: Whitening) -> Whitening:
+    def advance(
+        self, batch: Batch, state: Whitening, spread: Float[ArrayLike, ""] = 0.0
+    ) -> Whitening:
         """One step down the batch's bound."""
         eye = jnp.eye(state.W.shape[0], dtype=state.W.dtype)
-        rate = at_step(self.step_size, state.step)
+        rate = within_spread(at_step(self.step_size, state.step), spread)
         moved = multiplied(state.W, eye - batch.whitened_gram(state.W), rate, len(batch.features))
         return Whitening(moved, state.step + 1)
 
@@ -97,7 +106,9 @@ def multiplied(
     typical = _TYPICAL_STEP / (1.0 + math.sqrt(len(W) / num_rows)) ** 2
     longest = jnp.minimum(typical, _LONGEST_STEP / _spectral_norm(direction))
     rate = jnp.minimum(jnp.asarray(rate).astype(W.dtype), longest)
-    return W + triangular_product(rate * half(direction), W)
+    logarithm = rate * half(direction)
+    diagonal = jnp.diagonal(logarithm)
+    return W + triangular_product(logarithm + jnp.diag(jnp.expm1(diagonal) - diagonal), W)
 
 
 def _spectral_norm(S: Float[Array, "d d"]) -> Float[Array, ""]:

@@ -2,6 +2,10 @@
 
 from numpyro_scalegp.infer.initial_pass import initial_pass
 from numpyro_scalegp.infer.initialisation import initial_hyperparameters, median_distance
+from numpyro_scalegp.infer.log_determinant_diagnostics import (
+    LogDeterminantDiagnostics,
+    log_determinant_diagnostics,
+)
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
@@ -12,6 +16,7 @@ from numpyro_scalegp.infer.sparse_svi import SparseSVI
 
 __all__ = [
     "Draws",
+    "LogDeterminantDiagnostics",
     "Predictive",
     "QuadratureELBO",
     "QuadruplyStochasticELBO",
@@ -19,6 +24,7 @@ __all__ = [
     "SparseSVI",
     "initial_hyperparameters",
     "initial_pass",
+    "log_determinant_diagnostics",
     "median_distance",
     "relevance_vectors",
     "replace_params",

@@ -8,7 +8,9 @@ from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
+from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
+from numpyro_scalegp.estimators.learned import started
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 from numpyro_scalegp.infer.traces import Trace
 
@@ -55,8 +57,9 @@ def initial_pass(
         replayed = handlers.replay(model, guide_trace)
         return handlers.trace(replayed).get_trace(*args, **kwargs)
 
-    def grams(key: jax.Array) -> dict[str, jax.Array]:
-        return {name: batch.gram() for name, (_, batch) in _with_state(run(key)).items()}
+    def grams(key: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+        found = {name: batch.gram() for name, (_, batch) in _with_state(run(key)).items()}
+        return {name: _or_nothing(gram) for name, gram in found.items()}
 
     key = jax.random.fold_in(svi_state.rng_key, 1)
     sites = _with_state(run(key))
@@ -68,16 +71,23 @@ def initial_pass(
             "cannot be found where `numpyro.handlers.scope` renames its site."
         )
 
-    def add(total: dict[str, jax.Array], key: jax.Array) -> tuple[dict[str, jax.Array], None]:
+    def add(total: Any, key: jax.Array) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grams(key)), None
 
     zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(grams, key))
     total = jax.lax.scan(add, zero, jax.random.split(key, num_batches))[0]
-    started = {
-        name: {"state": logdet.start(total[name] / num_batches, num_batches)}
-        for name, (logdet, _) in sites.items()
-    }
-    return svi_state._replace(mutable_state={**mutable, **started})
+    begun = {}
+    for name, (logdet, _) in sites.items():
+        gram, count = total[name]
+        new = started(logdet.start(gram / count, num_batches), gram.dtype)
+        begun[name] = {"learned": carried(new, mutable[name]["learned"])}
+    return svi_state._replace(mutable_state={**mutable, **begun})
+
+
+def _or_nothing(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The estimate of a batch and its count, or zeros where it is not finite."""
+    good = jnp.all(jnp.isfinite(gram))
+    return jnp.where(good, gram, 0.0), good.astype(gram.dtype)
 
 
 def _with_state(trace: Trace) -> dict[str, tuple[AbstractBound, Batch]]:

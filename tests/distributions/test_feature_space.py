@@ -9,47 +9,18 @@ import numpy as np
 import numpyro
 import optax
 import pytest
-from jax.scipy.stats import multivariate_normal
 from jaxtyping import Array
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Compositional, MiniBatch, Minimax, Variational
-from numpyro_scalegp.estimators.compositional import RunningAverage
 from numpyro_scalegp.estimators.log_determinant import Batch
-from numpyro_scalegp.estimators.minimax import Saddle
-from numpyro_scalegp.estimators.variational import Whitening, multiplied
+from tests.feature_problem import BATCH, D, N, best_weights, data, exact, features
 
-N, D, BATCH = 300, 20, 16
 KEY = jax.random.key(0)
 KINDS = [Variational(), Compositional(), Minimax(), MiniBatch()]
 NAMES = [type(kind).__name__ for kind in KINDS]
-
-
-def data(n: int = N) -> tuple[Array, Array]:
-    """Inputs, and observations that six of twenty features explain."""
-    rng = np.random.default_rng(0)
-    X, weights = rng.normal(size=(n, 3)), rng.normal(size=6)
-    phase = np.random.default_rng(1).normal(size=(3, D))
-    y = np.sqrt(2.0) * np.cos(X @ phase[:, :6]) @ weights + 0.5 * rng.normal(size=n)
-    return jnp.array(X), jnp.array(y)
-
-
-def features(log_scale: Array, X: Array) -> Array:
-    """One scale for each feature: the log-determinant is what keeps those without use small."""
-    phase = jnp.array(np.random.default_rng(1).normal(size=(3, D)))
-    return jnp.sqrt(2.0) * jnp.exp(log_scale) * jnp.cos(X @ phase)
-
-
-def exact(log_scale: Array, noise: Array, X: Array, y: Array) -> Array:
-    Phi = features(log_scale, X)
-    K = Phi @ Phi.T + noise * jnp.eye(len(X))
-    return multivariate_normal.logpdf(y, jnp.zeros(len(X)), K)
-
-
-def best_weights(Phi: Array, noise: float, y: Array) -> Array:
-    return jnp.linalg.solve(Phi.T @ Phi + noise * jnp.eye(Phi.shape[1]), Phi.T @ y)
 
 
 def model(X: Array, y: Array, logdet: Any, batch_size: int | None = None, lowest: float = 0.0):
@@ -114,97 +85,6 @@ def test_training_with_all_rows_stays_exact(logdet, x64):
         np.testing.assert_allclose(one, slope, rtol=1e-8, atol=1e-8 * abs(wanted))
 
 
-def errors(logdet: Any, state: Any, num: int = 5000) -> float:
-    """How far the mean gradient by batches is from that by all rows, in standard errors.
-
-    For a state that is far off F, where all rows give the gradient of a loose bound.
-    """
-    X, y = data()
-    at = (jnp.linspace(-1.0, 0.5, D), jnp.array(0.4), jnp.linspace(-1.0, 1.0, D))
-
-    def log_prob(at: Any, index: Array) -> Array:
-        log_scale, noise, weights = at
-        batch = Batch(features(log_scale, X[index]), noise, N)
-        return logdet.log_prob(batch, weights, y[index], state)
-
-    index = jax.random.randint(KEY, (num, BATCH), 0, N)
-    by_batch = jax.jit(jax.vmap(functools.partial(jax.grad(log_prob), at)))(index)
-    whole = jax.grad(log_prob)(at, jnp.arange(N))
-    largest = 0.0
-    for draws, wanted in zip(by_batch, whole, strict=True):
-        spread = np.std(draws, axis=0) / np.sqrt(len(draws))
-        difference = np.abs(np.mean(draws, axis=0) - wanted)
-        # An element may not depend on the rows, as that of the weights does not under `MiniBatch`.
-        largest = max(largest, float(np.max(difference / (spread + 1e-10))))
-    return largest
-
-
-def far_off() -> Array:
-    """A whitening W with little to do with F."""
-    rng = np.random.default_rng(2)
-    return jnp.array(np.tril(0.01 * rng.normal(size=(D, D))) + 0.2 * np.eye(D))
-
-
-def state_of(kind: str) -> tuple[Any, Any]:
-    """A treatment, and a state of it with A^-1 = W'W for the same W."""
-    W, one = far_off(), jnp.array(1)
-    if kind == "Variational":
-        return Variational(), Whitening(W, one)
-    if kind == "Compositional":
-        return Compositional(), RunningAverage(jnp.linalg.inv(W.T @ W), one)
-    return Minimax(), Saddle(W, 0.5 * jnp.eye(D) + W + W.T, jnp.array(1.0))
-
-
-@pytest.mark.parametrize("kind", ["Variational", "Compositional", "Minimax"])
-def test_gradients_of_batches_are_unbiased(kind, x64):
-    assert errors(*state_of(kind)) < 4.0
-
-
-def test_the_same_check_sees_the_bias_of_mini_batches(x64):
-    assert errors(MiniBatch(), None, num=500) > 10.0
-
-
-@pytest.mark.parametrize("logdet", [Variational(), Minimax(), Minimax(penalty=0.3)])
-def test_steps_with_all_rows_find_the_exact_value_and_gradient(logdet, x64):
-    X, y = data()
-    at = (jnp.linspace(-1.0, 0.5, D), jnp.array(0.3))
-    weights = best_weights(features(at[0], X), 0.3, y)
-
-    def log_prob(at: Any, state: Any) -> Array:
-        batch = Batch(features(at[0], X), at[1], N)
-        return logdet.log_prob(batch, weights, y, state)
-
-    batch = Batch(features(at[0], X), at[1], N)
-    start = logdet.start(jnp.linalg.inv(far_off().T @ far_off()))
-    assert jnp.abs(log_prob(at, start) - exact(*at, X, y)) > 1.0
-    if isinstance(logdet, Minimax):  # a side sees half of the rows: here both see all of them
-        batch = Batch(jnp.concatenate([batch.features, batch.features]), at[1], N)
-    advance = lambda _, state: logdet.advance(batch, state)  # noqa: E731
-    state = jax.jit(lambda state: jax.lax.fori_loop(0, 6000, advance, state))(start)
-    value, gradient = jax.value_and_grad(log_prob)(at, state)
-    wanted, slopes = jax.value_and_grad(exact, argnums=(0, 1))(*at, X, y)
-    np.testing.assert_allclose(value, wanted, rtol=1e-8)
-    np.testing.assert_allclose(gradient[0], slopes[0], rtol=1e-8, atol=1e-6)
-    np.testing.assert_allclose(gradient[1], slopes[1], rtol=1e-8)
-    if isinstance(logdet, Minimax) and logdet.penalty < 1.0:
-        assert state.penalty > 0.99  # too small to hold A at F before
-
-
-@pytest.mark.parametrize("size", [1.0, 10.0])
-def test_steps_are_cut_where_a_batch_has_few_rows(size, x64):
-    """At a rate of one a batch's largest eigenvalue, d / b and more, would turn A around."""
-    d, b = 200, 8
-    Z = size * jnp.array(np.random.default_rng(0).normal(size=(b, d))) / jnp.sqrt(b)
-    state = Variational().start(jnp.eye(d))
-    after = Variational(step_size=1.0).advance(Batch(Z, jnp.array(1e-3), b), state)
-    inverse = np.linalg.eigvalsh(after.W.T @ after.W)
-    lowest = 0.5 if size == 1.0 else 0.0  # typical rows, and rows that are longer than F says
-    assert abs(inverse[0] - lowest) < 0.3
-    assert jnp.all(jnp.diagonal(after.W) > 0.0)
-    # A direction of zero goes nowhere, and not to NaN.
-    np.testing.assert_array_equal(multiplied(state.W, jnp.zeros((d, d)), 1.0, b), state.W)
-
-
 @pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
 @pytest.mark.parametrize("logdet", KINDS[:3], ids=NAMES[:3])
 def test_single_precision_with_little_noise(logdet, x64):
@@ -228,49 +108,6 @@ def test_single_precision_with_little_noise(logdet, x64):
     wanted, slopes = jax.value_and_grad(log_prob)(at, "float64")
     np.testing.assert_allclose(value, wanted, rtol=0.01)
     np.testing.assert_allclose(gradient, slopes, rtol=0.05)
-
-
-def test_the_running_average_is_that_of_the_batches_and_finds_their_mean(x64):
-    X, _ = data()
-    Phi, noise = features(jnp.zeros(D), X), jnp.array(0.3)
-    index = jax.random.randint(KEY, (4000, BATCH), 0, N)
-    equal = Compositional(decay=lambda step: 1.0)
-
-    def step(state: RunningAverage, index: Array) -> tuple[RunningAverage, Array]:
-        batch = Batch(Phi[index], noise, N)
-        return equal.advance(batch, state), batch.gram()
-
-    state, grams = jax.lax.scan(step, equal.start(jnp.eye(D)), index)
-    mean = (jnp.eye(D) + jnp.sum(grams, axis=0)) / 4001.0
-    np.testing.assert_allclose(state.average, mean, rtol=1e-10, atol=1e-10)
-    spread = np.std(grams, axis=0) / np.sqrt(len(grams))
-    F = Phi.T @ Phi + noise * jnp.eye(D)
-    assert np.max(np.abs(state.average - F) / spread) < 4.5  # the largest of 210
-
-    short = Compositional(decay=0.5)
-    state = short.start(jnp.eye(D))
-    for i in range(4):
-        state = short.advance(Batch(Phi[index[i]], noise, N), state)
-    wanted = jnp.eye(D) / 16.0
-    for i in range(4):
-        wanted = wanted + grams[i] / 2.0 ** (4 - i)
-    np.testing.assert_allclose(state.average, wanted, rtol=1e-10, atol=1e-10)
-
-
-def test_minimax_keeps_its_sides_where_they_may_be(x64):
-    X, _ = data()
-    Phi = features(jnp.zeros(D), X[:BATCH])
-    logdet = Minimax()
-    # A far below the noise in one direction, and a multiplier at its limit.
-    F = jnp.eye(D).at[0, 0].set(1e-3)
-    state = logdet.start(F)._replace(multiplier=jnp.full((D, D), 5.0))
-    after = logdet.advance(Batch(Phi, jnp.array(0.5), N), state)
-    A = jnp.linalg.inv(after.W.T @ after.W)
-    assert jnp.linalg.eigvalsh(A)[0] > 0.5 / 1.051
-    np.testing.assert_array_equal(after.W, jnp.tril(after.W))
-    assert jnp.all(jnp.diagonal(after.W) > 0.0)
-    np.testing.assert_allclose(jnp.linalg.norm(after.multiplier), np.sqrt(D))
-    np.testing.assert_allclose(after.penalty, 1.01)
 
 
 def trained(logdet: Any, batch_size: int | None) -> Array:
@@ -303,20 +140,20 @@ def test_svi_carries_the_state(x64):
     logdet = Variational(name="volume")
     svi = SVI(model, nothing, optax.adam(0.05), Trace_ELBO())
     state = svi.init(KEY, X, y, logdet, BATCH)
-    before = state.mutable_state["volume"]["state"]
+    before = state.mutable_state["volume"]["learned"].state
     state, _ = jax.jit(lambda state: svi.update(state, X, y, logdet, BATCH))(state)
-    after = state.mutable_state["volume"]["state"]
+    after = state.mutable_state["volume"]["learned"].state
     assert after.step == before.step + 1
     assert not jnp.allclose(after.W, before.W)
     # What is not finite is not kept, as `stable_update` does not keep parameters.
     broken = sgp.infer.replace_params(svi, state, {"log_scale": jnp.full(D, 400.0)})
     kept, _ = svi.stable_update(broken, X, y, logdet, BATCH)
-    np.testing.assert_array_equal(kept.mutable_state["volume"]["state"].W, after.W)
+    np.testing.assert_array_equal(kept.mutable_state["volume"]["learned"].state.W, after.W)
     # Nor does an evaluation write to the state that it is given.
     given = {**svi.get_params(state), **state.mutable_state}
     for batch_size in (BATCH, None):
         Trace_ELBO().loss(KEY, given, model, nothing, X, y, logdet, batch_size)
-    assert state.mutable_state["volume"]["state"] is after
+    assert state.mutable_state["volume"]["learned"].state is after
 
 
 @pytest.mark.parametrize("logdet", [Variational(), Compositional(), Minimax()])
@@ -329,7 +166,7 @@ def test_an_initial_pass_starts_the_state_from_many_batches(logdet, x64):
     F = Phi.T @ Phi + params["noise"] * jnp.eye(D)
 
     def looseness(state: Any) -> Array:
-        held = state.mutable_state["log_determinant"]["state"]
+        held = state.mutable_state["log_determinant"]["learned"].state
         return logdet.estimate(Batch(Phi, params["noise"], N), held) - jnp.linalg.slogdet(F)[1]
 
     begun = sgp.infer.initial_pass(svi, state, 400, X, y, logdet, BATCH)
@@ -420,8 +257,6 @@ def test_bad_arguments(unchecked):
         build(Phi, 0.1, zero).condition(jnp.zeros(4))
     with pytest.raises(ValueError, match="two rows or more"):
         build(Phi[:1], 0.1, zero, logdet=Minimax())
-    with pytest.raises(ValueError, match=r"`decay` of 0\.1 averages over too few rows for 6 feat"):
-        build(jnp.ones((4, 6)), 0.1, jnp.zeros(6), logdet=Compositional(decay=0.1))
     with pytest.raises(ValueError, match="`decay` must be at least 0"):
         Compositional(decay=1.0)
     with pytest.raises(ValueError, match="`step_size` must be in"):
