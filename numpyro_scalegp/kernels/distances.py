@@ -77,7 +77,7 @@ def _few_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Arr
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (X, Z, centre, inverse), (dX, dZ, _, dinverse) = primals, tangents
     squared = _few_columns(X, Z, centre, inverse)
-    inside = squared < _largest(squared.dtype)
+    inside = ~(squared >= _largest(squared.dtype))  # NaN stays NaN
     # Derivatives in the scales by way of single rows cost no further pass over the pairs.
     moved = [rows * inverse + (points - centre) * dinverse for rows, points in ((dX, X), (dZ, Z))]
     total = jnp.zeros_like(squared)

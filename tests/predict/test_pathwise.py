@@ -17,7 +17,7 @@ from tests.distributions.test_gaussian_process import assert_within_standard_err
 from tests.distributions.test_latent import sparse
 
 N, M, MANY, FEW = 60, 5, 10_000, 8
-KEY = jax.random.key(0)
+KEY, DRAWS = jax.random.key(0), jax.random.key(1)
 NOISE = 0.1
 PER_ROW = np.linspace(0.05, 0.4, N)
 CG = ConjugateGradients(1e-9, 60, PivotedCholesky(20))
@@ -59,7 +59,7 @@ def posterior(num_samples: int = MANY, per_row: bool = False) -> sgp.predict.Pat
     estimator = pathwise(num_features=200 if num_samples == MANY else 2000)
     gp = process(estimator, PER_ROW if per_row else NOISE)
     y = data()[1]
-    return jax.jit(lambda y: gp.condition(y, key=KEY, num_samples=num_samples))(y)
+    return jax.jit(lambda y: gp.condition(y, key=DRAWS, num_samples=num_samples))(y)
 
 
 per_row = pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
