@@ -104,8 +104,9 @@ def load_uci(name: str, split: int = 0, path: str | os.PathLike[str] | None = No
         The split in float64, with columns named `x0`, `x1`, ...
 
     Raises:
-        ValueError: If the folder has no data set of that name, `split` is out of range, or the two
-            files differ in their number of rows.
+        ValueError: If the folder has no data set of that name, `split` is out of range, the two
+            files differ in their number of rows, a value is NaN or infinite, the mask holds
+            anything but 0 and 1, or a split has no training or no test rows.
         FileNotFoundError: If no folder is given, it does not exist, or the mask is missing.
     """
     folder = _uci_folder(path)
@@ -127,9 +128,23 @@ def load_uci(name: str, split: int = 0, path: str | os.PathLike[str] | None = No
             f"{mask_file} must have one row for each of the {len(data)} rows of {_DATA_FILE}, "
             f"got {len(mask)}."
         )
+    bad = np.argwhere(~np.isfinite(data))
+    if len(bad):
+        row, column = bad[0]
+        raise ValueError(
+            f"{folder / name / _DATA_FILE} must hold finite numbers, got {len(bad)} NaN or "
+            f"infinite value(s), the first in row {row}, column {column} (from 0): drop or fill "
+            "those rows."
+        )
+    marks = mask[:, split]
+    if not np.isin(marks, (0.0, 1.0)).all() or len(np.unique(marks)) < 2:
+        raise ValueError(
+            f"{mask_file} must mark test rows by 1 and training rows by 0, some of each, got "
+            f"{np.unique(marks)[:5]} in column {split}."
+        )
     X, y = data[:, :-1], data[:, -1]
     columns = tuple(f"x{i}" for i in range(X.shape[1]))
-    return _standardised(name, X, y, mask[:, split] != 0, columns)
+    return _standardised(name, X, y, marks != 0, columns)
 
 
 def load_flights(test_fraction: float = 0.1, seed: int = 0) -> Dataset:

@@ -24,10 +24,18 @@ if version("jaxlib").startswith("0.10."):
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+
+# The same examples in every run, and few: each new structure takes compilations.
+hypothesis.settings.register_profile(
+    "bounded", derandomize=True, max_examples=20, deadline=None, database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)  # fmt: skip
+hypothesis.settings.load_profile("bounded")
 
 # Shapes and types of public signatures are checked at run time in the tests only. The hook must
 # stand before the first import of the package.

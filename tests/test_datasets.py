@@ -118,6 +118,26 @@ def test_uci_errors(folder: Path) -> None:
         datasets.load_uci("tiny", path=folder)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_uci_values_must_be_finite(bad: float, folder: Path) -> None:
+    rows = np.loadtxt(folder / "tiny" / "data.csv.gz", delimiter=",")
+    rows[4, 2] = rows[7, -1] = bad
+    write(folder / "tiny" / "data.csv.gz", rows)
+    message = r"data\.csv\.gz must hold finite.*got 2 NaN or inf.* first in row 4, column 2"
+    with pytest.raises(ValueError, match=message):
+        datasets.load_uci("tiny", path=folder)
+
+
+@pytest.mark.parametrize("marks", [0.0, 1.0, 2.0, np.nan])
+def test_uci_masks_must_mark_some_rows(marks: float, folder: Path) -> None:
+    mask = np.full((20, NUM_SPLITS), marks)
+    mask[:2] = 1.0
+    mask[2:4, :] = 0.0 if marks > 1 else marks
+    write(folder / "tiny" / "test_mask.csv.gz", mask if marks else np.zeros_like(mask))
+    with pytest.raises(ValueError, match=r"must mark test rows by 1 and training rows by 0"):
+        datasets.load_uci("tiny", path=folder)
+
+
 def test_an_empty_folder_is_said_to_be_empty(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found: none"):
         datasets.load_uci("pol", path=tmp_path)

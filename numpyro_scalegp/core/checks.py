@@ -4,12 +4,15 @@ Shapes are checked always, values only where they are concrete: inside `jit` a v
 sign gives NaN.
 """
 
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
+
+from numpyro_scalegp.core import precision
 
 
 def is_concrete(value: object) -> bool:
@@ -69,7 +72,22 @@ def inputs(name: str, value: ArrayLike, width: int | None = None) -> Float[Array
             f"one column for each input column of `X`."
         )
     finite(name, array)
+    precision.warn_of_merged_rows(name, value, array)
     return array
+
+
+def count(name: str, value: Any, least: int = 1) -> int:
+    """Return `value`, or raise unless it is an integer of at least `least`.
+
+    Raises:
+        TypeError: if it is no integer of Python or NumPy.
+        ValueError: if it is too small.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    return int(value)
 
 
 def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> None:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core.linalg import matmul
+
 # cos(2 pi r) and sin(2 pi r) / r as polynomials in r^2 for |r| <= 1/2: Chebyshev fits of degree 6
 # with errors of 2e-8, below the rounding of float32.
 _COS = (
@@ -12,6 +14,41 @@ _COS = (
 _SIN = (
     6.2831853, -41.3417004, 81.6051314, -76.7030154, 42.025927, -14.8998467, 3.23813751,
 )  # fmt: skip
+
+
+def turns_of(X: Float[Array, "n d"], frequencies: Float[Array, "p d"]) -> Float[Array, "n p"]:
+    """Compute X frequencies' up to whole turns, for rows however far from the origin.
+
+    The phase of one row comes from exact products, from which whole turns are taken off exactly;
+    those of the others lie the product with their distances from it away.
+
+    Args:
+        X: inputs, shape (n, d).
+        frequencies: in turns per unit of the inputs, shape (p, d), of the dtype of X.
+
+    Returns:
+        Turns, shape (n, p), with an error of `eps` times the phases' spread over the rows, not
+        times the phases. One product of an (n, d) matrix, as without that care.
+    """
+    anchor = jax.lax.stop_gradient(X[:1])
+    phase = matmul(anchor, frequencies.T)
+    exact = jnp.sum(_exact_fractions(anchor[:, None, :], frequencies), axis=-1)
+    # The value of the one with the derivative of the other.
+    phase = jax.lax.stop_gradient(exact) + (phase - jax.lax.stop_gradient(phase))
+    return matmul(X - anchor, frequencies.T) + phase
+
+
+def _exact_fractions(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The product x y without whole turns: halves of the digits have products without rounding."""
+    x, y = jax.lax.stop_gradient((x, y))
+    kind = jnp.finfo(x.dtype)
+
+    def split(value: Array) -> tuple[Array, Array]:
+        high = jax.lax.reduce_precision(value, kind.nexp, (kind.nmant - 1) // 2)
+        return high, value - high
+
+    parts = (_fraction(one * other) for one in split(x) for other in split(y))
+    return _fraction(sum(parts, jnp.zeros((), x.dtype)))
 
 
 def cos_sin_of_turns(

@@ -38,9 +38,12 @@ class PriorDraws(eqx.Module):
         return jax.random.split(jax.random.wrap_key_data(self.seed, impl="threefry2x32"))
 
     def __call__(
-        self, kernel: AbstractKernel, X: Float[Array, "n d"]
+        self, kernel: AbstractKernel, X: Float[Array, "n d"], origin: Float[Array, " d"]
     ) -> Float[Array, "n num_draws"]:
-        """The draws at X, shape (n, num_draws), in chunks of rows: O(n num_features num_draws)."""
+        """The draws at X, shape (n, num_draws), in chunks of rows: O(n num_features num_draws).
+
+        The waves begin at `origin`: the same functions have the same one, a row near the data.
+        """
         num_groups = -(-self.num_draws // _GROUP)
         width = min(_GROUP, self.num_draws)
 
@@ -48,7 +51,7 @@ class PriorDraws(eqx.Module):
             feature_key, weight_key = jax.random.split(key)
 
             def features(rows: Array) -> Array:
-                return kernel.random_features(feature_key, rows, self.num_features)
+                return kernel.random_features(feature_key, rows, self.num_features, origin=origin)
 
             size = jax.eval_shape(features, X[:1]).shape[1]
             weights = jax.random.normal(weight_key, (size, width), X.dtype)
@@ -63,8 +66,11 @@ class PriorDraws(eqx.Module):
         X: Float[Array, "n d"],
         noise: Float[Array, " n"],
     ) -> Float[Array, "n num_draws"]:
-        """Noisy values of the draws at X, xi_j = f_j(X) + sqrt(noise) w_j ~ N(0, H)."""
-        return self(kernel, X) + self.errors(noise.astype(X.dtype))
+        """Noisy values of the draws at X, xi_j = f_j(X) + sqrt(noise) w_j ~ N(0, H).
+
+        The draws' waves begin at the first row.
+        """
+        return self(kernel, X, X[0]) + self.errors(noise.astype(X.dtype))
 
     def errors(self, noise: Float[Array, " n"]) -> Float[Array, "n num_draws"]:
         """The observations' errors, sqrt(noise) w_j, shape (n, num_draws)."""

@@ -1,6 +1,7 @@
 """The log marginal likelihood with random Fourier features in place of the kernel."""
 
 import equinox as eqx
+import jax
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
@@ -22,10 +23,11 @@ class KernelFeatures(eqx.Module):
     kernel: AbstractKernel
     key: Key[Array, ""]
     num_features: int = eqx.field(static=True)
+    origin: Float[Array, " d"]
 
     def __call__(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
         """The features, shape (n, p)."""
-        return self.kernel.random_features(self.key, X, self.num_features)
+        return self.kernel.random_features(self.key, X, self.num_features, origin=self.origin)
 
 
 class RandomFourier(AbstractEstimator):
@@ -122,7 +124,8 @@ class RandomFourier(AbstractEstimator):
     def _statistics(
         self, operator: KernelOperator, residual: Float[Array, "n m"], key: Key[Array, ""] | None
     ) -> tuple[KernelFeatures, Statistics]:
-        features = KernelFeatures(operator.kernel, key_of(self, key), self.num_features)
+        origin = jax.lax.stop_gradient(operator.X[0])
+        features = KernelFeatures(operator.kernel, key_of(self, key), self.num_features, origin)
         dtype = operator.dtype
         found = statistics(
             lambda rows: features(rows).astype(dtype),

@@ -193,7 +193,9 @@ def _nested(
         return jnp.concatenate(cos_sin_of_turns(matmul(rows, turns)), axis=1)
 
     noise = operator.noise()
-    found = statistics(features, width, X.astype(operator.dtype), noise, rows.T)
+    # Translated, they have the same inner products, and keep their digits far from zero.
+    near = (X - jax.lax.stop_gradient(X[:1])).astype(operator.dtype)
+    found = statistics(features, width, near, noise, rows.T)
     return _Nested(found, kernel.diag(X[:1])[0].astype(operator.dtype), noise)
 
 

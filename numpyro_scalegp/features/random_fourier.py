@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.core.trigonometry import cos_of_turns
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
 from numpyro_scalegp.features.base import AbstractFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.base import Scaled
@@ -29,6 +29,9 @@ class RandomFourier(AbstractFeatures):
         num_features: the number m of features, even.
         seed: an integer, or a typed JAX key.
         table: what `stored` keeps.
+        origin: a row at which every wave begins, shape (d,), zero by default. Where data lie
+            thousands of lengthscales away from zero, give one near them: a frequency's rounding,
+            or a small step of the lengthscale, would make other functions.
 
     Raises:
         ValueError: if `num_features` is not even and positive; when called, if the kernel is not
@@ -50,6 +53,9 @@ class RandomFourier(AbstractFeatures):
     num_features: int = eqx.field(static=True)
     seed: Key[Array, ""] = eqx.field(converter=lambda seed: _as_key(seed))
     table: Float[Array, "pairs d"] | None = None
+    origin: Float[Array, " d"] | None = eqx.field(
+        converter=lambda origin: None if origin is None else checks.as_float(origin), default=None
+    )
 
     def __check_init__(self) -> None:
         if self.num_features < 2 or self.num_features % 2:
@@ -79,7 +85,7 @@ class RandomFourier(AbstractFeatures):
         """
         pairs = jnp.arange(self.num_features // 2)
         table = self._drawn(pairs, num_columns) * _lengthscale(self.kernel)
-        return RandomFourier(self.kernel, self.num_features, self.seed, table)
+        return RandomFourier(self.kernel, self.num_features, self.seed, table, self.origin)
 
     def with_kernel(self, kernel: AbstractKernel) -> "RandomFourier":
         """The same features for other hyperparameters.
@@ -98,7 +104,7 @@ class RandomFourier(AbstractFeatures):
                 f"the frequencies kept are those of `{type(_inner(self.kernel)).__name__}`, not of "
                 f"`{type(_inner(kernel)).__name__}`: make features for that kernel."
             )
-        return RandomFourier(kernel, self.num_features, self.seed, self.table)
+        return RandomFourier(kernel, self.num_features, self.seed, self.table, self.origin)
 
     def _drawn(self, pairs: Int[Array, " p"], d: int) -> Float[Array, "p d"]:
         def one(pair: Array) -> Array:
@@ -107,15 +113,18 @@ class RandomFourier(AbstractFeatures):
         return jax.vmap(one)(pairs)
 
     def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
-        pairs = index // 2
+        pairs, amplitude = index // 2, self.kernel.diag(X[:1])
+        if self.origin is not None:
+            checks.shape("origin", self.origin, X.shape[1:], why="one row of inputs")
+            X = X - self.origin
         if self.table is None:
             frequencies = self._drawn(pairs, X.shape[1])
         else:
             frequencies = self.table[pairs] / _lengthscale(self.kernel)
-        turns = matmul(X, (frequencies / (2.0 * math.pi)).T.astype(X.dtype))
+        turns = turns_of(X, (frequencies / (2.0 * math.pi)).astype(X.dtype))
         # A sine is a cosine a quarter of a turn later.
         waves = cos_of_turns(turns - 0.25 * (index % 2).astype(X.dtype))
-        return jnp.sqrt(self.kernel.diag(X[:1]) * (2.0 / self.num_features)) * waves
+        return jnp.sqrt(amplitude * (2.0 / self.num_features)) * waves
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The kernel itself, which the features have on average, shape (n, m)."""

@@ -2,16 +2,19 @@
 
 import abc
 import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
+from numpyro_scalegp.core.trigonometry import cos_sin_of_turns, turns_of
 
 
 class AbstractKernel(eqx.Module):
@@ -91,7 +94,12 @@ class AbstractKernel(eqx.Module):
         return True
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """Map inputs to random features that have the kernel as their expected inner product.
 
@@ -105,6 +113,10 @@ class AbstractKernel(eqx.Module):
             key: a typed JAX key; the features of other rows belong together if drawn with the same.
             X: inputs, shape (n, d).
             num_features: number of features wanted, an even number of at least 2.
+            origin: a row at which every wave begins, shape (d,), zero by default. It does not
+                change the expectation. Far from it a rounding of a frequency is another function:
+                give a row of the data where features belong together that different programs
+                compute, or that follow the hyperparameters, such as `X[0]`.
 
         Returns:
             Features, shape (n, p); p is `num_features` unless the kernel has a part with exact
@@ -118,15 +130,17 @@ class AbstractKernel(eqx.Module):
             Schneider (2015), On the Error of Random Fourier Features: pairs beat random phases.
         """
         X = checks.inputs("X", X)
+        amplitude = jnp.sqrt(self._diag(X[:1]))
+        if origin is not None:
+            X = X - origin
         num_pairs = max(1, num_features // 2)
         frequencies = self.sample_frequencies(key, num_pairs, X.shape[1]) / (2.0 * math.pi)
-        cosines, sines = cos_sin_of_turns(matmul(X, frequencies.T.astype(X.dtype)))
-        amplitude = jnp.sqrt(self._diag(X[:1]) / num_pairs)
-        return amplitude * jnp.concatenate([cosines, sines], axis=1)
+        cosines, sines = cos_sin_of_turns(turns_of(X, frequencies.astype(X.dtype)))
+        return amplitude / math.sqrt(num_pairs) * jnp.concatenate([cosines, sines], axis=1)
 
     def on(self, dims: Sequence[int]) -> "ActiveDims":
-        """The same kernel on the input columns `dims` only."""
-        return ActiveDims(self, tuple(dims))
+        """The same kernel on the input columns `dims` only, each named once."""
+        return ActiveDims(self, dims)
 
     def __add__(self, other: "AbstractKernel") -> "Sum":
         return Sum(self, other) if isinstance(other, AbstractKernel) else NotImplemented
@@ -176,13 +190,18 @@ class Sum(AbstractKernel):
         return False  # each is one kernel's or the other's
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """Both kernels' features, half of the number each, side by side."""
         left_key, right_key = jax.random.split(key)
         share = max(2, num_features // 2)
-        left = self.left.random_features(left_key, X, share)
-        right = self.right.random_features(right_key, X, share)
+        left = self.left.random_features(left_key, X, share, origin=origin)
+        right = self.right.random_features(right_key, X, share, origin=origin)
         return jnp.concatenate([left, right], axis=1)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
@@ -226,7 +245,12 @@ class Product(AbstractKernel):
         return self.left._has_smooth_frequencies and self.right._has_smooth_frequencies
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """Fourier features of a stationary product; else products of both kernels' features.
 
@@ -234,10 +258,10 @@ class Product(AbstractKernel):
         expected inner product k_1 k_2.
         """
         if self.is_stationary:
-            return super().random_features(key, X, num_features)
+            return super().random_features(key, X, num_features, origin=origin)
         keys = jax.random.split(key, 4)
-        left = self.left.random_features(keys[0], X, num_features)
-        right = self.right.random_features(keys[1], X, num_features)
+        left = self.left.random_features(keys[0], X, num_features, origin=origin)
+        right = self.right.random_features(keys[1], X, num_features, origin=origin)
         G = jax.random.normal(keys[2], (left.shape[1], num_features), left.dtype)
         H = jax.random.normal(keys[3], (right.shape[1], num_features), right.dtype)
         return matmul(left, G) * matmul(right, H) / math.sqrt(num_features)
@@ -284,10 +308,17 @@ class Scaled(AbstractKernel):
         return self.kernel._has_smooth_frequencies
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """The kernel's features times the root of the scale."""
-        return jnp.sqrt(self.scale) * self.kernel.random_features(key, X, num_features)
+        return jnp.sqrt(self.scale) * self.kernel.random_features(
+            key, X, num_features, origin=origin
+        )
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw the kernel's own frequencies: a scale does not change the normalised density."""
@@ -298,17 +329,21 @@ class ActiveDims(AbstractKernel):
     """A kernel that sees the input columns `dims` only, k(x, z) = k_1(x[dims], z[dims]).
 
     Raises:
-        ValueError: if `dims` is empty or negative, or, on evaluation, beyond the inputs' width.
+        TypeError: if `dims` is not a sequence of integers.
+        ValueError: if `dims` is empty, negative or names a column twice, or, on evaluation, lies
+            beyond the inputs' width.
     """
 
     kernel: AbstractKernel
-    dims: tuple[int, ...] = eqx.field(static=True)
+    dims: tuple[int, ...] = eqx.field(static=True, converter=lambda dims: _as_dims(dims))
 
     def __check_init__(self) -> None:
         if not self.dims or min(self.dims) < 0:
             raise ValueError(
                 f"`dims` must name at least one column, counted from 0, got {self.dims}."
             )
+        if len(set(self.dims)) < len(self.dims):
+            raise ValueError(f"`dims` must name each column once, got {self.dims}.")
 
     def _columns(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
         if max(self.dims) >= X.shape[1]:
@@ -339,11 +374,18 @@ class ActiveDims(AbstractKernel):
         return self.kernel._has_smooth_frequencies
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """The kernel's features of the active columns."""
         active = self._columns(checks.inputs("X", X))
-        return self.kernel.random_features(key, active, num_features)
+        if origin is not None:
+            origin = self._columns(jnp.asarray(origin)[None])[0]
+        return self.kernel.random_features(key, active, num_features, origin=origin)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw frequencies for the active columns; those of the others are zero."""
@@ -351,3 +393,16 @@ class ActiveDims(AbstractKernel):
             raise ValueError(f"`dims` must lie in 0..{d - 1} for d = {d}, got {self.dims}.")
         active = self.kernel.sample_frequencies(key, num, len(self.dims))
         return jnp.zeros((num, d), active.dtype).at[:, jnp.array(self.dims)].set(active)
+
+
+def _as_dims(dims: Any) -> tuple[int, ...]:
+    try:
+        entries = tuple(dims)
+        if any(np.asarray(entry).dtype == bool for entry in entries):
+            raise TypeError  # a mask, which as numbers would name columns 0 and 1
+        return tuple(operator.index(entry) for entry in entries)
+    except TypeError:
+        raise TypeError(
+            f"`dims` must be a sequence of integers such as (0, 3), got {dims!r}: the numbers of "
+            "the columns, not a mask (for which write `np.flatnonzero(mask)`)."
+        ) from None

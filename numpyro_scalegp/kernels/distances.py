@@ -2,40 +2,110 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core.linalg import matmul
 
 # Below this many columns explicit differences cost no more than a matrix product.
 MAX_COLUMNS_OF_DIFFERENCES = 3
+# Errors of a squared distance up to which it is left to a matrix product.
+_MAX_ERROR = 1e-2
+
+
+@jax.custom_jvp
+def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x, with a derivative that multiplies by it twice: 0 / x^2 is NaN where x^2 is zero."""
+    return 1.0 / jnp.maximum(x, jnp.finfo(x.dtype).tiny)
+
+
+@reciprocal.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    inverse = reciprocal(x)
+    return inverse, -inverse * (inverse * dx)
 
 
 def squared_distances(
-    X: Float[Array, "n d"], Z: Float[Array, "m d"], *, by_differences: bool = False
+    X: Float[Array, "n d"],
+    Z: Float[Array, "m d"],
+    lengthscale: Float[ArrayLike, "..."] = 1.0,
+    *,
+    by_differences: bool = False,
 ) -> Float[Array, "n m"]:
-    """Compute ||x_i - z_j||^2 for all pairs of rows.
+    """Compute sum_k ((x_ik - z_jk) / lengthscale_k)^2 for all pairs of rows.
 
-    Few columns are subtracted pair by pair. For more, both sets are centred and the distances
-    come from one matrix product, ||x||^2 + ||z||^2 - 2 x'z, with an error of about `eps` times the
-    squared spread of the data: small beside a smooth kernel's own scale, however far the data lie
-    from the origin.
+    Few columns are subtracted pair by pair, before anything is rounded. For more, both sets are
+    centred and the distances come from one matrix product, ||x||^2 + ||z||^2 - 2 x'z, with an error
+    of about `eps` times the squared spread of the data in lengthscales: small beside a smooth
+    kernel's own scale, however far the data lie from the origin. Where that error would be larger
+    than 1e-2, for rows hundreds of lengthscales wide in float32, differences are taken after all.
 
     Args:
         X: points, shape (n, d).
         Z: points, shape (m, d).
+        lengthscale: shape () or (d,).
         by_differences: subtract pair by pair whatever d is, for kernels that are not differentiable
             at zero distance and would magnify that error.
 
     Returns:
-        Squared distances, shape (n, m), never negative, zero for equal rows up to that error.
-        Cost: O(n m d), by a matrix product unless `by_differences`.
+        Squared distances, shape (n, m), never negative, zero for equal rows up to that error, and
+        finite: each column's part ends where the sum would overflow, and has no derivative there.
+        Cost: O(n m d), by a matrix product unless by differences.
     """
-    if by_differences or X.shape[1] <= MAX_COLUMNS_OF_DIFFERENCES:
-        differences = (X[:, None, i] - Z[None, :, i] for i in range(X.shape[1]))
-        return sum((jnp.square(column) for column in differences), jnp.zeros((), X.dtype))
-    centre = jax.lax.stop_gradient(jnp.mean(Z, axis=0))
-    X, Z = X - centre[None, :], Z - centre[None, :]
+    d = X.shape[1]
+    inverse = jnp.broadcast_to(reciprocal(jnp.asarray(lengthscale)), (d,))
+    centre = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
+    if by_differences or d <= MAX_COLUMNS_OF_DIFFERENCES:
+        return _few_columns(X, Z, centre, inverse)
+    near = _scaled(X - centre, inverse), _scaled(Z - centre, inverse)
+    squares = [jnp.max(jnp.sum(jnp.square(one), axis=1), initial=0.0) for one in near]
+    error = jnp.finfo(near[0].dtype).eps * jax.lax.stop_gradient(squares[0] + squares[1])
+    # What the way back needs is computed again: else both branches would keep (n, m, d) arrays.
+    branches = [jax.checkpoint(branch) for branch in (_by_product, _many_columns)]
+    return jax.lax.cond(error <= _MAX_ERROR, *branches, X, Z, centre, inverse)
+
+
+@jax.custom_jvp
+def _few_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
+    total = jnp.zeros((), jnp.result_type(X, inverse))
+    for k in range(X.shape[1]):
+        total += jnp.square((X[:, None, k] - Z[None, :, k]) * inverse[k])
+    return jnp.minimum(total, _largest(total.dtype))
+
+
+@_few_columns.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    (X, Z, centre, inverse), (dX, dZ, _, dinverse) = primals, tangents
+    squared = _few_columns(X, Z, centre, inverse)
+    inside = ~(squared >= _largest(squared.dtype))  # NaN stays NaN
+    # Derivatives in the scales by way of single rows cost no further pass over the pairs.
+    moved = [rows * inverse + (points - centre) * dinverse for rows, points in ((dX, X), (dZ, Z))]
+    total = jnp.zeros_like(squared)
+    for k in range(X.shape[1]):
+        column = jnp.where(inside, (X[:, None, k] - Z[None, :, k]) * inverse[k], 0.0)
+        total += 2.0 * column * (moved[0][:, None, k] - moved[1][None, :, k])
+    return squared, total
+
+
+def _by_product(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
+    X, Z = _scaled(X - centre, inverse), _scaled(Z - centre, inverse)
     squares = jnp.sum(X * X, axis=1)[:, None] + jnp.sum(Z * Z, axis=1)[None, :]
     distances = squares - 2.0 * matmul(X, Z.T)
     # Lift what rounding made negative, and leave the derivative as it is.
     return distances + jax.lax.stop_gradient(jnp.maximum(-distances, 0.0))
+
+
+def _many_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
+    return jnp.sum(jnp.square(_scaled(X[:, None, :] - Z[None, :, :], inverse)), axis=-1)
+
+
+def _scaled(differences: Float[Array, "... d"], inverse: Float[Array, " d"]) -> Array:
+    """Differences in lengthscales, within bounds that keep the sum of their squares finite."""
+    scaled = differences * inverse
+    bound = (_largest(scaled.dtype) / max(inverse.size, 1)) ** 0.5
+    return jnp.clip(scaled, -bound, bound)
+
+
+def _largest(dtype: jnp.dtype) -> float:
+    """The largest squared distance, which profiles may still multiply."""
+    return float(jnp.finfo(dtype).max) / 64.0

@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.base import AbstractKernel
+from numpyro_scalegp.kernels.distances import squared_distances
 from numpyro_scalegp.kernels.stationary import check_lengthscale_and_variance
 
 
@@ -59,8 +60,8 @@ class MultiscaleRBF(AbstractKernel):
         X = checks.inputs("X", X)
         return jnp.concatenate([X, jnp.ones_like(X)], axis=1)
 
-    def _parts(self, X: Float[Array, "n two_d"]) -> tuple[Float[Array, "n d"], Float[Array, "n d"]]:
-        """Inputs in lengthscales, and the squares of their scales."""
+    def _check_width(self, X: Float[Array, "n two_d"]) -> int:
+        """The number d of inputs that have a scale each."""
         d, rest = divmod(X.shape[1], 2)
         if rest:
             raise ValueError(
@@ -68,20 +69,21 @@ class MultiscaleRBF(AbstractKernel):
                 "columns: add them by `MultiscaleRBF.with_unit_scales(X)`."
             )
         checks.shape("lengthscale", self.lengthscale, (), (d,), why="one value for each column")
-        lengthscale = jnp.broadcast_to(self.lengthscale, (1, d))
-        return X[:, :d] / lengthscale, jnp.square(X[:, d:])
+        return d
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        (X, squares), (Z, others) = self._parts(X), self._parts(Z)
-        log_sizes = [0.25 * jnp.sum(jnp.log(one), axis=1) for one in (squares, others)]
+        d = self._check_width(X)
+        scales, others = X[:, d:], Z[:, d:]
+        log_sizes = [0.5 * jnp.sum(jnp.log(jnp.abs(one)), axis=1) for one in (scales, others)]
         exponent = log_sizes[0][:, None] + log_sizes[1][None, :]
-        for i in range(X.shape[1]):
-            total = squares[:, None, i] + others[None, :, i]
-            squared = jnp.square(X[:, None, i] - Z[None, :, i])
+        for i in range(d):
+            total = jnp.square(scales[:, None, i]) + jnp.square(others[None, :, i])
+            lengthscale = self.lengthscale if self.lengthscale.ndim == 0 else self.lengthscale[i]
+            squared = squared_distances(X[:, i : i + 1], Z[:, i : i + 1], lengthscale)
             exponent = exponent - squared / total - 0.5 * jnp.log(0.5 * total)
         return self.variance * jnp.exp(exponent)
 
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        self._parts(X)
+        self._check_width(X)
         dtype = jnp.result_type(X, self.lengthscale, self.variance)
         return jnp.broadcast_to(self.variance.astype(dtype), X.shape[:1])

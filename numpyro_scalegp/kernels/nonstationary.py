@@ -44,7 +44,12 @@ class Linear(AbstractKernel):
             raise ValueError(f"`bias` must be finite and not negative, got {self.bias}.")
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """The d + 1 exact features, sqrt(variance) x and sqrt(bias)."""
         X = checks.inputs("X", X)
@@ -103,11 +108,18 @@ class FeatureMapped(AbstractKernel):
         return self.kernel.has_smooth_features
 
     def random_features(
-        self, key: Key[Array, ""], X: Float[ArrayLike, "n d"], num_features: int
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """The features of the mapped inputs."""
         mapped = self._mapped(checks.inputs("X", X))
-        return self.kernel.random_features(key, mapped, num_features)
+        if origin is not None:
+            origin = self._mapped(jnp.asarray(origin)[None])[0]
+        return self.kernel.random_features(key, mapped, num_features, origin=origin)
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         return self.kernel._gram(self._mapped(X), self._mapped(Z))

@@ -51,10 +51,13 @@ class AbstractPosterior(eqx.Module):
         Args:
             key: a typed JAX key.
             Xs: inputs, shape (m, d).
-            num_samples: number of draws.
+            num_samples: number of draws, at least 1.
 
         Returns:
             Draws of f without observation noise, shape (num_samples, m). Cost O(m^3).
+
+        Raises:
+            ValueError: if `num_samples` is below 1, or `Xs` is not a finite matrix of d columns.
         """
 
     def predictive(

@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import chunks, linalg
+from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
@@ -96,6 +96,7 @@ class ExactPosterior(AbstractConditioned):
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
+        num_samples = checks.count("num_samples", num_samples)
         return self._sample(key, self._check(Xs), num_samples)
 
     @eqx.filter_jit

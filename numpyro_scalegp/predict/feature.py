@@ -81,6 +81,7 @@ class FeaturePosterior(AbstractConditioned):
 
         The same key gives the same functions at other inputs too.
         """
+        num_samples = checks.count("num_samples", num_samples)
         return self._sample(key, self._check(Xs), num_samples, self._rows(None))
 
     @eqx.filter_jit

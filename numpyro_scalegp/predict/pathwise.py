@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import chunks
+from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators import AbstractIterative
@@ -97,7 +97,7 @@ class PathwisePosterior(AbstractConditioned):
         U = self.solution.value[:, 1:]
 
         def chunk(rows: Array) -> Array:
-            return self.draws(self.kernel, rows) - matmul(self.kernel(rows, self.X), U)
+            return self.draws(self.kernel, rows, self.X[0]) - matmul(self.kernel(rows, self.X), U)
 
         return chunks.map_rows(chunk, Xs, chunk_size)
 
@@ -130,7 +130,7 @@ class PathwisePosterior(AbstractConditioned):
         Returns:
             Draws of f without observation noise, shape (num_samples, m), in O(n m (d + s)).
         """
-        source = self
+        source, num_samples = self, checks.count("num_samples", num_samples)
         if num_samples > self.num_samples:
             source = self.resampled(key, num_samples)
         return source._sample(key, self._check(Xs), num_samples, self._rows(chunk_size))
@@ -141,7 +141,6 @@ class PathwisePosterior(AbstractConditioned):
         deviations = self._deviations(Xs, chunk_size)[:, chosen]
         return self._mean(Xs, chunk_size)[None, :] + deviations.T
 
-    @eqx.filter_jit
     def resampled(self, key: Key[Array, ""], num_samples: int) -> "PathwisePosterior":
         """The same posterior with other stored samples, from one batched solve.
 
@@ -153,6 +152,10 @@ class PathwisePosterior(AbstractConditioned):
         Returns:
             A `PathwisePosterior` with the same mean.
         """
+        return self._resampled(key, checks.count("num_samples", num_samples))
+
+    @eqx.filter_jit
+    def _resampled(self, key: Array, num_samples: int) -> "PathwisePosterior":
         operator = KernelOperator(self.kernel, self.X, self.noise_variance)
         solver_key, draw_key = jax.random.split(key)
         draws = PriorDraws.from_key(draw_key, num_samples, self.draws.num_features)

@@ -108,6 +108,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples *batch m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
+        num_samples = checks.count("num_samples", num_samples)
         return self._sample(key, self._check(Xs), num_samples)
 
     @abc.abstractmethod

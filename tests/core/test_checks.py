@@ -54,6 +54,38 @@ def test_inputs():
         checks.inputs("Z", np.zeros((4, 3)), width=2)
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.int64, np.int32])
+def test_rows_that_merge_in_float32(kind):
+    seconds = (1_700_000_000 + 10 * np.arange(12)).astype(kind)[:, None]
+    message = r"`X` has 12 distinct rows, of which 2 are left in float32.*Subtract an origin"
+    for value in (seconds, np.concatenate([seconds, seconds]), seconds.tolist()):
+        with pytest.warns(RuntimeWarning, match=message):
+            checks.inputs("X", value)
+    # Rows that another column tells apart, equal ones, and what loses digits but no rows, are fine:
+    # warnings are errors here.
+    checks.inputs("X", np.concatenate([seconds, np.arange(12)[:, None]], axis=1))
+    checks.inputs("X", np.repeat(seconds[:1], 12, axis=0))
+    checks.inputs("X", seconds - seconds[0])
+    checks.inputs("X", seconds[0] + 1000 * np.arange(12, dtype=kind)[:, None])
+    checks.inputs("X", np.array([[0.0], [-0.0]]))
+    # So are the few pairs that agree by chance.
+    checks.inputs("X", np.random.default_rng(0).normal(size=(100_000, 1)))
+
+
+def test_rows_do_not_merge_in_float64(x64):
+    checks.inputs("X", 1.7e9 + 10.0 * np.arange(12)[:, None])
+
+
+def test_count():
+    assert checks.count("num_samples", np.int64(3)) == 3
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"`num_samples` must be at least 1, got {bad}"):
+            checks.count("num_samples", bad)
+    for bad in (1.0, True, "3", None):
+        with pytest.raises(TypeError, match=f"`num_samples` must be an integer, got {bad!r}"):
+            checks.count("num_samples", bad)
+
+
 def test_shape():
     checks.shape("loc", jnp.zeros(3), (), (3,))
     with pytest.raises(ValueError, match=r"`loc` .* \(\) or \(3,\), got \(2,\): one a row\.$"):

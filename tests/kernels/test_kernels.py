@@ -439,6 +439,16 @@ def test_active_dims_empty_or_negative(dims, unchecked):
         RBF(1.0).on(dims)
 
 
+def test_active_dims_that_are_no_numbers_of_columns(unchecked):
+    for dims in ((True, False), np.array([True, False]), (0.0, 1.0), "01", 0, None):
+        with pytest.raises(TypeError, match=r"`dims` must be a sequence of integers such as"):
+            RBF(1.0).on(dims)
+    # A repeated column would count twice, with frequencies that know of it once.
+    with pytest.raises(ValueError, match=r"`dims` must name each column once, got \(0, 0\)"):
+        RBF(1.0).on((0, 0))
+    assert RBF(1.0).on(np.array([2, 0])).dims == (2, 0)
+
+
 def test_active_dims_out_of_range(unchecked):
     kernel, X = RBF(1.0).on((0, 3)), rows(4, 3)
     message = r"`dims` must lie in 0\.\.2 .*, got \(0, 3\)"

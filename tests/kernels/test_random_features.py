@@ -1,6 +1,7 @@
 """Random features: their expected inner product, and what the key and the rows decide."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,41 @@ def test_functions_follow_the_hyperparameters(name, x64):
     change = np.max(np.abs(near - still))
     assert 0 < change < 1e-5
     assert np.max(np.abs(far - still)) > 0.1
+
+
+# Inputs far from the origin
+
+
+@pytest.mark.parametrize("d", [1, 5])
+@pytest.mark.parametrize("offset", [1e5, 1e7])
+def test_float32_far_from_the_origin(offset, d):
+    """Features of rows as they are in float32, against the same in float64."""
+    X = (offset + 4.0 * np.asarray(rows(6))[:, :1] * np.ones(d)).astype(np.float32)
+    kernel, key = Matern32(1.0), jax.random.key(0)
+    # The same operations as in the package: another rounding of a frequency is another function.
+    frequencies = np.asarray(kernel.sample_frequencies(key, 500, d) / (2.0 * math.pi))
+    turns = X.astype(np.float64) @ frequencies.T.astype(np.float64)
+    angles = 2 * np.pi * (turns - np.round(turns))
+    exact = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) / np.sqrt(500)
+    Phi = np.asarray(kernel.random_features(key, X, 1000))
+    spread = np.max(np.abs((X - X[:1]) @ frequencies.T))
+    tolerance = 2 * np.pi * np.finfo(np.float32).eps * (d + spread) + 2e-6
+    assert tolerance < 1e-3
+    np.testing.assert_allclose(Phi * np.sqrt(500), exact * np.sqrt(500), atol=tolerance)
+    # The same functions wherever a batch begins.
+    apart = np.concatenate([kernel.random_features(key, x[None], 1000) for x in X])
+    np.testing.assert_allclose(apart * np.sqrt(500), exact * np.sqrt(500), atol=tolerance)
+
+
+def test_derivatives_do_not_depend_on_the_first_row(x64):
+    X, key = 10.0 + rows(3), jax.random.key(0)
+
+    def total(lengthscale, X):
+        return jnp.sum(jnp.sin(3.0 * RBF(lengthscale).random_features(key, X, 8)[-1]))
+
+    one, other = (jax.grad(total, argnums=(0, 1))(1.2, Z) for Z in (X, X[1:]))
+    assert one[0] == pytest.approx(float(other[0]), rel=1e-9)
+    np.testing.assert_allclose(one[1][1:], other[1], rtol=1e-9, atol=1e-12)
 
 
 # Exact features

@@ -14,9 +14,10 @@ from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
 from numpyro_scalegp.preconditioners import PivotedCholesky
 from numpyro_scalegp.solvers import AlternatingProjections, ConjugateGradients, Solution
 from tests.distributions.test_gaussian_process import assert_within_standard_errors
+from tests.distributions.test_latent import sparse
 
 N, M, MANY, FEW = 60, 5, 10_000, 8
-KEY = jax.random.key(0)
+KEY, DRAWS = jax.random.key(0), jax.random.key(1)
 NOISE = 0.1
 PER_ROW = np.linspace(0.05, 0.4, N)
 CG = ConjugateGradients(1e-9, 60, PivotedCholesky(20))
@@ -58,7 +59,7 @@ def posterior(num_samples: int = MANY, per_row: bool = False) -> sgp.predict.Pat
     estimator = pathwise(num_features=200 if num_samples == MANY else 2000)
     gp = process(estimator, PER_ROW if per_row else NOISE)
     y = data()[1]
-    return jax.jit(lambda y: gp.condition(y, key=KEY, num_samples=num_samples))(y)
+    return jax.jit(lambda y: gp.condition(y, key=DRAWS, num_samples=num_samples))(y)
 
 
 per_row = pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
@@ -395,6 +396,15 @@ def test_bad_inputs(unchecked):
             evaluate(Xs[:, :1])
         with pytest.raises(ValueError, match=r"`Xs` must be finite"):
             evaluate(Xs.at[0, 0].set(jnp.nan))
+    everything = one, exact(), sgp.predict.feature_posterior(jnp.sin, Xs, Xs[:, 0], 0.1)
+    for posterior in (*everything, sparse().posterior()):
+        for bad in (0, -1):
+            with pytest.raises(ValueError, match=f"`num_samples` must be at least 1, got {bad}"):
+                posterior.sample(KEY, Xs, bad)
+        with pytest.raises(TypeError, match=r"`num_samples` must be an integer, got 2\.0"):
+            posterior.sample(KEY, Xs, 2.0)
+    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got -3"):
+        one.resampled(KEY, -3)
     for chunk_size in (0, -2):
         with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {chunk_size}"):
             one.mean(Xs, chunk_size=chunk_size)
