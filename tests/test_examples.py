@@ -142,6 +142,14 @@ def test_streaming(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert load("checkpoint").main(60, 5, rows=50, output=tmp_path)
+    steps = int(np.load(tmp_path / "checkpoint.npz")["array_0"].size)
+    assert steps
+
+
+@pytest.mark.slow
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
