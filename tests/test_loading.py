@@ -148,7 +148,9 @@ def test_fields_that_are_missing_unknown_or_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             sgp.load(path)
     write(path, code, **{**arrays, "array_0": np.array(-2.0, np.float32)})
-    with pytest.raises(ValueError, match="a `RBF`: `lengthscale` must be positive and finite"):
+    with pytest.raises(
+        ValueError, match="`fitted`, a `RBF`: `lengthscale` must be positive and finite"
+    ):
         sgp.load(path)
     write(path, code, **{**arrays, "array_0": np.ones((2, 2, 2), np.float32)})
     with pytest.raises(ValueError, match=r"`fitted.lengthscale` has shape \(2, 2, 2\) in the file"):

@@ -217,7 +217,7 @@ class _Given(Messenger):
         self.params = params
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "param" and msg["name"] not in self.params:
+        if msg["type"] == "param" and msg["value"] is None and msg["name"] not in self.params:
             raise ValueError(
                 f"`params` lacks `{msg['name']}`: give all parameters of guide and model, such as "
                 "`svi.get_params(state)`, to the guide that they were fitted with."

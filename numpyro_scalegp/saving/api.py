@@ -48,7 +48,7 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
     try:
         structure = encoder.encode(fitted, "")
     except RecursionError as error:
-        raise ValueError("cannot save an object that holds itself.") from error
+        raise ValueError("cannot save what holds itself or is nested too deeply.") from error
     file.write(path, structure, encoder.arrays)
 
 

@@ -21,7 +21,7 @@ from numpyro_scalegp.saving.encoding import (
     PLAIN,
     SEQUENCES,
     at,
-    check_at,
+    check,
     fields_of,
     flatten,
     is_node,
@@ -90,14 +90,11 @@ class Decoder:
             return array[()]
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             self.narrowed.add(dtype.name)
-            if dtype.kind in "iu" and not np.array_equal(array.astype(f"{dtype.kind}4"), array):
-                raise ValueError(
-                    f"the {dtype} array at {at(path)} does not fit into 32 bits: enable 64-bit "
-                    "types."
-                )
-        # A number from Python, which never widens the type of a result.
-        weak = code.get("weak", False) and array.ndim == 0 and dtype in _weak_dtypes()
-        return jnp.asarray(array.item()) if weak else jnp.array(array)
+            array = _narrowed(array, path)
+        if code.get("weak") and dtype in _weak_dtypes():
+            # From a number of Python, and so never widening the type of a result.
+            return jnp.full(array.shape, dtype.type(0).item()).at[...].set(array)
+        return jnp.array(array)
 
     def _decode_key(self, code: Any, like: Template, path: str) -> Any:
         if code["implementation"] not in KEY_IMPLEMENTATIONS:
@@ -156,6 +153,15 @@ class Decoder:
             if field is None or type(field) is not dict or field["kind"] != "default"
         }
 
+    def _check(self, code: Any, value: Any, path: str) -> None:
+        """Run the checks of a class, if the object had passed them when it was saved."""
+        if code.get("unchecked"):
+            return
+        try:
+            check(value)
+        except Exception as error:
+            raise ValueError(f"{at(path)}, a `{type(value).__qualname__}`: {error}") from error
+
     def _decode_namedtuple(self, code: Any, like: Template, path: str) -> Any:
         of: Any = self._class(code, like, path, tuple)
         fields = self._fields(code, like, path, of._fields)
@@ -169,11 +175,13 @@ class Decoder:
             default = inspect.signature(of).parameters[name].default
             if not callable(default):
                 raise ValueError(f"the field {at(path)}.{name} has no function as its default.")
-            fields[name] = getattr(like[0], name) if like else default
-        module = object.__new__(of)
+            if like and getattr(like[0], name) is not default:
+                raise ValueError(f"`like` has no default at {at(path)}.{name}, and the file one.")
+            fields[name] = default
+        module: Any = object.__new__(of)
         for name in wanted:
             object.__setattr__(module, name, fields[name])
-        check_at(module, path, "load")
+        self._check(code, module, path)
         return module
 
     def _decode_distribution(self, code: Any, like: Template, path: str) -> Any:
@@ -182,7 +190,7 @@ class Decoder:
         fields = self._fields(code, tuple(map(_Fields, like)), path, {*data, *others})
         static = tuple(fields[name] for name in others)
         value = of.tree_unflatten(static, tuple(fields[name] for name in data))
-        check_at(value, path, "load")
+        self._check(code, value, path)
         return value
 
     def _decode_node(self, code: Any, like: Template, path: str) -> Any:
@@ -221,21 +229,30 @@ class Decoder:
     def _decode_function(self, code: Any, like: Template, path: str) -> Any:
         if not like:
             return self.trusted.find_function(code["name"])
-        name = names.name_of(like[0])
-        same = name is None or name.partition(":")[2] == code["name"].partition(":")[2]
-        if not callable(like[0]) or not same:
-            raise ValueError(
-                f"`like` has {name or like[0]!r} at {at(path)}, and the file {code['name']}."
-            )
+        plain = isinstance(like[0], types.FunctionType)
+        name = names.name_of(like[0]) or (names.full_name(like[0]) if plain else repr(like[0]))
+        # A script and a module that is imported have different names for the same function.
+        if name.partition(":")[2] != code["name"].partition(":")[2]:
+            raise ValueError(f"`like` has {name} at {at(path)}, and the file {code['name']}.")
         return like[0]
 
     def _decode_code(self, code: Any, like: Template, path: str) -> Any:
-        return like[0] if like else _needs_template(path)
+        if not like:
+            _needs_template(path)
+        if type(like[0]).__qualname__ != code["of"]:
+            raise ValueError(
+                f"`like` has {like[0]!r} at {at(path)}, and the file a `{code['of']}`."
+            )
+        return like[0]
 
     def _decode_method(self, code: Any, like: Template, path: str) -> Any:
         if not like:
             _needs_template(path)
         _same(types.MethodType, like, path)
+        if like[0].__name__ != code["name"]:
+            raise ValueError(
+                f"`like` has {like[0]!r} at {at(path)}, and the file `{code['name']}`."
+            )
         owner = self.decode(code["self"], (like[0].__self__,), f"{path}.__self__")
         return types.MethodType(like[0].__func__, owner)
 
@@ -336,6 +353,20 @@ def _fits(shape: tuple[int, ...], dtype: Any, like: Template, path: str) -> None
                 f"`like` has an array of shape {one.shape} and dtype {one.dtype} at {at(path)}, "
                 f"and the file one of shape {shape} and dtype {dtype}."
             )
+
+
+def _narrowed(array: np.ndarray, path: str) -> np.ndarray:
+    """The array in the 32-bit type in which JAX keeps it."""
+    with np.errstate(over="ignore"):
+        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    exact = array.dtype.kind in "iu"
+    fits = narrow == array if exact else np.isfinite(narrow) == np.isfinite(array)
+    if not np.all(fits):
+        raise ValueError(
+            f"the {array.dtype} array at {at(path)} does not fit into {narrow.dtype}: enable "
+            "64-bit types."
+        )
+    return narrow
 
 
 def _weak_dtypes() -> list[Any]:

@@ -104,7 +104,10 @@ class Encoder:
         if isinstance(value, jax.core.Tracer):
             raise self._refused(value, path, "it is being traced. Save outside of `jax.jit`.")
         form = "jax" if isinstance(value, jax.Array) else "numpy"
-        if form == "jax" and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        plain = type(value) in (np.ndarray, np.memmap) or type(value).__module__.startswith("jax")
+        if isinstance(value, np.ndarray) and not plain:
+            raise self._refused(value, path, "of NumPy's arrays only plain ones can be restored.")
+        if form == "jax" and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             implementation = str(jax.random.key_impl(value))
             if implementation not in KEY_IMPLEMENTATIONS:
                 why = f"only keys of {', '.join(KEY_IMPLEMENTATIONS)} can be restored."
@@ -123,7 +126,8 @@ class Encoder:
         self.arrays[name] = array.view(f"u{dtype.itemsize}") if own else array
         if isinstance(value, np.generic):
             form = "scalar"
-        code = {"kind": "array", "name": name, "form": form, "shape": list(array.shape)}
+        code: dict[str, Any] = {"kind": "array", "name": name, "form": form}
+        code["shape"] = list(array.shape)
         code["dtype"] = dtype.name if own else dtype.str
         if form == "jax" and value.weak_type:
             code["weak"] = True
@@ -144,9 +148,10 @@ class Encoder:
         raise self._refused(value, path, "of dicts, lists and tuples only the plain ones can be.")
 
     def _fields(self, kind: str, value: Any, present: Mapping[str, Any], path: str) -> Any:
-        check_at(value, path, "save")
         codes = {name: self.encode(field, f"{path}.{name}") for name, field in present.items()}
-        return {"kind": kind, "class": names.full_name(type(value)), "fields": codes}
+        code = {"kind": kind, "class": names.full_name(type(value)), "fields": codes}
+        # Not what its class would make, but still a pytree: an optimizer's moments, or a stack.
+        return code if passes_checks(value) else {**code, "unchecked": True}
 
     def _module(self, value: eqx.Module, path: str) -> Any:
         present = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -173,19 +178,24 @@ class Encoder:
         if name is not None:
             return {"kind": "class" if isinstance(value, type) else "function", "name": name}
         if isinstance(value, type | types.ModuleType):
-            return {"kind": "code"}
+            return {"kind": "code", "of": type(value).__qualname__}
         if isinstance(value, types.MethodType):
             owner = self.encode(value.__self__, f"{path}.__self__")
             return {"kind": "method", "name": value.__name__, "self": owner}
         if isinstance(value, types.FunctionType):
             return self._closure(value, path)
         if dataclasses.is_dataclass(value) and not _holds_arrays(vars(value)):
-            return {"kind": "code"}  # such as a Flax module, whose arrays lie elsewhere
+            # Such as a Flax module, whose arrays lie elsewhere.
+            return {"kind": "code", "of": type(value).__qualname__}
         if jax.tree_util.all_leaves([value]):
             why = (
-                "give its arrays to `functools.partial` of a plain function or to an Equinox "
-                "module, or save the arrays alone."
+                "only numbers, strings, containers, arrays, functions and pytrees can be restored."
             )
+            if callable(value):
+                why = (
+                    "give its arrays to `functools.partial` of a plain function or to an Equinox "
+                    "module, or save the arrays alone."
+                )
             raise self._refused(value, path, why)
         leaves, _ = jax.tree_util.tree_flatten_with_path(value)
         codes = [[jax.tree_util.keystr(at), self.encode(leaf, path)] for at, leaf in leaves]
@@ -206,13 +216,13 @@ class Encoder:
         return {"kind": "closure", "name": value.__qualname__, "parts": parts}
 
 
-def check_at(value: Any, path: str, doing: str) -> None:
-    """Run a class's checks; their errors get the path."""
+def passes_checks(value: Any) -> bool:
+    """Whether a class accepts what an object of it holds."""
     try:
         check(value)
-    except Exception as error:
-        name = type(value).__qualname__
-        raise ValueError(f"cannot {doing} {at(path)}, a `{name}`: {error}") from error
+    except Exception:
+        return False
+    return True
 
 
 def dtype_form(value: Any) -> str | None:

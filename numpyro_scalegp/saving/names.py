@@ -94,7 +94,8 @@ class Trusted:
         if private or not names & {*packages, *self.packages}:
             raise ValueError(
                 f"the file names {name}, which is not trusted: if you know the file, pass "
-                f"trusted=({parts[0]!r},), or build the object and pass it as `like=`."
+                f"trusted=({parts[0]!r},) or the class or function itself, or build an object of "
+                "the same structure and pass it as `like=`."
             )
         return module
 
@@ -133,7 +134,10 @@ def _look_up(name: str, module: str, *, load: bool = True) -> Any:
         found = vars(found).get(part) if inside and found is not None else None
     canonical = isinstance(found, type | types.FunctionType) and full_name(found) == name
     if not canonical:
-        raise ValueError(f"there is no class or function {name}.")
+        raise ValueError(
+            f"there is no class or function {name}: build an object of the same structure and pass "
+            "it as `like=`."
+        )
     return found
 
 
