@@ -322,8 +322,9 @@ def test_more_that_is_refused(tmp_path):
         sgp.save(file, itself)
     with pytest.raises(ValueError, match=r"`fitted\['x'\]`.*it is being traced"):
         jax.jit(lambda x: sgp.save(file, {"x": x}))(1.0)
-    with pytest.raises(ValueError, match=r"reads the global array `WEIGHTS`.*functools.partial"):
-        sgp.save(file, lambda X: X @ WEIGHTS)
+    for reads in (lambda X: X @ WEIGHTS, lambda X: jax.vmap(lambda x: x @ WEIGHTS)(X)):
+        with pytest.raises(ValueError, match=r"reads the global array `WEIGHTS`.*functools.part"):
+            sgp.save(file, reads)
     gone = jnp.ones(2)
     gone.delete()
     with pytest.raises(ValueError, match=r"`fitted\.one`.*deleted"):

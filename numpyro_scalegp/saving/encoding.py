@@ -184,7 +184,7 @@ class Encoder:
             return {"kind": "method", "name": value.__name__, "self": owner}
         if isinstance(value, types.FunctionType):
             return self._closure(value, path)
-        if dataclasses.is_dataclass(value) and not _holds_arrays(vars(value)):
+        if dataclasses.is_dataclass(value) and not _holds_arrays([value]):
             # Such as a Flax module, whose arrays lie elsewhere.
             return {"kind": "code", "of": type(value).__qualname__}
         if jax.tree_util.all_leaves([value]):
@@ -203,7 +203,7 @@ class Encoder:
 
     def _closure(self, value: types.FunctionType, path: str) -> Any:
         """What a function without a name holds besides its code."""
-        for name, found in inspect.getclosurevars(value).globals.items():
+        for name, found in _globals_of(value).items():
             if _holds_arrays(found):
                 why = (
                     f"it reads the global array `{name}`. Make that an argument, with "
@@ -230,7 +230,7 @@ def dtype_form(value: Any) -> str | None:
     if isinstance(value, np.dtype):
         return None if value.hasobject or value.names else "dtype"
     if isinstance(value, type) and issubclass(value, np.generic):
-        return None if value in (np.object_, np.void) or value.__subclasses__() else "numpy"
+        return "numpy" if value in np.sctypeDict.values() and value is not np.object_ else None
     is_jax = isinstance(value, type(jax.numpy.float32)) and type(value) is not type
     return "jax" if is_jax else None
 
@@ -238,9 +238,19 @@ def dtype_form(value: Any) -> str | None:
 def _holds_arrays(value: Any) -> bool:
     return any(
         isinstance(leaf, jax.Array | np.ndarray)
-        or (dataclasses.is_dataclass(leaf) and _holds_arrays(vars(leaf)))
+        or (dataclasses.is_dataclass(leaf) and _holds_arrays(getattr(leaf, "__dict__", None)))
         for leaf in jax.tree.leaves(value)
     )
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """The global variables that a function and those within it may read."""
+    codes, names_read = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names_read.update(code.co_names)
+        codes.extend(one for one in code.co_consts if isinstance(one, types.CodeType))
+    return {name: function.__globals__[name] for name in names_read & set(function.__globals__)}
 
 
 def _is_jax_dtype(dtype: np.dtype) -> bool:

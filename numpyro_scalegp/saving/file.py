@@ -1,6 +1,7 @@
 """A file that is whole or not there: NumPy's `.npz`, written beside and then put in place."""
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -116,5 +117,8 @@ def _sync_folder(folder: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such thing
+            raise
     finally:
         os.close(descriptor)

@@ -126,8 +126,10 @@ def _look_up(name: str, module: str, *, load: bool = True) -> Any:
     if module not in sys.modules and load:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f"the file names {name}, but {error}.") from error
+        except Exception as error:
+            raise ValueError(
+                f"the file names {name}, but `{module}` cannot be imported: {error}."
+            ) from error
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         inside = found is sys.modules.get(module) or isinstance(found, type)
