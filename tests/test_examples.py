@@ -142,6 +142,17 @@ def test_streaming(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert load("checkpoint").main(300, 5, rows=50, output=tmp_path)
+    resumed = re.search(r"killed\ngoing on from step (\d+)\n", capsys.readouterr().out)
+    assert resumed is not None
+    assert 10 <= int(resumed[1]) < 300
+
+
+@pytest.mark.slow
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report

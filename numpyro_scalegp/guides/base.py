@@ -1,17 +1,20 @@
 """A guide that owns one GP site of a model and wraps a guide for everything else."""
 
 import abc
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpyro
 from jaxtyping import Array, Key
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
 from numpyro.infer.initialization import init_to_median
+from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.sites import GPSite, Model, Prior, find_gp_site, hide_gp_site
@@ -80,15 +83,26 @@ class AbstractGPGuide(abc.ABC):
                 stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
             return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
 
-    def median(self, params: dict[str, Any]) -> dict[str, Array]:
+    def median(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The median of each site that the rest's guide owns.
 
         Args:
             params: the guide's parameters, as from `SVI.get_params`.
+            *args: the model's positional arguments; needed only by a guide that has not run yet,
+                such as one in a new process that takes up loaded parameters.
+            **kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: if the rest's guide has no medians.
+            ValueError: if the rest's guide has no medians, or has not run and gets no arguments, or
+                other ones than it was fitted with.
         """
+        if args or kwargs:
+            set_up(self, params, args, kwargs)
+        elif _is_fresh(self):
+            raise ValueError(
+                "the guide has not run yet in this process: give the model's arguments, as in "
+                "`guide.median(params, X[:10], y[:10])`, with observations."
+            )
         if not hasattr(self.rest, "median"):
             raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
         trace = getattr(self.rest, "prototype_trace", None) or {"unknown": {"type": "sample"}}
@@ -116,9 +130,11 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             Draws of each latent site, shape (*sample_shape, *site_shape).
         """
+        set_up(self, params, args, kwargs)
 
         def draw(key: Array) -> dict[str, Array]:
-            return handlers.substitute(handlers.seed(self, key), data=params)(*args, **kwargs)
+            given = _Given(handlers.seed(self, key), params)
+            return handlers.substitute(given, data=params)(*args, **kwargs)
 
         if sample_shape == ():
             return draw(rng_key)
@@ -145,7 +161,8 @@ class AbstractGPGuide(abc.ABC):
             The posterior under those hyperparameters.
 
         Raises:
-            ValueError: if `key` is None and the rest's guide has no medians.
+            ValueError: if `key` is None and the rest's guide has no medians, or `params` lacks a
+                parameter.
         """
         site = self._site(params, key, args, kwargs)
         with self._parameters(params, key):
@@ -157,12 +174,14 @@ class AbstractGPGuide(abc.ABC):
         stack.enter_context(handlers.block())
         stack.enter_context(handlers.seed(rng_seed=jax.random.key(0) if key is None else key))
         stack.enter_context(handlers.substitute(data=params))
+        stack.enter_context(_Given(None, params))
         return stack
 
     def _values(
         self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
     ) -> dict[str, Array]:
         """Values of the rest's sites: medians, or one draw."""
+        set_up(self, params, args, kwargs)
         if key is None:
             return self.median(params)
         rest = handlers.substitute(handlers.seed(self.rest, key), data=params)
@@ -188,6 +207,69 @@ class AbstractGPGuide(abc.ABC):
             means = rest._function_means(params, args, kwargs)
         site = self._site(params, None, args, kwargs)
         return {**means, site.name: self.posterior(params, *args, **kwargs).mean(site.X)}
+
+
+class _Given(Messenger):
+    """Raises where a parameter would start anew because `params` lacks it."""
+
+    def __init__(self, fn: Guide | None, params: dict[str, Any]) -> None:
+        super().__init__(fn)
+        self.params = params
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "param" and msg["value"] is None and msg["name"] not in self.params:
+            raise ValueError(
+                f"`params` lacks `{msg['name']}`: give all parameters of guide and model, such as "
+                "`svi.get_params(state)`, to the guide that they were fitted with."
+            )
+
+
+def set_up(
+    guide: Guide, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let a guide see the model's sites, if it has not run yet, as in a new process.
+
+    NumPyro's guides learn what sites there are when they first run, and keep it. Here that happens
+    outside of compiled code, where nothing traced is kept.
+
+    Args:
+        guide: one of this package's guides, whose rest is set up, or NumPyro's; others need none.
+        params: what was fitted.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: if the guide would have other parameters than there are, or of other shapes.
+    """
+    if isinstance(guide, AbstractGPGuide):
+        set_up(guide.rest, params, args, kwargs)
+    if not isinstance(guide, AutoGuide) or not _is_fresh(guide):
+        return
+    # A copy, so that a failure leaves no half of a set-up behind.
+    trial = copy.copy(guide)
+    vars(trial).update({k: dict(v) for k, v in vars(guide).items() if isinstance(v, dict)})
+    with jax.ensure_compile_time_eval(), handlers.block(), handlers.seed(rng_seed=0):
+        trace = handlers.trace(trial).get_trace(*args, **kwargs)
+    for name, site in trace.items():
+        if site["type"] != "param":
+            continue
+        found = jnp.shape(params[name]) if name in params else "no value"
+        if found != jnp.shape(site["value"]):
+            raise ValueError(
+                f"`{type(guide).__name__}` has not run yet in this process, and with these "
+                f"arguments its parameter `{name}` has shape {jnp.shape(site['value'])}, but "
+                f"{found} in `params`. Set it up first with arguments as in its fit, with "
+                "observations: `guide.median(params, X, y)`, or for a guide of NumPyro's own "
+                "`numpyro.handlers.seed(guide, 0)(X, y)`."
+            )
+    vars(guide).update(vars(trial))
+
+
+def _is_fresh(guide: Guide) -> bool:
+    """Whether a guide, or the rest of one, is to learn yet what sites the model has."""
+    if isinstance(guide, AbstractGPGuide):
+        return _is_fresh(guide.rest)
+    return isinstance(guide, AutoGuide) and guide.prototype_trace is None
 
 
 def _build_rest(rest: Rest, model: Model) -> Guide:

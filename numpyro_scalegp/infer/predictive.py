@@ -11,6 +11,7 @@ from jaxtyping import Array, Key
 from numpyro import handlers
 
 from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
+from numpyro_scalegp.guides.base import set_up
 
 
 class Draws(NamedTuple):
@@ -107,6 +108,8 @@ class Predictive:
 
     def draws(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> Draws:
         """Draw, with pointwise log-likelihoods and observations as well; see `Draws`."""
+        if self.guide is not None:
+            set_up(self.guide, self.params, args, kwargs)
 
         # All that may be large is an argument: a constant would be compiled into the program.
         @eqx.filter_jit

@@ -188,11 +188,20 @@ class SparseSVI(SVI):
         Returns:
             The state with the new control variate, in O(r m (d + k)).
         """
+        self._check_initialized()
         mutable = svi_state.mutable_state or {}
         if not any(isinstance(value, ControlVariate) for value in mutable.values()):
             return svi_state
         new = self._refreshed(self._parts, svi_state, args, kwargs)
         return svi_state._replace(mutable_state={**mutable, **new})
+
+    def _check_initialized(self) -> None:
+        """Raise unless `init` has run, which finds out which parameters have rows."""
+        if self.constrain_fn is None:
+            raise ValueError(
+                "this `SparseSVI` has not run `init` in this process: call "
+                "`svi.init(key, *args)` with the arguments of the fit, then go on from the state."
+            )
 
     @property
     def _parts(self) -> tuple[Any, ...]:
@@ -224,6 +233,7 @@ class SparseSVI(SVI):
     def _update(
         self, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any], *, stable: bool
     ) -> tuple[SVIState, Array]:
+        self._check_initialized()
         rng_key, index_key, loss_key = jax.random.split(svi_state.rng_key, 3)
         step, (params, (dense_state, row_states)) = svi_state.optim_state
         kwargs = {**kwargs, **self.static_kwargs}

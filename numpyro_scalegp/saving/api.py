@@ -1,0 +1,94 @@
+"""Saving and loading of fitted objects."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from numpyro_scalegp.saving import file
+from numpyro_scalegp.saving.decoding import Decoder
+from numpyro_scalegp.saving.encoding import Encoder
+from numpyro_scalegp.saving.names import Trusted
+
+
+def save(path: str | os.PathLike[str], fitted: Any) -> None:
+    """Save a posterior, a kernel, parameters, a result or state of SVI, or containers of them.
+
+    One `.npz` file holds everything: hyperparameters, data, representer weights, posterior samples,
+    seeds, an optimizer's state. A loaded posterior predicts without another solve; training goes on
+    from a loaded state as if it had not been interrupted. The file is written beside and then put
+    in place: at each moment `path` is the old file or the new one, whole. A process that is killed
+    while it saves may leave a file `.NAME.*.tmp`, which can be deleted.
+
+    Code is not stored. Of functions and classes the file has the names; where a function has none
+    that can be found again, such as a lambda or a closure, it has the arrays in there, and `load`
+    takes the code from `like=`.
+
+    Args:
+        path: the file, by convention `*.npz`; it is replaced.
+        fitted: the object: arrays, typed keys, numbers, strings, dicts, lists, tuples, named
+            tuples, Equinox modules, NumPyro distributions, other pytrees, functions.
+
+    Raises:
+        ValueError: if something in it cannot be restored, with the path to it, such as
+            `.kernel.lengthscale`; nothing is written then.
+        OSError: if the file cannot be written; what was there before stays.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 5)[:, None]
+        >>> posterior = sgp.GaussianProcess(sgp.kernels.RBF(0.3), X, 0.1).condition(jnp.ones(5))
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "fit.npz"
+        >>> sgp.save(file, posterior)
+        >>> bool(jnp.all(sgp.load(file).mean(X) == posterior.mean(X)))
+        True
+    """
+    encoder = Encoder()
+    try:
+        structure = encoder.encode(fitted, "")
+    except RecursionError as error:
+        raise ValueError("cannot save what holds itself or is nested too deeply.") from error
+    file.write(path, structure, encoder.arrays)
+
+
+_NO_TEMPLATE = object()
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    like: Any = _NO_TEMPLATE,
+    trusted: Iterable[str | type | Callable[..., Any]] = (),
+) -> Any:
+    """Load what `save` wrote.
+
+    A file cannot run code of its choice: classes it names are looked up in this package, Equinox,
+    JAX, NumPyro, optax and Flax, functions in a short list of functions of arrays, and nothing is
+    unpickled.
+
+    Args:
+        path: the file.
+        like: an object of the same structure, such as `svi.init(key, *args)`, from which classes
+            and functions are taken, while arrays, keys, numbers and strings come from the file. Its
+            arrays may be `jax.ShapeDtypeStruct`, as `equinox.filter_eval_shape` makes them. Needed
+            where functions are lambdas or closures; with it, no name in the file is looked up.
+        trusted: other packages whose classes and functions the file may name, or these classes and
+            functions themselves, such as `("my_package", MyNetwork, my_mean)`. Packages are
+            imported.
+
+    Returns:
+        The object. Arrays are on JAX's default device, NumPy's stay NumPy's. 64-bit arrays become
+        32-bit ones, with a warning, unless 64-bit types are enabled.
+
+    Raises:
+        FileNotFoundError: if there is no file.
+        ValueError: if the file is damaged; if it names what is not trusted, lacks a field of a
+            class or has one too many, or holds what its class refuses; or if it does not fit
+            `like`. The message names the file and the path in the object.
+    """
+    decoder_trust = Trusted(trusted)
+    structure, arrays = file.read(path)
+    template = () if like is _NO_TEMPLATE else (like,)
+    decoder = Decoder(arrays, decoder_trust, os.fspath(path))
+    return decoder.load(structure, template)
