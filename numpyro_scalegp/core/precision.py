@@ -37,8 +37,8 @@ def warn_of_merged_rows(name: str, given: Any, rows: Any) -> None:
         warnings.warn(
             f"`{name}` has {num_before} distinct rows, of which {num_after} are left in "
             f"{after.dtype}: the others are taken for repetitions. Subtract an origin near the "
-            "data (X - X.min(axis=0)) or standardize in float64 first, or work in float64 "
-            '(jax.config.update("jax_enable_x64", True)).',
+            "data (X - X.min(axis=0)) or standardize first, or work in float64 "
+            "(numpyro.enable_x64()).",
             RuntimeWarning,
             stacklevel=1,
         )

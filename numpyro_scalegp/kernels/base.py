@@ -140,7 +140,7 @@ class AbstractKernel(eqx.Module):
 
     def on(self, dims: Sequence[int]) -> "ActiveDims":
         """The same kernel on the input columns `dims` only, each named once."""
-        return ActiveDims(self, dims)
+        return ActiveDims(self, _as_dims(dims))
 
     def __add__(self, other: "AbstractKernel") -> "Sum":
         return Sum(self, other) if isinstance(other, AbstractKernel) else NotImplemented

@@ -171,6 +171,25 @@ def test_derivatives_do_not_depend_on_the_first_row(x64):
     np.testing.assert_allclose(one[1][1:], other[1], rtol=1e-9, atol=1e-12)
 
 
+def test_with_an_origin_near_the_data_programs_agree():
+    # Compiled, some of RBF's frequencies are rounded in another way.
+    X, kernel, key = 1e5 + 2.0 * rows(6), RBF(1.3), jax.random.key(0)
+
+    def functions(kernel, X):
+        return kernel.random_features(key, X, 1000, origin=X[0]) * 500**0.5
+
+    compiled = jax.jit(functions)(kernel, X)
+    np.testing.assert_allclose(compiled, functions(kernel, X), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["active_dims", "nested", "mapped_function"])
+def test_an_origin_changes_no_inner_product(name, x64):
+    kernel, X, key = dict(KERNELS)[name](1.2), rows(4), jax.random.key(0)
+    still, moved = (kernel.random_features(key, X, 8, origin=o) for o in (None, X[1] + 0.3))
+    assert np.max(np.abs(moved - still)) > 0.01
+    np.testing.assert_allclose(moved @ moved.T, still @ still.T, atol=1e-12)
+
+
 # Exact features
 
 
