@@ -1,6 +1,9 @@
 """Set-up and fixtures that every test can use."""
 
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -37,16 +40,50 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile("bounded")
 
+# What was compiled once is loaded from here when another function, or the same one after the caches
+# were cleared, is lowered to the same program. A folder for each process, since JAX may read what
+# another process has half written.
+compiled_programs = tempfile.mkdtemp(prefix="compiled_programs_")
+jax.config.update("jax_compilation_cache_dir", compiled_programs)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
 # Shapes and types of public signatures are checked at run time in the tests only. The hook must
 # stand before the first import of the package.
 jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forget_compiled() -> Iterator[None]:
-    """Free what a module has compiled: a process may only map so many regions of memory."""
-    yield
-    jax.clear_caches()
+def pytest_sessionfinish() -> None:
+    """Remove what this process has compiled."""
+    shutil.rmtree(compiled_programs, ignore_errors=True)
+
+
+# What was imported stays: the garbage collector, which tracing calls often, need not look at it.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
+
+num_compiled = 0
+
+
+def count_compiled(event: str, duration: float, **_: object) -> None:
+    global num_compiled
+    num_compiled += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(count_compiled)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Free what was compiled, after each module and now and then within a long one.
+
+    A process may only map so many regions of memory; and JAX keeps the context of each program
+    that it has lowered (more than 1 MiB): with 1,400 of them, the next takes twice as long.
+    """
+    global num_compiled
+    if num_compiled > 600 or nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        num_compiled = 0
 
 
 @pytest.fixture
