@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
@@ -46,7 +47,7 @@ def report(
 def _warn_of_residual(residual: ArrayLike, iterations: ArrayLike, converged: ArrayLike) -> None:
     if not converged:
         warnings.warn(
-            f"`solve_mean` ended with a residual of {float(residual):.2g} after {int(iterations)} "
+            f"`solve_mean` ended with a residual of {np.asarray(residual):.2g} after {iterations} "
             "iterations, above its tolerance: the mean is not the optimum. Raise `max_iterations`, "
             "spread the points over the inputs, or work in float64; with little noise, float32 "
             "may not get further. Check the inputs for NaN if the residual is NaN.",

@@ -38,12 +38,9 @@ def test_a_divergence_is_from_the_same_prior(name):
 
     with pytest.raises(ValueError, match=r"kernel.lengthscale` is 0.3.* in the guide, .* is 0.9"):
         divergence(RBF(0.3), RBF(0.9))
-    of_lengthscales = jax.jit(
-        jax.value_and_grad(lambda own, other: divergence(RBF(own), RBF(other)), argnums=1)
-    )
-    value, gradient = of_lengthscales(0.3, 0.9)
-    assert np.isnan(value)
-    same = jax.jit(lambda own: divergence(RBF(own), RBF(2.0 * (own / 2.0))))(0.3)
+    traced = jax.jit(lambda own, other: divergence(RBF(own), RBF(other)))
+    assert np.isnan(traced(0.3, 0.9))
+    same = traced(0.3, 0.3)
     np.testing.assert_allclose(same, divergence(RBF(0.3), RBF(0.3)), atol=1e-6)
 
 
@@ -72,7 +69,7 @@ class Scaled(eqx.Module):
 )
 def test_what_differs_is_named(own, other, path):
     assert one_if_same("kernel", own, own) == 1.0
-    with pytest.raises(ValueError, match="differ: .*") as caught:
+    with pytest.raises(ValueError, match="prior differ") as caught:
         one_if_same("kernel", own, other)
     assert f"`{path}`" in str(caught.value)
 
