@@ -63,7 +63,10 @@ def _parts(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, dict):
         for key, item in node.items():
             yield from _parts(f"{path}[{key!r}]", item)
-    elif eqx.is_array_like(node) or not callable(node):
+    elif callable(node):  # what a partial holds besides its function
+        arrays = filter(eqx.is_array_like, jax.tree.leaves(node))
+        yield from ((f"{path}[{place}]", leaf) for place, leaf in enumerate(arrays))
+    else:
         yield path, node
 
 
