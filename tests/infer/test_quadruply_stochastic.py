@@ -465,8 +465,9 @@ def test_no_gaussian_with_an_affine_mean(likelihood):
         lambda f: dist.Bernoulli(logits=f * f),
         lambda f: dist.Laplace(f, jnp.exp(f)),
         lambda f: dist.Normal(f, jnp.exp(f)),
+        lambda f: dist.Poisson(f**2),
     ],
-    ids=["student", "square", "laplace", "normal"],
+    ids=["student", "square", "laplace", "normal", "poisson"],
 )
 def test_not_log_concave(likelihood):
     loss = QuadruplyStochasticELBO(4, bound="strict")
