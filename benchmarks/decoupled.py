@@ -78,7 +78,7 @@ class Hybrid:
 
         @jax.jit
         def refine(params, X, y):
-            params = guide.solve_mean(params, X, y, None)
+            params = guide.solve_mean(params, X, y, None).params
             if self.noise is not None:
                 return params
             posterior = guide.posterior(params, X, y, None)
@@ -185,7 +185,7 @@ def follow(data, model, guide, arguments, solve_every=None):
         return jnp.mean(jnp.square(data.y_test - mean)) / variance
 
     # Each row held stands for n / held of the stream's.
-    solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, n))
+    solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, n).params)
     rows, recent, state, found = np.array([], int), deque(maxlen=held), None, []
     began = time.perf_counter()
     for step in range(1, arguments.steps + 1):
@@ -281,7 +281,7 @@ def sinc(arguments):
         result = svi.run(jax.random.key(0), 3000, X, y, progress_bar=False)
         params = result.params
         if isinstance(guide, sgp.guides.AutoDecoupledGP):
-            params = guide.solve_mean(params, X, y)
+            params = guide.solve_mean(params, X, y).params
         bound = -svi.loss.loss(jax.random.key(1), params, sinc_model, guide, X, y)
         posterior = guide.posterior(params, X, y)
         mean, sd = posterior.mean(Xs), jnp.sqrt(posterior.variance(Xs))

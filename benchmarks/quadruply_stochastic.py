@@ -122,7 +122,7 @@ def fit(arguments):
         some = jax.random.permutation(jax.random.key(1), n)[: arguments.start_rows]
         params = jax.jit(guide.solve_mean, static_argnums=4)(
             params, X[some], y[some], phi, None, *held
-        )
+        ).params
     state = sgp.infer.replace_params(svi, state, params)
     for part in range(arguments.parts):
         result = svi.run(

@@ -73,7 +73,7 @@ def follow(guide, batches, every, held):
         if not hasattr(guide, "solve_mean"):
             return params
         # The rows that are held count once here: as all rows there are, they would be overfitted.
-        return guide.solve_mean(params, X, y, size=len(X))
+        return guide.solve_mean(params, X, y, size=len(X)).params
 
     X_test = next(stream(seed=1, batch_size=4000))[0]
     state, errors, recent = None, [], deque(maxlen=held)

@@ -7,6 +7,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.latent import LatentGP
+from numpyro_scalegp.distributions.same import one_if_same
 from numpyro_scalegp.distributions.variational import AbstractVariationalGP
 from numpyro_scalegp.estimators.squared_norm import squared_norm
 from numpyro_scalegp.kernels import AbstractKernel
@@ -108,4 +109,4 @@ def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
     norm = squared_norm(
         q.kernel, q.mean_points, q.mean_weights, num_columns=q.num_columns, key=q.key
     )
-    return 0.5 * (norm + covariance)
+    return one_if_same("kernel", q.kernel, p.kernel) * 0.5 * (norm + covariance)

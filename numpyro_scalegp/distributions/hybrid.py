@@ -8,6 +8,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions.latent import LatentGP
+from numpyro_scalegp.distributions.same import one_if_same
 from numpyro_scalegp.distributions.sparse import whitened_divergence, whitened_parts
 from numpyro_scalegp.distributions.variational import AbstractVariationalGP
 from numpyro_scalegp.estimators.squared_norm import squared_norm
@@ -116,4 +117,5 @@ def _kl_hybrid_latent(q: HybridGP, p: LatentGP) -> Float[Array, "*batch"]:
     at_inducing = matmul(a, q.kernel(q.residual_points, q.inducing_points))
     across = jnp.sum(q.loc * matmul(at_inducing, linalg.inverse_cholesky(K).T), axis=-1)
     norm = squared_norm(q.kernel, q.residual_points, a, num_columns=q.num_columns, key=q.key)
-    return whitened_divergence(q.loc, q.scale_tril) + across + 0.5 * norm
+    divergence = whitened_divergence(q.loc, q.scale_tril) + across + 0.5 * norm
+    return one_if_same("kernel", q.kernel, p.kernel) * divergence

@@ -7,6 +7,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.latent import LatentGP
+from numpyro_scalegp.distributions.same import one_if_same
 from numpyro_scalegp.distributions.variational import AbstractVariationalGP
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict import SparsePosterior
@@ -83,7 +84,7 @@ class SparseGP(AbstractVariationalGP):
 @kl_divergence.register(SparseGP, LatentGP)
 def _kl_sparse_latent(q: SparseGP, p: LatentGP) -> Float[Array, "*batch"]:
     """KL(q(v) || N(0, I)): that of the processes, whatever rows the two sites are evaluated at."""
-    return whitened_divergence(q.loc, q.scale_tril)
+    return one_if_same("kernel", q.kernel, p.kernel) * whitened_divergence(q.loc, q.scale_tril)
 
 
 def whitened_divergence(

@@ -12,6 +12,7 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.distributions.chevron import check_chevron
 from numpyro_scalegp.distributions.prior import AbstractPriorGP
+from numpyro_scalegp.distributions.same import one_if_same
 from numpyro_scalegp.distributions.variational import AbstractVariationalGP
 from numpyro_scalegp.estimators.quadruply_stochastic import prior_divergence, weight_rows
 from numpyro_scalegp.features import AbstractFeatures
@@ -199,4 +200,5 @@ def _kl_chevron_weight_space(q: ChevronGP, p: WeightSpaceGP) -> Float[Array, ""]
     whole = jnp.arange(q.loc.shape[0], dtype=jnp.int32)[None]
     rows = weight_rows(whole, q.loc, q.scale_diag, q.scale_columns)
     log_determinant = p.log_determinant() if p.has_dense_precision else jnp.zeros(())
-    return prior_divergence(p.features, rows, p.precision, log_determinant)
+    divergence = prior_divergence(p.features, rows, p.precision, log_determinant)
+    return one_if_same("features", q.features, p.features) * divergence

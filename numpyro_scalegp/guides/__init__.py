@@ -4,7 +4,7 @@ from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.chevron import AutoChevronGP
 from numpyro_scalegp.guides.decoupled import AutoDecoupledGP
 from numpyro_scalegp.guides.hybrid import AutoHybridGP
-from numpyro_scalegp.guides.mean import AbstractDecoupledGuide
+from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, SolvedMean
 from numpyro_scalegp.guides.sparse import AutoSparseGP
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "AutoDecoupledGP",
     "AutoHybridGP",
     "AutoSparseGP",
+    "SolvedMean",
 ]

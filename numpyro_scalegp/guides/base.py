@@ -18,6 +18,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.sites import GPSite, Model, Prior, find_gp_site, hide_gp_site
+from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.predict import AbstractPosterior
 
 Guide = Callable[..., Any]
@@ -71,13 +72,11 @@ class AbstractGPGuide(abc.ABC):
         """
         with handlers.trace() as rest_trace:
             self.rest(*args, **kwargs)
-        drawn = {
-            name: site["value"]
-            for name, site in rest_trace.items()
-            if site["type"] in ("sample", "plate")
-        }
-        site = find_gp_site(self.model, self.site, self.prior_kind, drawn, args, kwargs)
-        latent = {name: drawn[name] for name in drawn if rest_trace[name]["type"] == "sample"}
+        latent, indices = (
+            {name: site["value"] for name, site in rest_trace.items() if site["type"] == kind}
+            for kind in ("sample", "plate")
+        )
+        site = find_gp_site(self.model, self.site, self.prior_kind, latent, args, kwargs, indices)
         with ExitStack() as stack:
             for plate in site.plates:
                 stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
@@ -105,10 +104,15 @@ class AbstractGPGuide(abc.ABC):
             )
         if not hasattr(self.rest, "median"):
             raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
-        trace = getattr(self.rest, "prototype_trace", None) or {"unknown": {"type": "sample"}}
-        if not any(s["type"] == "sample" and not s.get("is_observed") for s in trace.values()):
+        trace = getattr(self.rest, "prototype_trace", None)
+        if not trace:
+            return self.rest.median(params)
+        latent = {n for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+        if not latent:
             return {}  # nothing is left for the rest's guide, and NumPyro's own would raise
-        return self.rest.median(params)
+        # NumPyro's own have deterministic sites as well, at a function of zeros.
+        medians = self.rest.median(params)
+        return {name: value for name, value in medians.items() if name in latent}
 
     def sample_posterior(
         self,
@@ -134,7 +138,7 @@ class AbstractGPGuide(abc.ABC):
 
         def draw(key: Array) -> dict[str, Array]:
             given = _Given(handlers.seed(self, key), params)
-            return handlers.substitute(given, data=params)(*args, **kwargs)
+            return substituted(given, params)(*args, **kwargs)
 
         if sample_shape == ():
             return draw(rng_key)
@@ -173,7 +177,7 @@ class AbstractGPGuide(abc.ABC):
         stack = ExitStack()
         stack.enter_context(handlers.block())
         stack.enter_context(handlers.seed(rng_seed=jax.random.key(0) if key is None else key))
-        stack.enter_context(handlers.substitute(data=params))
+        stack.enter_context(substituted(None, params))
         stack.enter_context(_Given(None, params))
         return stack
 
@@ -184,8 +188,9 @@ class AbstractGPGuide(abc.ABC):
         set_up(self, params, args, kwargs)
         if key is None:
             return self.median(params)
-        rest = handlers.substitute(handlers.seed(self.rest, key), data=params)
-        trace = handlers.trace(rest).get_trace(*args, **kwargs)
+        trace = handlers.trace(substituted(handlers.seed(self.rest, key), params)).get_trace(
+            *args, **kwargs
+        )
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _site(

@@ -15,7 +15,11 @@ from numpyro_scalegp.distributions import ChevronGP, WeightSpaceGP
 from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
 from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
 from numpyro_scalegp.guides.likelihood import expected_slopes, pseudo_observations
+from numpyro_scalegp.guides.mean import SolvedMean, check_steps, report
 from numpyro_scalegp.guides.sites import GPSite, Model
+
+# The residual at which a direct solve counts as one.
+_TOLERANCE = 3e-3
 
 
 class AutoChevronGP(AbstractGPGuide):
@@ -106,7 +110,7 @@ class AutoChevronGP(AbstractGPGuide):
         num_newton_steps: int = 1,
         num_nodes: int = 20,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> SolvedMean:
         """Set `loc` to its optimum, all else held fixed.
 
         A start for `SparseSVI` from a few thousand random rows: give the model these rows as if
@@ -115,31 +119,36 @@ class AutoChevronGP(AbstractGPGuide):
         Args:
             params: the guide's parameters, as from `SVI.get_params`.
             *args: the model's positional arguments, without mini-batches.
-            num_newton_steps: 1 is exact for a Gaussian likelihood.
+            num_newton_steps: 1 is exact for a Gaussian likelihood; positive.
             num_nodes: quadrature nodes for the likelihood's derivatives.
             **kwargs: the model's keyword arguments.
 
         Returns:
-            The parameters with the new `loc`; `solve_diagonal` says how `SparseSVI` takes them.
-            With n rows, each step takes O(n^2 m + n^3) and memory O(n^2) besides blocks of
-            features; where m < n, or the prior's precision is dense, O(n m^2 + m^3) and O(m^2 +
-            n m). It may be jitted. Other sites stand at their medians.
+            The parameters with the new `loc`, as `params`, with the `residual` that rounding left
+            to the last, direct solve; `converged` is False, and there is a warning, where it is
+            more than 3e-3. `solve_diagonal` says how `SparseSVI` takes the parameters. With n rows,
+            each step takes O(n^2 m + n^3) and memory O(n^2) besides blocks of features; where
+            m < n, or the prior's precision is dense, O(n m^2 + m^3) and O(m^2 + n m). It may be
+            jitted. Other sites stand at their medians.
 
         Raises:
-            ValueError: if the rest's guide has no medians.
+            ValueError: if the rest's guide has no medians, `num_newton_steps` is not positive, or
+                the likelihood combines rows of the function.
 
         References:
             Rasmussen and Williams (2006), eq. 2.11; Khan and Lin (2017), Conjugate-Computation
             Variational Inference, for the pseudo-observations of a Newton step.
         """
+        check_steps(num_newton_steps)
         name = f"{self._site(params, None, args, kwargs).name}_{self.prefix}_loc"
         for _ in range(num_newton_steps):
             site, q, moments, slopes = self._expanded(params, args, kwargs, num_nodes)
             observed = pseudo_observations(moments[0], *slopes)
             few = q.loc.shape[0] < site.X.shape[0] or site.prior.has_dense_precision
             solve = _mean_by_features if few else _mean_by_rows
-            params = {**params, name: solve(site, *observed).astype(q.loc.dtype)}
-        return params
+            loc, residual = solve(site, *observed)
+            params = {**params, name: loc.astype(q.loc.dtype)}
+        return report(params, residual, jnp.zeros((), int), residual <= _TOLERANCE)
 
     def _expanded(
         self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_nodes: int
@@ -152,7 +161,7 @@ class AutoChevronGP(AbstractGPGuide):
         posterior = q.posterior()
         moments = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
         slopes = expected_slopes(
-            self.model, site.name, {**params, **values}, *moments, args, kwargs, num_nodes
+            self.model, site.name, params, values, *moments, args, kwargs, num_nodes
         )
         return site, q, moments, slopes
 
@@ -206,9 +215,18 @@ def _prior_precision(site: GPSite) -> Float[Array, " m"]:
     return features.precision_diagonal(jnp.arange(features.size(site.X)))
 
 
+def _solved(
+    A: Float[Array, "k k"], b: Float[Array, " k"]
+) -> tuple[Float[Array, " k"], Float[Array, ""]]:
+    """A^-1 b, and the residual of it, relative to b."""
+    x = cho_solve((factorise(A).tril, True), b)
+    scale = jnp.linalg.norm(b)
+    return x, jnp.linalg.norm(b - matmul(A, x)) / jnp.where(scale == 0, 1.0, scale)
+
+
 def _mean_by_rows(
     site: GPSite, targets: Float[Array, " n"], precision: Float[Array, " n"]
-) -> Float[Array, " m"]:
+) -> tuple[Float[Array, " m"], Float[Array, ""]]:
     """S^-1 Phi'(Phi S^-1 Phi' + diag(l)^-1)^-1 t for a diagonal S, in blocks of features."""
     features, X = site.prior.features, site.X
     size, root = features.size(X), jnp.sqrt(precision)
@@ -224,14 +242,14 @@ def _mean_by_rows(
 
     blocks = blocks_of(size)
     gram = jax.lax.scan(add, jnp.eye(X.shape[0], dtype=X.dtype), blocks)[0]
-    dual = cho_solve((factorise(gram).tril, True), root * targets)
+    dual, residual = _solved(gram, root * targets)
     loc = jax.lax.map(lambda index: matmul(columns(index).T, dual), blocks).reshape(-1)[:size]
-    return variance * loc
+    return variance * loc, residual
 
 
 def _mean_by_features(
     site: GPSite, targets: Float[Array, " n"], precision: Float[Array, " n"]
-) -> Float[Array, " m"]:
+) -> tuple[Float[Array, " m"], Float[Array, ""]]:
     """(Phi'diag(l) Phi + S)^-1 Phi'diag(l) t, for any S."""
     features, X = site.prior.features, site.X
     index = jnp.arange(features.size(X))
@@ -239,8 +257,7 @@ def _mean_by_features(
     dense = site.prior.has_dense_precision
     prior = features.precision(index, index) if dense else jnp.diag(_prior_precision(site))
     weighted = (precision[:, None] * Phi).T
-    tril = factorise(matmul(weighted, Phi) + prior).tril
-    return cho_solve((tril, True), matmul(weighted, targets))
+    return _solved(matmul(weighted, Phi) + prior, matmul(weighted, targets))
 
 
 def _weighted_squares(site: GPSite, weights: Float[Array, " n"]) -> Float[Array, " m"]:

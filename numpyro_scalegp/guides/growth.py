@@ -2,9 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from numpyro.primitives import mutable
+
+from numpyro_scalegp.estimators.index_sampling import stratified_indices
 
 
 class Basis(NamedTuple):
@@ -31,13 +34,13 @@ def growing_bases(
         name: the site's name.
         X: the rows of the mini-batch.
         sizes: the number of points of each basis when it is full.
-        growth: rows that a mini-batch adds at most: its first ones.
+        growth: rows that a mini-batch adds at most, from all over it.
         begins: whether this may be the first mini-batch.
         grows: whether this mini-batch adds any.
 
     Returns:
         The bases, with X taken up. The same rows twice in a row are taken up once, as when SVI is
-        set up with the batch of its first step.
+        set up with the batch of its first step. A mini-batch with a NaN or an infinity adds none.
 
     Raises:
         ValueError: if this is not the first mini-batch, and the site has no value.
@@ -45,8 +48,10 @@ def growing_bases(
     References:
         Cheng and Boots (2017), algorithm 1.
     """
+    finite = jnp.isfinite(X).all(axis=1)
     # Any row will do for those that are not there yet: some kernels have no derivative at zero.
-    start = {key: jnp.tile(X[:1], (size, 1)) for key, size in sizes.items()}
+    anywhere = jnp.where(jnp.any(finite), X[jnp.argmax(finite)], 1.0)
+    start = {key: jnp.tile(anywhere, (size, 1)) for key, size in sizes.items()}
     start["size"] = jnp.zeros((), int)
     state: Any = mutable(name, start)
     if state is start and not begins:
@@ -55,14 +60,17 @@ def growing_bases(
             "{**svi.get_params(state), **state.mutable_state}."
         )
     if grows:
-        new = X[:growth]
+        # The same places of each mini-batch. The first rows would lie side by side where rows are
+        # sorted, as the indices of `sgp.plate` are.
+        new = X[stratified_indices(jax.random.key(0), len(X), min(growth, len(X)))]
         size = state["size"]
         largest = max(sizes, key=lambda key: sizes[key])
         # Rows beyond the end of a basis are dropped.
         before = jnp.maximum(size - len(new) + jnp.arange(len(new)), 0)
         known = (size >= len(new)) & jnp.all(state[largest].at[before].get(mode="clip") == new)
-        place = jnp.where(known, sizes[largest], size) + jnp.arange(len(new))
+        skipped = known | ~jnp.all(finite)
+        place = jnp.where(skipped, sizes[largest], size) + jnp.arange(len(new))
         for key in sizes:
             state[key] = state[key].at[place].set(new, mode="drop")
-        state["size"] = jnp.minimum(size + jnp.where(known, 0, len(new)), sizes[largest])
+        state["size"] = jnp.minimum(size + jnp.where(skipped, 0, len(new)), sizes[largest])
     return {key: Basis(state[key], jnp.arange(size) < state["size"]) for key, size in sizes.items()}

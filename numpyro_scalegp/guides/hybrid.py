@@ -11,6 +11,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import HybridGP
+from numpyro_scalegp.estimators.index_sampling import stratified_indices
 from numpyro_scalegp.guides.base import Rest
 from numpyro_scalegp.guides.growth import Basis
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
@@ -38,7 +39,7 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         num_inducing: number of inducing points, if `inducing_points` is not given.
         inducing_points: where they start, as for `AutoSparseGP`.
         num_residual: number of residual points, if `residual_points` is not given: with `growth`
-            when they are full, else the first rows of the first mini-batch, at most.
+            when they are full, else rows from all over the first mini-batch, at most all of them.
         residual_points: the residual points, shape (M_r, d), such as random rows of the data.
         growth: rows that each mini-batch adds at most; None for no growth.
         train_residual: whether gradients train the residual points and weights. If not, only
@@ -109,7 +110,7 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         self.train_residual = train_residual
         self.num_columns = num_columns
 
-    def _start_residual(self, X: Float[Array, "n d"]) -> Float[Array, "M_r d"]:
+    def _start_residual(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M_r d"]:
         if self.residual_points is not None:
             return checks.inputs("residual_points", self.residual_points, width=X.shape[1])
         if X.shape[0] < self.num_residual:
@@ -120,14 +121,15 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
                 UserWarning,
                 stacklevel=2,
             )
-        return X[: self.num_residual]
+        # The first rows would lie side by side where rows are sorted.
+        return X[stratified_indices(key, X.shape[0], min(self.num_residual, X.shape[0]))]
 
     def _residual(
         self, site: GPSite, *, training: bool
     ) -> tuple[Basis, Float[Array, "*batch M_r"]]:
         """Declare the residual points and their weights."""
         if self.growth is None:
-            R = self._param(site, "residual_points", lambda _: self._start_residual(site.X))
+            R = self._param(site, "residual_points", lambda key: self._start_residual(key, site.X))
             basis = Basis(R, jnp.ones(len(R), bool))
             return basis, self._param(
                 site, "residual_weights", jnp.zeros((*site.batch_shape, len(R)), R.dtype)

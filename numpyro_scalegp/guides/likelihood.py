@@ -5,14 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 from numpyro import handlers
+
+from numpyro_scalegp.core.quadrature import normal_nodes
+from numpyro_scalegp.guides.additivity import check_additive
+from numpyro_scalegp.guides.substitution import substituted
 
 
 def expected_slopes(
     model: Callable[..., Any],
     site: str,
+    params: dict[str, Any],
     values: dict[str, Any],
     mean: Float[Array, "*batch n"],
     variance: Float[Array, "*batch n"],
@@ -25,7 +29,8 @@ def expected_slopes(
     Args:
         model: the model.
         site: the name of the function site.
-        values: values of all other latent sites, of parameters and of mutable sites.
+        params: values of parameters and mutable sites.
+        values: values of all other latent sites.
         mean: the mean of f at each row, shape (*batch, n).
         variance: the variance of f at each row, shape (*batch, n).
         args: positional arguments of the model.
@@ -36,26 +41,28 @@ def expected_slopes(
         E[l'] and E[l''] at each row, with the scales of plates, from derivatives of E[l] in mean
         and variance.
 
+    Raises:
+        ValueError: if the likelihood combines rows of the function, or functions of a plate.
+
     References:
         Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7 and 8.
     """
-    places, masses = np.polynomial.hermite_e.hermegauss(num_nodes)
-    nodes, weights = (jnp.asarray(one, mean.dtype) for one in (places, masses / masses.sum()))
+    nodes, weights = (jnp.asarray(one, mean.dtype) for one in normal_nodes(num_nodes))
+
+    def terms(f: Array) -> dict[str, Array]:
+        given = substituted(handlers.seed(model, jax.random.key(0)), params, {**values, site: f})
+        trace = handlers.trace(given).get_trace(*args, **kwargs)
+        return {name: log_terms(one) for name, one in trace.items() if _is_observed(one)}
 
     def expected(mean: Array, variance: Array) -> Array:
         scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
 
         def at_node(node: Array) -> Array:
-            data = {**values, site: mean + scale * node}
-            given = handlers.substitute(handlers.seed(model, jax.random.key(0)), data=data)
-            trace = handlers.trace(given).get_trace(*args, **kwargs)
-            observed = [site for site in trace.values() if _is_observed(site)]
-            for one in observed:
-                check_keeps_functions_apart(one, mean.shape[:-1], mean.shape[-1])
-            return jnp.sum(jnp.stack([log_density(one) for one in observed]))
+            return sum(map(jnp.sum, terms(mean + scale * node).values()), jnp.zeros(()))
 
         return weights.dot(jax.vmap(at_node)(nodes))
 
+    check_additive(terms, mean, site)
     slope, half_curvature = jax.grad(expected, argnums=(0, 1))(mean, variance)
     return slope, 2.0 * half_curvature
 
@@ -75,28 +82,17 @@ def pseudo_observations(
     return mean + slope / precision, precision
 
 
-def check_keeps_functions_apart(site: dict[str, Any], batch: tuple[int, ...], n: int) -> None:
-    """Raise where an observed site has rows, but does not have them for each function of a plate.
-
-    The functions' marginals alone then do not determine the expected log-likelihood.
-    """
-    shape, several = site["fn"].batch_shape, tuple(size for size in batch if size > 1)
-    wanted = (*several, n)
-    if several and shape[-1:] == (n,) and shape[-len(wanted) :] != wanted:
-        raise ValueError(
-            f"the observed site `{site['name']}` has the batch shape {shape}, and the functions in "
-            f"a plate have the shape {wanted}: its likelihood must be one for each of them. "
-            "Where it combines functions, write a GP site for each, outside of plates, and nest "
-            "the guides."
-        )
-
-
 def _is_observed(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["is_observed"]
 
 
-def log_density(site: dict[str, Any]) -> Float[Array, ""]:
-    """The log density of a traced site's value, summed and scaled."""
+def log_terms(site: dict[str, Any]) -> Float[Array, "..."]:
+    """The log density of a traced site's value, scaled, for each of its entries."""
     intermediates = [site["intermediates"]] if site["intermediates"] else []
     terms = site["fn"].log_prob(site["value"], *intermediates)
-    return jnp.sum(terms if site["scale"] is None else site["scale"] * terms)
+    return terms if site["scale"] is None else site["scale"] * terms
+
+
+def log_density(site: dict[str, Any]) -> Float[Array, ""]:
+    """The log density of a traced site's value, summed and scaled."""
+    return jnp.sum(log_terms(site))

@@ -2,17 +2,58 @@
 
 import abc
 import functools
-from typing import Any, ClassVar
+import warnings
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.growth import Basis, growing_bases
 from numpyro_scalegp.guides.likelihood import expected_slopes, pseudo_observations
 from numpyro_scalegp.guides.sites import GPSite
-from numpyro_scalegp.solvers import representer_weights
+from numpyro_scalegp.solvers import RepresenterWeights, representer_weights
+
+
+class SolvedMean(NamedTuple):
+    """Parameters with a new mean, and how the linear solve of the last Newton step went.
+
+    Arrays have the shape of the functions in a plate, () for one.
+    """
+
+    params: dict[str, Any]
+    residual: Float[Array, "*batch"]  # relative to that of a mean of zero
+    iterations: Int[Array, "*batch"]  # 0 where the solve is direct
+    converged: Bool[Array, "*batch"]
+
+
+def report(
+    params: dict[str, Any],
+    residual: Float[Array, "*batch"],
+    iterations: Int[Array, "*batch"],
+    converged: Bool[Array, "*batch"],
+) -> SolvedMean:
+    """What `solve_mean` returns, with a warning on the host where the solve stopped short."""
+    arguments = (jnp.max(residual), jnp.max(iterations), jnp.all(converged))
+    jax.lax.cond(
+        arguments[-1], lambda: None, lambda: jax.debug.callback(_warn_of_residual, *arguments)
+    )
+    return SolvedMean(params, residual, iterations, converged)
+
+
+def _warn_of_residual(residual: ArrayLike, iterations: ArrayLike, converged: ArrayLike) -> None:
+    if not converged:
+        warnings.warn(
+            f"`solve_mean` ended with a residual of {np.asarray(residual):.2g} after {iterations} "
+            "iterations, above its tolerance: the mean is not the optimum. Raise `max_iterations`, "
+            "spread the points over the inputs, or work in float64; with little noise, float32 "
+            "may not get further. Check the inputs for NaN if the residual is NaN.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
 
 
 class AbstractDecoupledGuide(AbstractGPGuide):
@@ -55,7 +96,7 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         tolerance: float = 3e-3,
         max_iterations: int = 50,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> SolvedMean:
         """Set the weights of the large basis to their optimum, everything else held fixed.
 
         For `AutoHybridGP` that leaves what the inducing points add to the mean where it is, so that
@@ -68,30 +109,32 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         Args:
             params: the guide's parameters, as from `SVI.get_params`, with mutable state if any.
             *args: the model's positional arguments, such that it sees all rows: no mini-batch.
-            num_newton_steps: 1 is exact for a Gaussian likelihood.
+            num_newton_steps: 1 is exact for a Gaussian likelihood; positive.
             num_nodes: quadrature nodes for the likelihood's derivatives.
             tolerance: of the linear solve, see `representer_weights`.
             max_iterations: of the linear solve.
             **kwargs: the model's keyword arguments.
 
         Returns:
-            The parameters with the new weights. Other function sites stand at their means, other
-            sites at their medians: where the rest's guide draws other hyperparameters of the
-            kernel, the weights do not fit them. Time O(iterations n M d + M^3) for each step; it
-            may be jitted.
+            The parameters with the new weights, as `params`, with the `residual`, `iterations` and
+            `converged` of the last solve; a warning where it stopped short. Other function sites
+            stand at their means, other sites at their medians: where the rest's guide draws other
+            hyperparameters of the kernel, the weights do not fit them. Time O(iterations n M d +
+            M^3) for each step; it may be jitted.
 
         Raises:
-            ValueError: if the rest's guide has no medians.
+            ValueError: if the rest's guide has no medians, a number is not positive, or the
+                likelihood combines rows of the function.
 
         References:
             Rudi et al. (2017) for the solve; Khan and Lin (2017), Conjugate-Computation Variational
             Inference, for the pseudo-observations of a Newton step.
         """
+        check_steps(num_newton_steps)
         values = self._values(params, None, args, kwargs)
         if isinstance(self.rest, AbstractGPGuide):
             values = {**values, **self.rest._function_means(params, args, kwargs)}
         site = self._site(params, None, args, kwargs)
-        given = {**params, **values}
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
         for _ in range(num_newton_steps):
             with self._parameters(params, None):
@@ -100,11 +143,11 @@ class AbstractDecoupledGuide(AbstractGPGuide):
             posterior = family.posterior()
             mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
             slope, curvature = expected_slopes(
-                self.model, site.name, given, mean, variance, args, kwargs, num_nodes
+                self.model, site.name, params, values, mean, variance, args, kwargs, num_nodes
             )
             targets, precision = pseudo_observations(mean, slope, curvature)
             solve = functools.partial(_solve, site, basis, options)
-            weights = jnp.vectorize(solve, signature="(n),(n),(m),(n),(m)->(m)")(
+            solved = jnp.vectorize(solve, signature="(n),(n),(m),(n),(m)->(m),(),(),()")(
                 targets,
                 precision,
                 weights,
@@ -112,8 +155,14 @@ class AbstractDecoupledGuide(AbstractGPGuide):
                 self._rest_of_mean(family, basis.points),
             )
             name = f"{site.name}_{self.prefix}_{self.weights_name}"
-            params = {**params, name: weights * prior_scale(site, basis.points)}
-        return params
+            params = {**params, name: solved[0] * prior_scale(site, basis.points)}
+        return report(params, *solved[1:])
+
+
+def check_steps(num_newton_steps: int) -> None:
+    """Raise unless there is a step."""
+    if num_newton_steps < 1:
+        raise ValueError(f"`num_newton_steps` must be positive, got {num_newton_steps}.")
 
 
 def _solve(
@@ -125,7 +174,7 @@ def _solve(
     guess: Float[Array, " M"],
     rest_at_rows: Float[Array, " n"],
     rest_at_points: Float[Array, " M"],
-) -> Float[Array, " M"]:
+) -> RepresenterWeights:
     points, active = basis
     return representer_weights(
         site.kernel,
@@ -137,7 +186,7 @@ def _solve(
         guess=guess,
         active=active,
         **options,
-    ).value
+    )
 
 
 def prior_scale(site: GPSite, points: Float[Array, "M d"]) -> Float[Array, ""]:

@@ -11,6 +11,7 @@ from numpyro.distributions import Distribution, ExpandedDistribution
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_scalegp.distributions import LatentGP, WeightSpaceGP
+from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.kernels import AbstractKernel
 
 Model = Callable[..., Any]
@@ -138,6 +139,7 @@ def find_gp_site(
     values: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    indices: dict[str, Any] | None = None,
 ) -> GPSite:
     """Run a model at given values of its other sites and return its GP site.
 
@@ -148,12 +150,13 @@ def find_gp_site(
         model: the model.
         site: the name of its GP site, or None if it has just one.
         kind: the kind of prior that the site has.
-        values: values of the other latent sites and indices of plates that are drawn already.
+        values: values of the other latent sites.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
+        indices: of plates, as far as they are drawn already.
     """
     hidden = HideGPSite(model, site, kind, hide_others=True)
-    given = handlers.seed(handlers.substitute(hidden, data=values), numpyro.prng_key())
+    given = handlers.seed(substituted(hidden, {}, values, indices), numpyro.prng_key())
     visible = ("param", "mutable", "plate")
     handlers.block(given, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
     return hidden.the_site()

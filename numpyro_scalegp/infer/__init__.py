@@ -2,6 +2,7 @@
 
 from numpyro_scalegp.infer.initial_pass import initial_pass
 from numpyro_scalegp.infer.initialisation import initial_hyperparameters, median_distance
+from numpyro_scalegp.infer.joint import JointELBO
 from numpyro_scalegp.infer.log_determinant_diagnostics import (
     LogDeterminantDiagnostics,
     log_determinant_diagnostics,
@@ -16,6 +17,7 @@ from numpyro_scalegp.infer.sparse_svi import SparseSVI
 
 __all__ = [
     "Draws",
+    "JointELBO",
     "LogDeterminantDiagnostics",
     "Predictive",
     "QuadratureELBO",

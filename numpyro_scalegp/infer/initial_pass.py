@@ -12,6 +12,7 @@ from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
 from numpyro_scalegp.estimators.learned import started
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.infer.traces import Trace
 
 
@@ -51,9 +52,9 @@ def initial_pass(
     def run(key: jax.Array) -> Trace:
         given = {**params, **jax.tree.map(lambda leaf: leaf, mutable)}  # written to by solvers
         guide_key, model_key = jax.random.split(key)
-        guide = handlers.substitute(handlers.seed(svi.guide, guide_key), data=given)
+        guide = substituted(handlers.seed(svi.guide, guide_key), given)
         guide_trace = handlers.trace(guide).get_trace(*args, **kwargs)
-        model = handlers.substitute(handlers.seed(svi.model, model_key), data=given)
+        model = substituted(handlers.seed(svi.model, model_key), given)
         replayed = handlers.replay(model, guide_trace)
         return handlers.trace(replayed).get_trace(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import GaussianProcess
+from numpyro_scalegp.estimators.index_sampling import stratified_indices
 from numpyro_scalegp.kernels.distances import squared_distances
 
 
@@ -24,14 +25,15 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
 
     Args:
         X: inputs, shape (n, d).
-        max_rows: so many of the first rows take part.
+        max_rows: at most so many rows take part, from all over X.
 
     Returns:
         The median over all pairs of different rows, shape (), in units of the inputs. Time and
         memory O(max_rows^2).
 
     Raises:
-        ValueError: if there are fewer than two rows.
+        ValueError: if there are fewer than two rows, `max_rows` is less than 2, or `X` holds NaN or
+            infinity.
 
     References:
         Cheng and Boots (2017), section 5 (the median trick).
@@ -42,9 +44,13 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
         >>> float(sgp.infer.median_distance(jnp.array([[0.0], [1.0], [3.0]])))
         2.0
     """
-    X = checks.inputs("X", X)[:max_rows]
+    X = checks.inputs("X", X)
     if X.shape[0] < 2:
         raise ValueError(f"`X` must have two rows or more, got {X.shape[0]}.")
+    if max_rows < 2:
+        raise ValueError(f"`max_rows` must be at least 2, got {max_rows}.")
+    if X.shape[0] > max_rows:
+        X = X[stratified_indices(jax.random.key(0), X.shape[0], max_rows)]
     squared = squared_distances(X, X)[jnp.triu_indices(X.shape[0], 1)]
     return jnp.sqrt(jnp.median(squared))
 
@@ -97,7 +103,8 @@ def initial_hyperparameters(
         `init_params` of `SVI.run`. Time O(num_subsets num_steps subset_size^3).
 
     Raises:
-        ValueError: if a number is less than 1, or `y` does not match `X`.
+        ValueError: if a number is less than 1, `y` does not match `X`, or one of them holds NaN or
+            infinity.
 
     References:
         Lin et al. (2023), Sampling from Gaussian Process Posteriors using Stochastic Gradient
@@ -129,6 +136,7 @@ def initial_hyperparameters(
             raise ValueError(f"`{name}` must be at least 1, got {number}.")
     X, y = checks.inputs("X", X), checks.as_float(y)
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
+    checks.finite("y", y)
     centre_key, init_key = jax.random.split(key)
     centres = jax.random.choice(centre_key, X.shape[0], (num_subsets,), replace=True)
     scale = jnp.std(X, axis=0)

@@ -12,6 +12,7 @@ from numpyro import handlers
 
 from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
 from numpyro_scalegp.guides.base import set_up
+from numpyro_scalegp.guides.substitution import substituted
 
 
 class Draws(NamedTuple):
@@ -132,10 +133,12 @@ class Predictive:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
         model = handlers.seed(self.model, model_key)
         if self.guide is not None:
-            guide = handlers.substitute(handlers.seed(self.guide, guide_key), data=params)
+            guide = substituted(handlers.seed(self.guide, guide_key), params)
             model = handlers.replay(model, handlers.trace(guide).get_trace(*args, **kwargs))
-        model = handlers.substitute(model, data={**params, **sample})
-        trace = handlers.trace(model).get_trace(*args, **kwargs)
+        # Draws may hold parameters that vary from one to the next.
+        trace = handlers.trace(substituted(model, {**params, **sample}, sample)).get_trace(
+            *args, **kwargs
+        )
         draws = Draws({}, {}, {}, {}, {})
         for number, (name, site) in enumerate(trace.items()):
             if site["type"] == "deterministic" or (

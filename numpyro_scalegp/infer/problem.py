@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import erf
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 from numpyro import handlers
 from numpyro.distributions import (
     BernoulliLogits,
@@ -24,20 +24,22 @@ from numpyro.distributions import (
 from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.quadrature import normal_nodes
 from numpyro_scalegp.distributions import AbstractVariationalGP, ChevronGP, WeightSpaceGP
+from numpyro_scalegp.distributions.same import one_if_same
 from numpyro_scalegp.estimators.quadruply_stochastic import Views
-from numpyro_scalegp.guides.likelihood import log_density
-from numpyro_scalegp.infer.traces import Trace, check_factorises, divergence, mutable_values
+from numpyro_scalegp.guides.additivity import check_additive, standing_in
+from numpyro_scalegp.guides.likelihood import log_density, log_terms
+from numpyro_scalegp.guides.substitution import substituted
+from numpyro_scalegp.infer.traces import Trace, elbo_terms, mutable_values, summed
 
-# Likelihoods whose logarithm is concave in f where this parameter is affine in it; of `Poisson` the
-# logarithm of the rate would have to be.
+# Likelihoods whose logarithm is concave in f where this parameter is affine in it, or, of
+# `Poisson`, the logarithm of its rate.
 _LOG_CONCAVE = {
     BernoulliLogits: "logits",
     BinomialLogits: "logits",
     Laplace: "loc",
     Normal: "loc",
-    Poisson: None,
 }
 
 
@@ -55,16 +57,27 @@ class Problem(NamedTuple):
 
     def other_terms(self) -> Float[Array, ""]:
         """Minus the divergences of all other latent sites."""
-        total = jnp.zeros(())
-        for name, site in self.model_trace.items():
-            if site["type"] == "sample" and not site["is_observed"] and name != self.site:
-                if name not in self.guide_trace:
-                    raise ValueError(f"the guide has no site `{name}`, which the model samples.")
-                total -= divergence(self.guide_trace[name], site)
-        for name, site in self.guide_trace.items():
-            if site["type"] == "sample" and name not in self.model_trace:
-                total -= log_density(site)
-        return total
+        model_trace, guide_trace = (
+            {
+                name: site
+                for name, site in trace.items()
+                if name != self.site and not site.get("is_observed")
+            }
+            for trace in (self.model_trace, self.guide_trace)
+        )
+        return summed(elbo_terms(model_trace, guide_trace))
+
+    def check_rows(self) -> None:
+        """Raise where an observed site combines rows of f."""
+
+        def terms(f: Array) -> dict[str, Array]:
+            return {
+                name: log_terms(site)
+                for name, site in self.run(f).items()
+                if site["type"] == "sample" and site["is_observed"]
+            }
+
+        check_additive(terms, self._at_zero(), self.site)
 
     def _at_zero(self) -> Float[Array, " n"]:
         dtype = jnp.result_type(self.q.X, *jax.tree.leaves(self.q.features.hyperparameters()))
@@ -111,8 +124,6 @@ class Problem(NamedTuple):
                     f"the value or the scale of the observed site `{name}` depends on the function "
                     f"`{self.site}`: let its law alone depend on it, or use `QuadratureELBO`."
                 )
-            if depends:
-                check_factorises(site, {self.q.X.shape[0]})
             if site["is_observed"]:
                 found.append(_Observed(name, site, *unwrapped(site["fn"]), depends))
         return found
@@ -133,42 +144,23 @@ class Problem(NamedTuple):
             return None
         return value
 
-    def _by_rows(self, observed: "_Observed") -> Bool[Array, ""]:
-        """Whether each entry of a law's parameters depends on one row of f, at two points.
-
-        Then, and as a rule only then, a change of f by signs changes the parameters by signs.
-
-        Raises:
-            ValueError: if not, and values are concrete.
-        """
-        zero = self._at_zero()
-        good = jnp.asarray(True)
-        for parameter in sorted(observed.depends):
-            value = self._parameter(observed.name, parameter)
-            for key in jax.random.split(jax.random.key(0), 2):
-                signs = jax.random.rademacher(key, zero.shape, zero.dtype)
-                place = 0.3 + 0.1 * signs
-                one, other = (
-                    jnp.square(jax.jvp(value, (place,), (tangent,))[1])
-                    for tangent in (jnp.ones_like(zero), signs)
-                )
-                most = jnp.max(jnp.maximum(one, other), initial=0.0)
-                # What is not finite here comes from the parameters, not from rows.
-                good &= ~jnp.any(jnp.abs(one - other) > 1e-3 * most)
-        if checks.is_concrete(good) and not good:
-            raise ValueError(
-                f"the observed site `{observed.name}` combines rows of the function "
-                f"`{self.site}`: each of its entries must depend on one row."
-            )
-        return good
+    def _is_log_affine(self, observed: "_Observed", parameter: str) -> bool:
+        """Whether the logarithm of a parameter is affine in f, at a few places along two lines."""
+        value = self._parameter(observed.name, parameter)
+        evaluate = standing_in(lambda f: [jnp.log(value(f))], self._at_zero())
+        ends = np.random.default_rng(0).uniform(-3.0, 3.0, (2, 2, *self.q.X.shape[:1]))
+        for one, other in ends:
+            (first,), (last,), (half,) = map(evaluate, (one, other, 0.5 * (one + other)))
+            if not np.allclose(half, 0.5 * (first + last), rtol=1e-3, atol=1e-3):
+                return False
+        return True
 
     def gaussian(self, seen: Views) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """An unbiased estimate of E[log p(y | f)], and the sum of the rows' precisions.
 
-        Both are NaN where a likelihood combines rows, and values are traced.
-
         Raises:
-            ValueError: if the likelihood is not Gaussian with a mean that is affine in f.
+            ValueError: if the likelihood is not Gaussian with a mean that is affine in f, or
+                combines rows of it.
         """
         total, precision = jnp.zeros(()), jnp.zeros(())
         f = jnp.zeros(self.q.X.shape[0], seen.projected.dtype)
@@ -193,10 +185,10 @@ class Problem(NamedTuple):
             variance = jnp.maximum(jnp.mean(seen.diagonal, axis=0), jnp.finfo(f.dtype).tiny)
             product += jnp.square(linear(jnp.sqrt(variance)))
             terms = product / jnp.square(fn.scale) + 2.0 * jnp.log(fn.scale)
-            by_rows = self._by_rows(observed)
-            total += observed.sum(-0.5 * (terms + math.log(2.0 * math.pi)), by_rows)
+            total += observed.sum(-0.5 * (terms + math.log(2.0 * math.pi)))
             slope = linear(jnp.ones_like(f))
-            precision += observed.sum(jnp.square(slope / fn.scale), by_rows)
+            precision += observed.sum(jnp.square(slope / fn.scale))
+        self.check_rows()
         return total, precision
 
     def targets(self) -> Float[Array, " n"]:
@@ -222,10 +214,10 @@ class Problem(NamedTuple):
         """The mean over sets of E[log p(y | f)] for f ~ N(means, variances).
 
         Raises:
-            ValueError: if a likelihood is not known to be log-concave.
+            ValueError: if a likelihood is not known to be log-concave, or combines rows of f.
         """
-        nodes, masses = np.polynomial.hermite_e.hermegauss(num_nodes)
-        weights = jnp.asarray(masses / masses.sum(), means.dtype)
+        nodes, masses = normal_nodes(num_nodes)
+        weights = jnp.asarray(masses, means.dtype)
         scales = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
         total = jnp.zeros(())
         by_quadrature = []
@@ -233,20 +225,22 @@ class Problem(NamedTuple):
             if not observed.depends:
                 total += log_density(observed.site)
                 continue
-            parameter = _LOG_CONCAVE.get(type(observed.fn), "")
-            affine = self._affine(observed, parameter) if parameter else None
-            if observed.name not in declared and affine is None and parameter is not None:
+            parameter = _LOG_CONCAVE.get(type(observed.fn))
+            affine = None if parameter is None else self._affine(observed, parameter)
+            concave = affine is not None
+            if isinstance(observed.fn, Poisson):
+                concave = observed.depends == {"rate"} and self._is_log_affine(observed, "rate")
+            if observed.name not in declared and not concave:
                 raise ValueError(
                     f"the observed site `{observed.name}`, a `{type(observed.fn).__name__}`, is "
                     "not known to be log-concave in f: name it in `log_concave` if it is, or use "
                     "`QuadratureELBO`."
                 )
-            by_rows = self._by_rows(observed)
             if isinstance(observed.fn, Laplace) and affine is not None:
-                total += observed.sum(_laplace(observed, affine, means, scales), by_rows)
+                total += observed.sum(_laplace(observed, affine, means, scales))
             else:
                 by_quadrature.append(observed.name)
-                total += jnp.where(by_rows, 0.0, jnp.nan)
+        self.check_rows()
         if not by_quadrature:
             return total
 
@@ -273,11 +267,11 @@ class _Observed(NamedTuple):
     mask: Any
     depends: frozenset[str]  # parameters of the law that depend on f
 
-    def sum(self, terms: Array, by_rows: Bool[Array, ""]) -> Float[Array, ""]:
-        """The sum over all entries of the law, scaled and masked; NaN if rows are combined."""
+    def sum(self, terms: Array) -> Float[Array, ""]:
+        """The sum over all entries of the law, scaled and masked."""
         weight = 1.0 if self.site["scale"] is None else self.site["scale"]
         whole = jnp.broadcast_to(terms, self.site["fn"].shape())
-        return jnp.where(by_rows, jnp.sum(jnp.where(self.mask, weight * whole, 0.0)), jnp.nan)
+        return jnp.sum(jnp.where(self.mask, weight * whole, 0.0))
 
 
 def _laplace(
@@ -355,7 +349,7 @@ def find_family(
         ValueError: if the guide's GP sites are not one `ChevronGP`.
     """
     with Stopped() as stopped:
-        seeded = handlers.substitute(handlers.seed(guide, key), data=params)
+        seeded = substituted(handlers.seed(guide, key), params)
         guide_trace = handlers.trace(seeded).get_trace(*args, **kwargs)
     kinds = {name: type(fn).__name__ for name, fn in stopped.found.items()}
     if list(kinds.values()) != ["ChevronGP"]:
@@ -387,18 +381,13 @@ def trace_problem(
     def run(f: Array) -> Trace:
         trace = {**guide_trace, name: {**guide_trace[name], "value": f}}
         replayed = handlers.replay(handlers.seed(model, model_key), trace)
-        substituted = handlers.substitute(replayed, data=given)
-        return handlers.trace(substituted).get_trace(*args, **kwargs)
+        return handlers.trace(substituted(replayed, given)).get_trace(*args, **kwargs)
 
     model_trace = run(jnp.zeros_like(q.X[:, 0]))
     p = model_trace[name]["fn"]
-    if q.features.size(q.X) != p.features.size(p.X):
-        raise ValueError(
-            f"the guide's features at the site `{name}` are {q.features.size(q.X)}, the prior's "
-            f"{p.features.size(p.X)}: both must be the same features."
-        )
+    same = one_if_same("features", q.features, p.features)
     scale = guide_trace[name]["scale"]
     mutable = {**mutable_values(guide_trace), **mutable_values(model_trace)}
     return Problem(
-        name, q, p, 1.0 if scale is None else scale, guide_trace, model_trace, mutable, run
+        name, q, p, same if scale is None else same * scale, guide_trace, model_trace, mutable, run
     )

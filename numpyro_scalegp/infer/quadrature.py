@@ -10,22 +10,26 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core.quadrature import normal_nodes
 from numpyro_scalegp.distributions import AbstractVariationalGP
-from numpyro_scalegp.guides.likelihood import check_keeps_functions_apart, log_density
+from numpyro_scalegp.guides.additivity import check_additive
+from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.infer.base import AbstractParticleELBO
-from numpyro_scalegp.infer.traces import Trace, check_factorises, divergence, mutable_values
+from numpyro_scalegp.infer.traces import elbo_terms, mutable_values, summed
 
 
 class QuadratureELBO(AbstractParticleELBO):
     """An ELBO whose expectation over the function's marginals is a Gauss-Hermite sum.
 
     E_q[log p(y | f)] ~ sum_j w_j sum_i log p(y_i | mean_i + sd_i x_j), with nodes x_j and weights
-    w_j of the standard normal law; several GP sites use all combinations of nodes. Any NumPyro
-    likelihood that factorises over rows works, a mini-batch scaled by its plate included, and a
-    Gaussian one is exact from two nodes. Other sites are sampled, with their analytic divergences
-    where NumPyro knows them; the GP sites' divergence is that of the processes. Functions in a
-    plate share the nodes, so that each must have a likelihood of its own: one that combines them (a
-    difference, a softmax, a mixing matrix) needs a GP site for each.
+    w_j of the standard normal distribution; several GP sites use all combinations of nodes. Any
+    NumPyro likelihood whose entries each depend on one row of f works, a mini-batch scaled by its
+    plate included, and a Gaussian one is exact from two nodes. One that combines rows (a cumulative
+    sum, a difference from the mean) raises, once, where a step is compiled: `JointELBO` is for it.
+    Other sites are sampled, with their analytic divergences where NumPyro knows them; the GP sites'
+    divergence is that of the processes. Functions in a plate share the nodes, so that each must
+    have a likelihood of its own: one that combines them (a difference, a softmax, a mixing matrix)
+    needs a GP site for each.
 
     The gradient has no Monte Carlo noise from f. For a factorising likelihood it is unbiased under
     mini-batches.
@@ -36,9 +40,8 @@ class QuadratureELBO(AbstractParticleELBO):
         vectorize_particles: as in NumPyro's ELBOs.
 
     Raises:
-        ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site or an
-            observed site couples the rows (a multivariate normal over them, say), or has rows but
-            not the shape of the functions in a plate.
+        ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site, or a
+            term of the bound combines rows of the function or functions of a plate.
 
     References:
         Hensman, Matthews and Ghahramani (2015), section 4. The likelihood is evaluated
@@ -56,10 +59,7 @@ class QuadratureELBO(AbstractParticleELBO):
         num_particles: int = 1,
         vectorize_particles: bool | Callable = True,
     ) -> None:
-        if num_nodes < 1:
-            raise ValueError(f"`num_nodes` must be positive, got {num_nodes}.")
-        nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-        self.nodes, self.weights = nodes, weights / weights.sum()
+        self.nodes, self.weights = normal_nodes(num_nodes)
         super().__init__(num_particles, vectorize_particles)
 
     def _particle(
@@ -72,7 +72,7 @@ class QuadratureELBO(AbstractParticleELBO):
         kwargs: dict[str, Any],
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
         model_key, guide_key = jax.random.split(key)
-        seeded_guide = handlers.substitute(handlers.seed(guide, guide_key), data=params)
+        seeded_guide = substituted(handlers.seed(guide, guide_key), params)
         with _Marginals() as sites:
             guide_trace = handlers.trace(seeded_guide).get_trace(*args, **kwargs)
         marginals = sites.marginals
@@ -84,19 +84,29 @@ class QuadratureELBO(AbstractParticleELBO):
         mutable = mutable_values(guide_trace)
         given = {**params, **mutable}
 
-        def at_nodes(index: Array) -> tuple[Array, dict[str, Any]]:
-            trace = dict(guide_trace)
-            for (name, (mean, variance)), node in zip(marginals.items(), index, strict=True):
-                tiny = jnp.finfo(variance.dtype).tiny
-                scale = jnp.sqrt(jnp.maximum(variance, tiny))
-                value = mean + scale * jnp.asarray(self.nodes, mean.dtype)[node]
-                trace[name] = {**guide_trace[name], "value": value}
+        def run(values: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
+            drawn = {name: {**guide_trace[name], "value": f} for name, f in values.items()}
+            trace = {**guide_trace, **drawn}
             replayed = handlers.replay(handlers.seed(model, model_key), trace)
-            model_trace = handlers.trace(handlers.substitute(replayed, data=given)).get_trace(
-                *args, **kwargs
-            )
-            shapes = {mean.shape for mean, _ in marginals.values()}
-            return _elbo_of_traces(model_trace, trace, shapes), mutable_values(model_trace)
+            model_trace = handlers.trace(substituted(replayed, given)).get_trace(*args, **kwargs)
+            return elbo_terms(model_trace, trace), mutable_values(model_trace)
+
+        means = {name: mean for name, (mean, _) in marginals.items()}
+        for name, mean in means.items():
+
+            def of_function(f: Array, name: str = name) -> dict[str, Array]:
+                terms = run({**means, name: f})[0]
+                return {other: term for other, term in terms.items() if other not in means}
+
+            check_additive(of_function, mean, name)
+
+        def at_nodes(index: Array) -> tuple[Array, dict[str, Any]]:
+            values = {}
+            for (name, (mean, variance)), node in zip(marginals.items(), index, strict=True):
+                scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
+                values[name] = mean + scale * jnp.asarray(self.nodes, mean.dtype)[node]
+            terms, new_mutable = run(values)
+            return summed(terms), new_mutable
 
         grid = np.indices((len(self.nodes),) * len(marginals)).reshape(len(marginals), -1).T
         weights = jnp.asarray(np.prod(self.weights[grid], axis=1))
@@ -121,26 +131,3 @@ class _Marginals(Messenger):
         if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
             self.marginals[msg["name"]] = msg["fn"].marginals()
             msg["value"] = self.marginals[msg["name"]][0]
-
-
-def _elbo_of_traces(
-    model_trace: Trace, guide_trace: Trace, shapes: set[tuple[int, ...]]
-) -> Float[Array, ""]:
-    """The sum of log-densities of observed sites minus the divergences of latent ones."""
-    total = jnp.zeros(())
-    for name, site in model_trace.items():
-        if site["type"] != "sample":
-            continue
-        if site["is_observed"]:
-            check_factorises(site, {shape[-1] for shape in shapes})
-            for *batch, n in shapes:
-                check_keeps_functions_apart(site, tuple(batch), n)
-            total += log_density(site)
-            continue
-        if name not in guide_trace:
-            raise ValueError(f"the guide has no site `{name}`, which the model samples.")
-        total -= divergence(guide_trace[name], site)
-    for name, site in guide_trace.items():
-        if site["type"] == "sample" and name not in model_trace:
-            total -= log_density(site)
-    return total

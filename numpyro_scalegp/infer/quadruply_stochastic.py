@@ -71,7 +71,6 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         ValueError: if a number is out of range; in a step, if the guide's GP site is not one
             `ChevronGP`, an observed site depends on f in a way that the above does not allow, or
             there should be a control variate, and neither support points nor `SparseSVI`.
-            An observed site that combines rows gives NaN where its parameters are traced.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, theorems 1 to 3. The

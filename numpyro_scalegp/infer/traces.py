@@ -4,10 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from numpyro.distributions import Independent
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_scalegp.guides.likelihood import log_density
+from numpyro_scalegp.guides.likelihood import log_density, log_terms
 
 Trace = dict[str, Any]
 
@@ -27,16 +26,28 @@ def divergence(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Float[
     return jnp.sum(found if scale is None else scale * found)
 
 
-def check_factorises(site: dict[str, Any], rows: set[int]) -> None:
-    """Raise if an observed site is one law over all rows."""
-    couples_rows = (
-        len(site["fn"].event_shape) == 1
-        and site["fn"].event_shape[0] in rows
-        and site["fn"].batch_shape == ()
-        and not isinstance(site["fn"], Independent)
-    )
-    if couples_rows:
-        raise ValueError(
-            f"the observed site `{site['name']}` is one {type(site['fn']).__name__} over all rows: "
-            "the objective needs a likelihood that factorises over rows."
-        )
+def elbo_terms(model_trace: Trace, guide_trace: Trace) -> dict[str, Float[Array, "..."]]:
+    """What each site adds to the bound: log densities, one for each entry, and minus divergences.
+
+    Raises:
+        ValueError: if the guide lacks a latent site of the model.
+    """
+    terms = {}
+    for name, site in model_trace.items():
+        if site["type"] != "sample":
+            continue
+        if site["is_observed"]:
+            terms[name] = log_terms(site)
+            continue
+        if name not in guide_trace:
+            raise ValueError(f"the guide has no site `{name}`, which the model samples.")
+        terms[name] = -divergence(guide_trace[name], site)
+    for name, site in guide_trace.items():
+        if site["type"] == "sample" and name not in model_trace:
+            terms[name] = -log_density(site)
+    return terms
+
+
+def summed(terms: dict[str, Float[Array, "..."]]) -> Float[Array, ""]:
+    """The sum of all terms."""
+    return sum(map(jnp.sum, terms.values()), jnp.zeros(()))

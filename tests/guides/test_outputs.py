@@ -115,9 +115,9 @@ def test_solves_for_every_mean(name, x64):
     svi, _ = loss_of(several, together)
     params = perturbed(svi.get_params(jax.jit(svi.init)(KEY, X, Y)))
     jax.eval_shape(loss_of(alone, single)[0].init, KEY, X, Y[0])  # sets the guide up
-    solved = together.solve_mean(params, X, Y, tolerance=1e-12)
+    solved = together.solve_mean(params, X, Y, tolerance=1e-7).params
     for i in range(P):
-        one = single.solve_mean(one_of(params, i), X, Y[i], tolerance=1e-12)
+        one = single.solve_mean(one_of(params, i), X, Y[i], tolerance=1e-7).params
         for key, value in one.items():
             np.testing.assert_allclose(one_of(solved, i)[key], value, atol=1e-6)
 
@@ -175,7 +175,7 @@ def test_other_sites_share_the_plate_and_another_function_does_not():
         losses.append(loss)
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
     params = {**svi.get_params(state), **state.mutable_state}
-    solved = jax.jit(together.solve_mean)(params, X, Y)
+    solved = jax.jit(together.solve_mean)(params, X, Y).params
     assert solved["f_auto_residual_weights"].shape == (P, 1, 9)
     mean = together.posterior(solved, X, Y).mean(X)
     assert mean.shape == (P, 1, N)
@@ -202,9 +202,15 @@ def test_likelihoods_that_combine_functions_are_refused(name):
     together = AutoHybridGP(model, num_inducing=4, num_residual=8)
     svi = SVI(model, together, optax.adam(0.1), sgp.infer.QuadratureELBO(2))
     state = jax.jit(svi.init)(KEY, X)
-    with pytest.raises(ValueError, match="its likelihood must be one for each of them"):
+    with pytest.raises(
+        ValueError,
+        match=r"`y` combines rows .* or functions of its plate",
+    ):
         jax.eval_shape(svi.update, state, X)
-    with pytest.raises(ValueError, match="its likelihood must be one for each of them"):
+    with pytest.raises(
+        ValueError,
+        match=r"`y` combines rows .* or functions of its plate",
+    ):
         together.solve_mean(svi.get_params(state), X)
 
 

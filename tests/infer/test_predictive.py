@@ -146,3 +146,13 @@ def test_a_guide_or_draws():
         Predictive(linear)
     with pytest.raises(ValueError, match=message):
         Predictive(linear, guide=linear, params={}, posterior_samples=slopes(2))
+
+
+def test_only_latent_sites_take_the_values_of_draws():
+    """Deterministic sites are recomputed at new inputs, and observations stay."""
+    samples = {**slopes(3), "line": jnp.full((3, N), 7.0), "y": jnp.full((3, 2), 7.0)}
+    samples["rows"] = jnp.ones((3, N), int)  # a plate's indices, as from HMCECS
+    draws = Predictive(linear, posterior_samples=samples).draws(KEY, X[:2] + 1.0, Y[:2])
+    expected = samples["slope"][:, None] * (X[:2, 0] + 1.0)
+    np.testing.assert_allclose(draws.sites["line"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(draws.observed["y"], np.tile(Y[:2], (3, 1)))
