@@ -18,7 +18,7 @@ class Hutchinson(AbstractIterative):
     The gradient is unbiased up to the solver's tolerance. The value's log|H| comes from stochastic
     Lanczos quadrature, with the standard error among the state's records: with
     `ConjugateGradients` from extra columns of the same solve, otherwise from a Lanczos process of
-    its own, which costs `logdet_epochs` half epochs. Each evaluation is random, so it is for
+    its own, which costs at most `logdet_epochs` epochs. Each evaluation is random, so it is for
     stochastic optimisers, not for NUTS or line searches (under a constant key, NumPyro's samplers
     would see one frozen draw).
 

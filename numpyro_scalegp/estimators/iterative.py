@@ -5,7 +5,7 @@ import dataclasses
 import math
 import warnings
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -377,10 +377,9 @@ def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Flo
 
 def _failed_where(failed: Bool[Array, ""], solution: Solution) -> Solution:
     """The solution, or NaN in all that a gradient is made of."""
-    value, vectors, twin = (
-        None if array is None else jnp.where(failed, jnp.nan, array)
-        for array in (solution.value, solution.vectors, solution.twin)
-    )
+    arrays = solution.value, solution.vectors, solution.twin
+    poisoned: Any = jax.tree.map(lambda array: jnp.where(failed, jnp.nan, array), arrays)
+    value, vectors, twin = poisoned
     reason = jnp.where(failed, StopReason.FAILED, solution.reason).astype(int)
     converged = solution.converged & ~failed
     return solution._replace(

@@ -186,7 +186,7 @@ class SolverState:
         solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
         new = (solutions, target, *system, estimator)
         old = (begin.solutions, begin.target, *before, begin.estimator)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        kept: Any = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         place = begin.step % self.num_records
         # What is not finite counts as infinite, so that no NaN is ever kept.
         records = Records(
@@ -248,11 +248,11 @@ def _present(memory: Memory | None) -> Memory:
 
 def _is_alike(one: Any, other: Any) -> bool:
     """Whether two pytrees have the same structure, and their leaves the same shapes."""
-    leaves, structure = jax.tree.flatten(one)
-    others, other_structure = jax.tree.flatten(other)
-    return structure == other_structure and [jnp.shape(leaf) for leaf in leaves] == [
-        jnp.shape(leaf) for leaf in others
-    ]
+
+    def described(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+        return jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+
+    return described(one) == described(other)
 
 
 def _described(system: tuple[AbstractKernel, Array, Array]) -> str:

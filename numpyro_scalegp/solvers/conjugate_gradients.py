@@ -226,8 +226,8 @@ def run(
     limit = max_iterations if roulette is None else jnp.minimum(roulette.stop, max_iterations)
     points = () if roulette is None else roulette.checkpoints
     # Whatever rounding has done to H, its eigenvalues are above minus this.
-    rounding = 10.0 * operator.size * jnp.finfo(operator.dtype).eps
-    rounding *= jnp.max(jnp.abs(operator.diagonal()))
+    relative = 10.0 * operator.size * float(jnp.finfo(operator.dtype).eps)
+    rounding = relative * jnp.max(jnp.abs(operator.diagonal()))
     advance = functools.partial(_advance, factor=factor, rounding=rounding)
 
     def split(columns: Array, size: int) -> Array:

@@ -46,6 +46,9 @@ class RussianRouletteCG(AbstractSolver):
     off: the price of an early stop is variance. It is False where rounding errors ended the run at
     a relative residual above 0.01: then the rest of the sum is missing.
 
+    The log-determinant of an estimator has room for 800 steps. Where a run goes on beyond them with
+    probes that are not solved, the value's standard error is infinite.
+
     Args:
         decay: rate of the law, not negative. The terms should fall faster than exp(-decay j).
         min_iterations: iterations that are always made.
@@ -233,13 +236,14 @@ class RussianRouletteCG(AbstractSolver):
             vectors=vectors,
             twin=twin,
         )
-        return solution, self._telescoped(coefficients, law, stop)
+        return solution, self._telescoped(coefficients, law, stop, operator.size)
 
     def _telescoped(
         self,
         coefficients: Coefficients,
         law: StoppingLaw,
         stop: Int[Array, " indices"],
+        n: int,
     ) -> Coefficients:
         """Coefficients that weigh what the log-determinant changes by between some iterations.
 
@@ -248,10 +252,10 @@ class RussianRouletteCG(AbstractSolver):
         fall below about a half. A run that goes on beyond the steps that there is room for, before
         the probes are solved, is cut.
         """
-        num_steps, (made,) = len(coefficients.curvature), coefficients.stops
+        (num_steps, _, g, _), made = coefficients.curvature.shape, coefficients.stops[0]
         is_cut = (
-            (num_steps < law.num_terms)
-            & (made >= num_steps)
+            (num_steps < law.num_terms and num_steps * g < n)
+            & (jnp.max(stop) > num_steps)
             & jnp.any(coefficients.residual > _rounding(coefficients.start.dtype))
         )
         first = min(self.min_iterations, num_steps)

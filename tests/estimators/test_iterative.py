@@ -20,12 +20,14 @@ from numpyro.infer.autoguide import AutoDelta, AutoNormal
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise
+from numpyro_scalegp.estimators.iterative import warn_unless_converged
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import (
     AlternatingProjections,
     ConjugateGradients,
     StochasticGradientDescent,
+    StopReason,
 )
 
 N, D, NUM_KEYS = 60, 2, 200
@@ -395,6 +397,41 @@ def test_solves_that_end_above_the_tolerance_warn_once(estimator):
             assert text.startswith("a linear solve ended above its tolerance")
             for remedy in ("`max_epochs`", "`sgp.solver_state`", "preconditioner", "noise var"):
                 assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (StopReason.BUDGET, "the budget ended first. Raise the solver's `max_epochs`"),
+        (StopReason.PRECISION, "rounding errors leave no more to gain.*work in float64"),
+        (StopReason.FAILED, "a linear solve failed: .* not positive definite or not finite"),
+    ],
+)
+def test_warnings_say_why_a_solve_ended(reason, text):
+    some = sgp.solvers.Cholesky().solve(KernelOperator(ard(), data()[0], 0.5), data()[1][:, None])
+    assert some.reason == StopReason.CONVERGED
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_unless_converged(some)
+        jax.effects_barrier()
+    with pytest.warns(RuntimeWarning, match=text):
+        warn_unless_converged(
+            some._replace(converged=jnp.array(False), reason=jnp.array(int(reason)))
+        )
+        jax.effects_barrier()
+
+
+def test_epochs_include_those_of_the_log_determinant(x64):
+    p = parameters(0.5)
+    operator = KernelOperator(p["kernel"], p["X"], p["noise"])
+
+    def epochs(**options: Any) -> float:
+        one = make("hutchinson", sgp.solvers.Cholesky(), 2, **options)
+        return float(one.estimate(operator, p["y"][:, None], key=KEY).solution.epochs)
+
+    assert epochs(num_logdet_probes=0) == 1
+    # The default preconditioner is exact here, so that a single step will do.
+    assert epochs(num_logdet_probes=2) == 2
 
 
 @pytest.mark.parametrize("estimator", [Hutchinson, Pathwise])

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import iterative, quadrature
+from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
-from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
+from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG, conjugate_gradients
 from tests.compilation import optimised
 
 N, NUM_DRAWS = 200, 2000
@@ -134,3 +136,56 @@ def test_a_single_index_for_both_sides_is_biased(x64, monkeypatch):
     found = scores("hutchinson", SOLVERS["plain"][0])
     hyperparameters = [np.ravel(v) for k, v in found.items() if "kernel" in k or "noise" in k]
     assert np.max(np.abs(np.concatenate(hyperparameters))) > 10
+
+
+def small_estimates(y: Any, max_order: int, num_draws: int) -> tuple[Any, ...]:
+    """Under many keys: values less the exact one, standard errors, and those of the probes alone.
+
+    Args:
+        y: forty observations.
+        max_order: what there is room for in the quadrature.
+        num_draws: how many keys.
+    """
+    X, noise = jnp.array(np.random.default_rng(0).normal(size=(40, 2))), jnp.array(0.1)
+    operator = KernelOperator(sgp.kernels.Matern32(0.9, 1.4), X, noise)
+    solver = RussianRouletteCG(0.2, 4, 40, group_size=1)
+    one = sgp.estimators.Hutchinson(solver, 1, num_logdet_probes=4)
+
+    def evaluate(key: Any) -> Any:
+        found = one.estimate(operator, y[:, None], key=key)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (iterative, quadrature):
+                patch.setattr(module, "stopping_variance", lambda _, terms: 0.0 * terms[0])
+            alone = one.estimate(operator, y[:, None], key=key)
+        return found.value[0], found.standard_error, alone.standard_error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conjugate_gradients, "_MAX_ORDER", max_order)
+        keys = jax.random.split(jax.random.key(1), num_draws)
+        values, *errors = optimised(functools.partial(jax.lax.map, evaluate))(keys)
+    exact = sgp.GaussianProcess(operator.kernel, X, noise).log_prob(y)
+    return np.asarray(values - exact), *map(np.asarray, errors)
+
+
+@pytest.mark.monte_carlo
+def test_standard_errors_have_the_random_stop_in_them(x64):
+    y = jnp.array(np.random.default_rng(1).normal(size=40))
+    values, errors, alone = small_estimates(y, 800, 1000)
+    assert np.all(np.isfinite(errors))
+    assert 0.85 < math.sqrt(np.mean(np.square(errors))) / np.std(values) < 1.6
+    # The spread over the probes is not all.
+    assert math.sqrt(np.mean(np.square(alone))) / np.std(values) < 0.6
+
+
+@pytest.mark.monte_carlo
+def test_a_log_determinant_is_cut_only_with_a_word(x64):
+    def score(values: np.ndarray) -> float:
+        return float(values.mean() / values.std() * math.sqrt(values.size))
+
+    # Room for all 40 steps, which probes that share a Krylov space would not have.
+    values, errors, _ = small_estimates(jnp.zeros(40), 40, 1000)
+    assert abs(score(values)) < 4.0
+    assert np.all(np.isfinite(errors))
+    values, errors, _ = small_estimates(jnp.zeros(40), 5, 1000)
+    assert abs(score(values)) > 6.0
+    assert 0.1 < np.mean(np.isinf(errors)) < 0.99  # the runs that got there

@@ -66,7 +66,7 @@ CHANGES: dict[str, Any] = {
 
 
 def test_the_last_solution_is_taken_where_all_is_the_same():
-    posterior = process(trained(), make(), data()).condition(data()["y"])
+    posterior: Any = process(trained(), make(), data()).condition(data()["y"])
     assert posterior.diagnostics["epochs"] == 0
     np.testing.assert_array_equal(posterior.solution.value, trained().memory.solutions[0])
     assert_solves(posterior)
