@@ -31,7 +31,7 @@ from numpyro.infer import SVI, Trace_ELBO
 from sparse import score
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators.learned import FitRecord, outer_product_variance
+from numpyro_scalegp.estimators.learned import FitRecord, norms
 from numpyro_scalegp.estimators.log_determinant import Batch
 
 WIDTH = 128
@@ -208,8 +208,7 @@ def steady_state(logdet, Z, b, heeded, key, num_steps):
     def step(carry, key):
         state, record, total = carry
         batch = Batch(Z[jax.random.randint(key, (b,), 0, n)], noise, n)
-        variance = outer_product_variance(batch.whitened(state.W), n)
-        new = record.updated(logdet.trace(batch, state) / d, variance, batch.scale)
+        new = record.updated(logdet.trace(batch, state) / d, norms(batch, state.W), batch.scale)
         Q = state.W.T @ getattr(state, "multiplier", jnp.eye(d)) @ state.W
         return (logdet.advance(batch, state, heeded * record.spread), new, total + Q), None
 
