@@ -15,6 +15,8 @@ from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 
 # Means are over about so many batches, or those of an epoch, if they are more.
 _WINDOW = 1000
+# A batch for which A is this far off counts for less, or means would remember it for too long.
+_LARGEST_SIZE = 100.0
 # When users are told that A does not fit F: by how much, and in how many standard errors.
 _TOLERANCE, _SURE, _FIRST_CHECK = 0.2, 4.0, 2048
 
@@ -25,8 +27,8 @@ class FitRecord(NamedTuple):
     num_batches: Int[Array, ""]
     eigenvalue: Float[Array, ""]  # of tr(A^-1 F) / d: 1 if A^-1 has no bias
     square: Float[Array, ""]  # of its square
-    variance: Float[Array, ""]  # of W F_batch W', summed over entries
-    size: Float[Array, ""]  # of |W F W'|^2
+    variance: Float[Array, ""]  # of W F_batch W', summed over entries and divided by d
+    size: Float[Array, ""]  # of |W F W'|^2 / d: 1 where A = F
 
     @classmethod
     def empty(cls, dtype: jnp.dtype) -> "FitRecord":
@@ -60,7 +62,9 @@ class FitRecord(NamedTuple):
         count = self.num_batches + 1
         new = jnp.maximum(1.0 / count, 1.0 / max(_WINDOW, batches_per_epoch))
         new = new.astype(self.eigenvalue.dtype)
-        said = (eigenvalue, jnp.square(eigenvalue), *norms)
+        variance, size = norms
+        less = jnp.minimum(1.0, _LARGEST_SIZE / size)
+        said = (eigenvalue, jnp.square(eigenvalue), less * variance, less * size)
         means = [(1.0 - new) * old + new * one for old, one in zip(self[1:], said, strict=True)]
         record = FitRecord(count, *means)
         off = jnp.abs(record.eigenvalue - 1.0)
@@ -118,20 +122,22 @@ def _learn(logdet: AbstractBound, batch: Batch, held: Any) -> tuple[Any, Learned
 
 
 def norms(batch: Batch, W: Float[Array, "d d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The variance of W F_batch W' between batches, entries summed, and |W F W'|^2: no bias.
+    """The variance of W F_batch W' between batches, entries summed, and |W F W'|^2, both over d.
 
-    The first from the sample variance of the rows' outer products, and not from the batch's own
-    difference from I, since A may be far from F. A single row has none: Gaussian ones are assumed.
+    Without bias: the first is the sample variance of the rows' outer products, and not the batch's
+    own difference from I, since A may be far from F. Of a single row there is none: Gaussian ones
+    are assumed.
     """
     white = batch.whitened(W)
     num, d = white.shape
-    second = jnp.sum(jnp.square(batch.whitened_gram(W)))
+    second = jnp.sum(jnp.square(batch.whitened_gram(W))) / d
     if num == 1:
         return (d + 1) / (d + 2) * second, second / (d + 2)
     squares = jnp.sum(jnp.square(jnp.sum(jnp.square(white), axis=1)))
     small = white if num <= d else white.T
     of_mean = jnp.sum(jnp.square(matmul(small, small.T))) / num
-    variance = batch.num_data * batch.scale * jnp.maximum(squares - of_mean, 0.0) / (num - 1)
+    factor = batch.num_data * batch.scale / ((num - 1) * d)
+    variance = factor * jnp.maximum(squares - of_mean, 0.0)
     return variance, jnp.maximum(second - variance, 0.0)
 
 
