@@ -2,6 +2,7 @@
 
     python benchmarks/feature_space.py fit --data bike --batch-size 32
     python benchmarks/feature_space.py steps
+    python benchmarks/feature_space.py bias --steps 5000
 
 `fit` is the setting of Shoham and Avron (2025): two layers of 128 rectified linear units, and a
 linear kernel on top, or an RBF kernel by random Fourier features (`--rbf 1000`). For each treatment
@@ -17,6 +18,7 @@ state, for rows of similar and of very different lengths. Needs SCALEGP_DATA for
 
 import argparse
 import functools
+import itertools
 import time
 
 import jax
@@ -29,6 +31,8 @@ from numpyro.infer import SVI, Trace_ELBO
 from sparse import score
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators.learned import FitRecord, norms
+from numpyro_scalegp.estimators.log_determinant import Batch
 
 WIDTH = 128
 TREATMENTS = {
@@ -196,9 +200,58 @@ def steps(arguments):
         print(f"d = {width}, b = {b}: " + ", ".join(f"{one:.2f}" for one in medians), flush=True)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 5))
+def steady_state(logdet, Z, b, heeded, key, num_steps):
+    """The mean over steps of Q, with <Q, dF> the gradient, and the record of the batches."""
+    (n, d), noise = Z.shape, jnp.asarray(0.1)
+
+    def step(carry, key):
+        state, record, total = carry
+        batch = Batch(Z[jax.random.randint(key, (b,), 0, n)], noise, n)
+        new = record.updated(logdet.trace(batch, state) / d, norms(batch, state.W), batch.scale)
+        Q = state.W.T @ getattr(state, "multiplier", jnp.eye(d)) @ state.W
+        return (logdet.advance(batch, state, heeded * record.spread), new, total + Q), None
+
+    start = logdet.start(Batch(Z, noise, n).gram())
+    carry = (start, FitRecord.empty(Z.dtype), jnp.zeros((d, d)))
+    first, second = jax.random.split(key)
+    state, record, _ = jax.lax.scan(step, carry, jax.random.split(first, num_steps))[0]
+    carry = (state, record, jnp.zeros((d, d)))
+    _, record, total = jax.lax.scan(step, carry, jax.random.split(second, num_steps))[0]
+    return total / num_steps, record
+
+
+def bias(arguments):
+    """Measure the eigenvalues of E[Q] F at fixed features, which are one without bias."""
+    jax.config.update("jax_enable_x64", True)
+    n, d, b = 2000, 20, 16
+    kinds = {"Gaussian": 0.0, "lognormal lengths, sigma 1.5": 1.5}
+    names = ("variational", "compositional-0.9", "minimax")
+    for (kind, sigma), name, heeded in itertools.product(kinds.items(), names, (0.0, 1.0)):
+        found = []
+        for seed in range(arguments.seeds):
+            rng = np.random.default_rng(seed)
+            lengths = np.exp(sigma * rng.normal(size=(n, 1)))
+            Z = jnp.asarray(rng.normal(size=(n, d)) * lengths)
+            key = jax.random.key(seed)
+            args = (TREATMENTS[name], Z, b, heeded, key, arguments.steps)
+            Q, record = steady_state(*args)
+            L = np.linalg.cholesky(Z.T @ Z + 0.1 * np.eye(d))
+            values = np.linalg.eigvalsh(L.T @ np.asarray(Q) @ L)
+            found.append([values.mean(), values[0], values[-1], record.eigenvalue, record.spread])
+        means = np.mean(found, axis=0)
+        error = np.std(found, axis=0, ddof=1)[0] / np.sqrt(arguments.seeds)
+        print(
+            f"{kind}, {name}, spread {'heeded' if heeded else 'ignored'}: mean eigenvalue "
+            f"{means[0]:.3f} +- {error:.3f}, least {means[1]:.2f}, largest {means[2]:.2f}, by "
+            f"batches {means[3]:.3f}, spread {means[4]:.1f}",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["fit", "steps"])
+    parser.add_argument("command", choices=["fit", "steps", "bias"])
     parser.add_argument("--data", default="bike")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--logdet", nargs="+", choices=METHODS, default=METHODS)
@@ -206,8 +259,9 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--rbf", type=int, default=0, help="random Fourier features on top")
-    parser.add_argument("--steps", type=int, default=100, help="timed at once")
+    parser.add_argument("--steps", type=int, default=100, help="timed, or averaged over")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=6, help="of `bias`")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    {"fit": fit, "steps": steps}[arguments.command](arguments)
+    {"fit": fit, "steps": steps, "bias": bias}[arguments.command](arguments)

@@ -28,18 +28,22 @@ class Compositional(AbstractBound):
     """log|F| through a running average A of the batches' estimates of F.
 
     The estimate log|A| + tr(A^-1 F_batch) - d has the gradient <A^-1, dF_batch>, unbiased for
-    <A^-1, dF>; A comes from the batches before this one. It is biased by what A^-1 is: an average
-    over the last N rows makes it too large by about N / (N - d - 1), N = b (1 + decay) /
-    (1 - decay). So choose `decay` such that N is several times d.
+    <A^-1, dF>; A comes from the batches before this one. What A^-1 is biased by remains: the
+    inverse of an average is too large in the mean, by about (1 - decay) / 2 times the spread
+    between batches (see `sgp.infer.log_determinant_diagnostics`): (d + 1) / N for an average over
+    N = b (1 + decay) / (1 - decay) Gaussian rows. The average is taken over more batches than
+    `decay` says wherever that would be more than a tenth, so with rows of unequal length, up to
+    all of them several times. Unbiased it is as decay goes to one, with hyperparameters at rest.
 
     Args:
         decay: the weight of the old average, 0 <= decay < 1 (the paper's b is 1 - decay), or a
-            schedule, a function of the number of batches so far. The first batches get equal
-            weights, with the start as one of them, until that gives them less than 1 - decay.
+            schedule, a function of the number of batches so far; more where batches differ much.
+            The first batches get equal weights, with the start as one of them, until that gives
+            them less than 1 - decay.
         name: the NumPyro mutable site of the state.
 
     Raises:
-        ValueError: if `decay` is not in [0, 1), or, in a step, too small for the features.
+        ValueError: if `decay` is not in [0, 1).
 
     References:
         Shoham and Avron (2025), Unbiased Stochastic Optimization for Gaussian Processes on Finite

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core.carried import carried
@@ -14,6 +15,8 @@ from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
 
 # Means are over about so many batches, or those of an epoch, if they are more.
 _WINDOW = 1000
+# A batch for which A is this far off counts for less, or means would remember it for too long.
+_LARGEST_SIZE = 100.0
 # When users are told that A does not fit F: by how much, and in how many standard errors.
 _TOLERANCE, _SURE, _FIRST_CHECK = 0.2, 4.0, 2048
 
@@ -25,21 +28,23 @@ class FitRecord(NamedTuple):
     eigenvalue: Float[Array, ""]  # of tr(A^-1 F) / d: 1 if A^-1 has no bias
     square: Float[Array, ""]  # of its square
     variance: Float[Array, ""]  # of W F_batch W', summed over entries and divided by d
+    size: Float[Array, ""]  # of |W F W'|^2 / d: 1 where A = F
 
     @classmethod
     def empty(cls, dtype: jnp.dtype) -> "FitRecord":
         """Before the first batch."""
         zero = jnp.zeros((), dtype)
-        return cls(jnp.zeros((), jnp.int32), zero, zero, zero)
+        return cls(jnp.zeros((), jnp.int32), zero, zero, zero, zero)
 
     @property
     def spread(self) -> Float[Array, ""]:
-        """The variance relative to the squared mean eigenvalue: a property of the rows alone.
+        """|F_batch - F|^2 over |F|^2 in the mean, in the coordinates W: a property of the rows.
 
         (d + 1) / b for b Gaussian rows, and up to n / b where few rows have most of the length.
+        Where A is far from F, both norms are those of the directions that are off, so their ratio
+        stays moderate, and A free to move.
         """
-        tiny = jnp.finfo(self.variance.dtype).tiny
-        return self.variance / jnp.maximum(jnp.square(self.eigenvalue), tiny)
+        return self.variance / jnp.maximum(self.size, jnp.finfo(self.size.dtype).tiny)
 
     @property
     def standard_error(self) -> Float[Array, ""]:
@@ -48,13 +53,18 @@ class FitRecord(NamedTuple):
         return jnp.sqrt(jnp.maximum(self.square - jnp.square(self.eigenvalue), 0.0) / count)
 
     def updated(
-        self, eigenvalue: Float[Array, ""], variance: Float[Array, ""], batches_per_epoch: float
+        self,
+        eigenvalue: Float[Array, ""],
+        norms: tuple[Float[Array, ""], Float[Array, ""]],
+        batches_per_epoch: float,
     ) -> "FitRecord":
-        """The record after one more batch; warns where it shows that A does not fit."""
+        """The record after one more batch and its `norms`; warns where A does not fit."""
         count = self.num_batches + 1
         new = jnp.maximum(1.0 / count, 1.0 / max(_WINDOW, batches_per_epoch))
         new = new.astype(self.eigenvalue.dtype)
-        said = (eigenvalue, jnp.square(eigenvalue), variance)
+        variance, size = norms
+        less = jnp.minimum(1.0, _LARGEST_SIZE / size)
+        said = (eigenvalue, jnp.square(eigenvalue), less * variance, less * size)
         means = [(1.0 - new) * old + new * one for old, one in zip(self[1:], said, strict=True)]
         record = FitRecord(count, *means)
         off = jnp.abs(record.eigenvalue - 1.0)
@@ -105,41 +115,43 @@ def _learn(logdet: AbstractBound, batch: Batch, held: Any) -> tuple[Any, Learned
         held = held._replace(num_starts=jnp.zeros((), jnp.int32))
     if batch.is_full:
         return state, held, Learned(state, held.record, jnp.ones((), jnp.int32))
-    variance = outer_product_variance(batch.whitened(state.W), batch.num_data)
     eigenvalue = logdet.trace(batch, state) / batch.features.shape[1]
-    record = held.record.updated(eigenvalue, variance, batch.scale)
+    record = held.record.updated(eigenvalue, norms(batch, state.W), batch.scale)
     after = logdet.advance(batch, state, held.record.spread)
     return state, held, Learned(after, record, jnp.ones((), jnp.int32))
 
 
-def outer_product_variance(white: Float[Array, "b d"], num_data: int) -> Float[Array, ""]:
-    """The variance of (n / b) sum_i x_i x_i' between batches of rows x_i, entries summed, over d.
+def norms(batch: Batch, W: Float[Array, "d d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The variance of W F_batch W' between batches, entries summed, and |W F W'|^2, both over d.
 
-    As the sample variance of the rows' outer products, without bias, and not the batch's own
-    difference from its expectation: so it does not depend on how far A is from F. A single row has
-    no sample variance: there its square is taken.
+    Without bias: the first is the sample variance of the rows' outer products, and not the batch's
+    own difference from I, since A may be far from F. Of a single row there is none: Gaussian ones
+    are assumed.
     """
+    white = batch.whitened(W)
     num, d = white.shape
-    lengths = jnp.sum(jnp.square(white), axis=1)
-    squares = jnp.sum(jnp.square(lengths))
-    if num > 1:
-        small = white if num <= d else white.T
-        of_mean = jnp.sum(jnp.square(matmul(small, small.T))) / num
-        squares = jnp.maximum(squares - of_mean, 0.0) / (num - 1)
-    return num_data**2 / (num * d) * squares
+    second = jnp.sum(jnp.square(batch.whitened_gram(W))) / d
+    if num == 1:
+        return (d + 1) / (d + 2) * second, second / (d + 2)
+    squares = jnp.sum(jnp.square(jnp.sum(jnp.square(white), axis=1)))
+    small = white if num <= d else white.T
+    of_mean = jnp.sum(jnp.square(matmul(small, small.T))) / num
+    factor = batch.num_data * batch.scale / ((num - 1) * d)
+    variance = factor * jnp.maximum(squares - of_mean, 0.0)
+    return variance, jnp.maximum(second - variance, 0.0)
 
 
 def _warn(bad: ArrayLike, eigenvalue: ArrayLike) -> None:
     if not bad:  # under `jax.vmap` both branches of a condition run
         return
-    high = float(eigenvalue) > 1.0
+    found = np.asarray(eigenvalue).item()
     warnings.warn(
         f"the matrix A of a `FeatureSpaceGP` does not fit F: the mean eigenvalue of A^-1 F is "
-        f"{float(eigenvalue):.2f}, where it must be 1, so the gradient of log|F| is too "
-        f"{'large' if high else 'small'} by that factor. A lags behind hyperparameters that move, "
-        "or forgets rows that are far longer than others: lower the optimizer's learning rate, "
-        "take larger batches, a smaller `step_size` or a larger `decay`, or features of similar "
-        "lengths. See `sgp.infer.log_determinant_diagnostics`.",
+        f"{found:.2f}, where it must be 1, so the gradient of log|F| is too "
+        f"{'large' if found > 1.0 else 'small'} by that factor. A lags behind hyperparameters that "
+        "move, or forgets rows that are far longer than others: lower the optimizer's learning "
+        "rate, take larger batches, a smaller `step_size` or a larger `decay`, or features of "
+        "similar lengths. See `sgp.infer.log_determinant_diagnostics`.",
         RuntimeWarning,
         stacklevel=1,
     )

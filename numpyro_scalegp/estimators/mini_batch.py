@@ -58,7 +58,7 @@ def _(
     primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:
     w, W = _optimum(*primals)
-    _, tangent = jax.jvp(lambda *args: _bound(*args, w, W), primals, tangents)
+    _, tangent = jax.jvp(lambda Phi, noise, y: _bound(Phi, noise, y, w, W), primals, tangents)
     return _log_density(*primals), tangent
 
 

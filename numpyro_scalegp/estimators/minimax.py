@@ -40,10 +40,15 @@ class Minimax(AbstractBound):
     product of means. |B| <= 1 and A >= noise I are kept by projections. Where B reaches its limit,
     the penalty does not hold A at F, and rises.
 
+    The gradient of log|F| is <Q, dF_batch> with Q = penalty sqrt(d) W'BW, A^-1 = W'W. In a steady
+    state in which no projection acts, tr(E[Q] F) = d, as it must be; single directions are off by
+    about the variance of A and B. Both sides take smaller steps where batches differ much,
+    as those of `Variational` do, since otherwise |B| <= 1 acts all the time.
+
     Args:
         penalty: where the penalty starts, positive.
         growth: the share by which it rises in a step in which B reaches its limit; 0 keeps it.
-        step_size: of A, 0 < step_size <= 1.
+        step_size: of A, 0 < step_size <= 1, at most.
         multiplier_step_size: of -penalty sqrt(d) B, which is I where A = F, positive.
         name: the NumPyro mutable site of the state.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.estimators.weight_space import Weights, posterior, statistics
+from numpyro_scalegp.estimators.weight_space import Weights, posterior, refined, statistics
 from numpyro_scalegp.features import AbstractFeatures, Learned
 from numpyro_scalegp.predict.conditioned import AbstractConditioned
 
@@ -127,7 +127,7 @@ def feature_posterior(
 ) -> FeaturePosterior:
     """The exact posterior of f(x) = phi(x)'w, w ~ N(0, I), given all observations.
 
-    One pass over the rows, in chunks.
+    Two passes over the rows, in chunks, of which the second refines the mean.
 
     Args:
         feature_map: phi: features of `sgp.features` with independent weights, or any function from
@@ -170,14 +170,14 @@ def feature_posterior(
     checks.shape("noise_variance", noise_variance, (), why="one value for all rows")
     checks.positive("noise_variance", noise_variance)
     noise = jnp.broadcast_to(noise_variance, y.shape)
-    found = statistics(features, features.size(X), X, noise, y[:, None])
+    found = posterior(statistics(features, features.size(X), X, noise, y[:, None]))
     return FeaturePosterior(
         features=features,
         X=X,
         y=y,
         noise_variance=noise_variance,
         mean_function=constant_function(jnp.zeros((), y.dtype)),
-        weights=posterior(found),
+        weights=refined(found, features, X, noise, y),
     )
 
 

@@ -236,6 +236,19 @@ def test_leave_one_out_warns_where_digits_are_lost():
         jax.effects_barrier()
 
 
+def test_the_posterior_mean_in_single_precision_with_little_noise(x64):
+    rng = np.random.default_rng(0)
+    Phi = np.maximum(rng.normal(size=(32, 128)), 0.0) / np.sqrt(128.0)
+    y, Xs = Phi @ rng.normal(size=128), np.maximum(rng.normal(size=(5, 128)), 0.0)
+    means = []
+    for dtype in ("float32", "float64"):
+        arrays = [jnp.asarray(a.astype(np.float32), dtype) for a in (Phi, y, np.asarray(1e-5))]
+        posterior = sgp.predict.feature_posterior(lambda X: X, *arrays)
+        means.append(posterior.mean(jnp.asarray(Xs.astype(np.float32), dtype)))
+    single, double = means
+    np.testing.assert_allclose(single, double, atol=5e-3 * float(jnp.max(jnp.abs(double))))
+
+
 def test_bad_arguments(unchecked):
     Phi, zero = jnp.ones((4, 3)), jnp.zeros(3)
     build = functools.partial(sgp.FeatureSpaceGP, num_data=8, logdet=Variational())

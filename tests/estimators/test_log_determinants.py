@@ -13,7 +13,7 @@ from jaxtyping import Array
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Compositional, MiniBatch, Minimax, Variational
 from numpyro_scalegp.estimators.compositional import RunningAverage
-from numpyro_scalegp.estimators.learned import FitRecord, outer_product_variance
+from numpyro_scalegp.estimators.learned import FitRecord, norms
 from numpyro_scalegp.estimators.log_determinant import Batch
 from numpyro_scalegp.estimators.minimax import Saddle
 from numpyro_scalegp.estimators.variational import Whitening, multiplied
@@ -165,8 +165,7 @@ def steady_state(logdet: Any, Z: Array, heeded: Array) -> tuple[Array, FitRecord
     def step(carry: Any, key: Array) -> tuple[Any, Array]:
         state, record = carry
         batch = Batch(Z[jax.random.randint(key, (4,), 0, n)], noise, n)
-        variance = outer_product_variance(batch.whitened(state.W), n)
-        seen = record.updated(logdet.trace(batch, state) / d, variance, n / 4)
+        seen = record.updated(logdet.trace(batch, state) / d, norms(batch, state.W), n / 4)
         after = logdet.advance(batch, state, heeded * record.spread)
         return (after, seen), logdet.trace(whole, state) / d
 
@@ -191,26 +190,28 @@ def test_rows_of_unequal_length_leave_little_bias(logdet, bias, x64):
     assert record.eigenvalue - 4.0 * record.standard_error > 1.2
 
 
-def test_the_variance_between_batches_is_estimated_without_bias(x64):
+def test_the_spread_of_batches_is_estimated_without_bias(x64):
     rng = np.random.default_rng(0)
     Z = jnp.array(rng.normal(size=(30, 3)) * np.exp(rng.normal(size=(30, 1))))
-    products = jnp.einsum("ni,nj->nij", Z, Z)
-    # F_batch = n / b sum_i z_i z_i' of independent draws i.
-    exact = 30**2 * jnp.sum(jnp.var(products, axis=0)) / 3
+    noise, W = jnp.array(0.5), jnp.eye(3)
+    F = Z.T @ Z + noise * jnp.eye(3)
+    # F_batch = n / b sum_i z_i z_i' + noise I of independent draws i.
+    variance = 30**2 * jnp.sum(jnp.var(jnp.einsum("ni,nj->nij", Z, Z), axis=0))
     for b in (2, 5):
         index = jax.random.randint(KEY, (4000, b), 0, 30)
-        draws = jax.vmap(lambda i: outer_product_variance(Z[i], 30))(index)
-        error = np.std(draws) / np.sqrt(len(draws))
-        assert abs(np.mean(draws) - exact / b) < 4.0 * error
-    single = outer_product_variance(Z[:1], 30)  # no variance is known: the square
-    np.testing.assert_allclose(single, 30**2 * jnp.sum(jnp.square(products[0])) / 3)
+        found = jax.vmap(lambda i: jnp.stack(norms(Batch(Z[i], noise, 30), W)))(index)
+        wanted = jnp.stack([variance / b, jnp.sum(jnp.square(F))]) / 3
+        error = np.std(found, axis=0) / np.sqrt(len(found))
+        assert np.all(np.abs(np.mean(found, axis=0) - wanted) < 4.0 * error)
+    variance, size = norms(Batch(Z[:1], noise, 30), W)  # of a single row none is known
+    np.testing.assert_allclose(variance / size, 4.0)
 
 
 def test_a_record_of_a_bad_fit_warns_once(x64):
     one = jnp.ones(())
     near = FitRecord.empty(one.dtype)._replace(num_batches=jnp.array(2046), eigenvalue=1.4 * one)
     near = near._replace(square=1.97 * one)
-    update = jax.jit(lambda record: record.updated(1.4 * one, one, 10.0))
+    update = jax.jit(lambda record: record.updated(1.4 * one, (one, one), 10.0))
     record = update(near)
     jax.effects_barrier()  # not yet due
     with pytest.warns(RuntimeWarning, match=r"mean eigenvalue of A\^-1 F is 1\.40, where it must"):
@@ -220,7 +221,9 @@ def test_a_record_of_a_bad_fit_warns_once(x64):
     jax.effects_barrier()
     good = near._replace(num_batches=jnp.array(2047), eigenvalue=1.15 * one)
     update(good)
-    jax.vmap(lambda record: record.updated(one, one, 10.0))(jax.tree.map(lambda a: a[None], good))
+    jax.vmap(lambda record: record.updated(one, (one, one), 10.0))(
+        jax.tree.map(lambda a: a[None], good)
+    )
     jax.effects_barrier()
     np.testing.assert_allclose(record.standard_error, np.sqrt(0.01 / 2000), rtol=0.02)
 
