@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.likelihood import check_keeps_functions_apart, log_density
 from numpyro_scalegp.infer.base import AbstractParticleELBO
@@ -56,8 +57,8 @@ class QuadratureELBO(AbstractParticleELBO):
         num_particles: int = 1,
         vectorize_particles: bool | Callable = True,
     ) -> None:
-        if num_nodes < 1:
-            raise ValueError(f"`num_nodes` must be positive, got {num_nodes}.")
+        checks.count("num_nodes", num_nodes)
+        checks.count("num_particles", num_particles)
         nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
         self.nodes, self.weights = nodes, weights / weights.sum()
         super().__init__(num_particles, vectorize_particles)

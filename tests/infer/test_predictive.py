@@ -146,3 +146,13 @@ def test_a_guide_or_draws():
         Predictive(linear)
     with pytest.raises(ValueError, match=message):
         Predictive(linear, guide=linear, params={}, posterior_samples=slopes(2))
+
+
+def test_a_collapsed_site_in_a_plate_is_refused():
+    def model(X: Array, Y: Array) -> None:
+        with numpyro.plate("outputs", 2):
+            numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1), obs=Y)
+
+    draws = Predictive(model, posterior_samples={"unused": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"GP site `y` stands inside a plate.* from the prior"):
+        draws(jax.random.key(0), jnp.ones((3, 1)), jnp.zeros((2, 3)))
