@@ -43,13 +43,14 @@ class lasting_jvp:
         flat, structure = jax.tree.flatten(arguments)
 
         def function(*flat: ArrayLike) -> list:
-            return jax.tree.leaves(self.function(*structure.unflatten(flat)))
+            return jax.tree.leaves(self.function(*jax.tree.unflatten(structure, flat)))
 
         shape = jax.eval_shape(self.function, *arguments)
 
         def rule(primals: tuple, tangents: tuple) -> tuple[list, list]:
             assert self.rule is not None
-            found = self.rule(structure.unflatten(primals), structure.unflatten(tangents))
+            both = (jax.tree.unflatten(structure, flat) for flat in (primals, tangents))
+            found = self.rule(*both)
             return jax.tree.leaves(found[0]), jax.tree.leaves(found[1])
 
         found = _call.bind(
@@ -145,7 +146,8 @@ def with_pullback(
         linear = jax.tree.leaves(tangents[1])
 
         def transpose(kept: tuple, slope: Array) -> tuple[Array, ...]:
-            return tuple(jax.tree.leaves(pullback(*structure.unflatten(kept), slope)))
+            inputs, fixed = jax.tree.unflatten(structure, kept)
+            return tuple(jax.tree.leaves(pullback(inputs, fixed, slope)))
 
         tangent = _tangent.bind(
             *linear,
