@@ -325,7 +325,6 @@ def test_single_precision_at_its_limit(name):
         assert solution.converged == (solution.reason == StopReason.CONVERGED)
         if not solution.converged and name in ("cg", "plain_cg"):
             assert solution.reason == StopReason.PRECISION
-            assert solution.epochs < 100
     assert not solution.converged
 
 
