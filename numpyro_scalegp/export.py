@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Key
 from numpyro import handlers
 from numpyro.infer import MCMC
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
 
@@ -34,8 +35,8 @@ def to_arviz(
     densities log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for), `observed_data`,
     `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver states, `residual`,
     `probe_residual`, `epochs`, `converged` and `standard_error` over steps; MCMC: divergences and
-    their like; for each draw `jitter` of an exact Gaussian process, or `draw_residual`,
-    `draw_epochs` and their like of an iterative one).
+    their like; for each draw `jitter` of an exact Gaussian process and `jitter_to_noise`, its ratio
+    to the noise variance, or `draw_residual`, `draw_epochs` and their like of an iterative one).
 
     Args:
         result: an `MCMC` after its run, what `SVI.run` returns, or a dict of SVI parameters.
@@ -64,6 +65,7 @@ def to_arviz(
         Buerkner, Gabry and Vehtari (2021), Efficient leave-one-out cross-validation for Bayesian
         non-factorized normal and Student-t models.
     """
+    key = checks.as_key(key)
     if isinstance(result, MCMC):
         model = result.sampler.model if model is None else model
         args = tuple(result._args if model_args is None else model_args)
@@ -73,6 +75,11 @@ def to_arviz(
         flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in chains.items()}
         predictive = Predictive(model, posterior_samples=flat)
     else:
+        if not (isinstance(result, Mapping) or hasattr(result, "params")):
+            raise TypeError(
+                "`result` must be an MCMC after its run, what SVI.run returned or a dict of "
+                f"parameters, got {checks.described(result)}."
+            )
         if model is None or guide is None:
             raise ValueError("`model` and `guide` must be given with a result of SVI.")
         args, kwargs, shape = tuple(model_args or ()), dict(model_kwargs or {}), (1, num_samples)
@@ -113,7 +120,7 @@ def _groups(
         },
         "sample_stats": by_chain(
             {
-                _suffixed(stat if stat == "jitter" else f"draw_{stat}", name, draws.diagnostics): v
+                _suffixed(stat if "jitter" in stat else f"draw_{stat}", name, draws.diagnostics): v
                 for name, diagnostics in draws.diagnostics.items()
                 for stat, v in diagnostics.items()
             }

@@ -10,8 +10,6 @@ References:
     al. (2021), Bias-Free Scalable Gaussian Processes via Randomized Truncations, section 2.3.
 """
 
-import math
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -47,7 +45,7 @@ class StoppingLaw(eqx.Module):
     probabilities: Float[Array, " N"]
 
     def __init__(self, probabilities: Float[ArrayLike, " N"]) -> None:
-        p = checks.as_float(probabilities)
+        p = checks.as_float(probabilities, "probabilities")
         if p.ndim != 1 or p.size == 0:
             raise ValueError(f"`probabilities` must have shape (N,) with N > 0, got {p.shape}.")
         if checks.is_concrete(p):
@@ -74,8 +72,7 @@ class StoppingLaw(eqx.Module):
         Raises:
             ValueError: if an argument is out of its range.
         """
-        if not 0.0 <= decay < math.inf:
-            raise ValueError(f"`decay` must be finite and not negative, got {decay}.")
+        checks.number("decay", decay, "[0, inf)")
         index = _indices(minimum, maximum)
         return cls(np.where(index >= minimum, np.exp(-decay * (index - float(minimum))), 0.0))
 
@@ -136,7 +133,7 @@ class StoppingLaw(eqx.Module):
         Returns:
             Integers of shape `shape`.
         """
-        uniform = jax.random.uniform(key, shape, self.probabilities.dtype)
+        uniform = jax.random.uniform(checks.as_key(key), shape, self.probabilities.dtype)
         # J >= j for the largest j with uniform < P(J >= j); indices without probability are passed
         # over, as theirs is the survival of the next.
         return jnp.searchsorted(-self.survival, -uniform, side="left").astype(int)
@@ -181,8 +178,9 @@ def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) ->
         ValueError: if no exponential law has this mean: it must lie between the minimum and half
             way from there to `maximum`.
     """
-    if not 0.0 < share < 1.0:
-        raise ValueError(f"`share` must be in (0, 1), got {share}.")
+    checks.number("mean", mean, "(0, inf)")
+    checks.number("share", share, "(0, 1)")
+    checks.count("maximum", maximum)
     minimum = max(1, round(share * mean))
     if not minimum < mean <= 0.5 * (minimum + maximum):
         raise ValueError(
@@ -206,7 +204,7 @@ def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) ->
 
 def _indices(minimum: int, maximum: int) -> np.ndarray:
     """The indices from 1 to `maximum`, once the bounds are checked."""
-    if not 1 <= minimum <= maximum:
+    if checks.count("minimum", minimum) > checks.count("maximum", maximum):
         raise ValueError(
             f"`minimum` and `maximum` must satisfy 1 <= minimum <= maximum, got {minimum} and "
             f"{maximum}."

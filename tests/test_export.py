@@ -141,8 +141,24 @@ def test_statistics_of_the_sampler():
     np.testing.assert_array_equal(statistics["n_steps"], fields["num_steps"])
     np.testing.assert_array_equal(statistics["lp"], -fields["potential_energy"])
     assert statistics["diverging"].dims == ("chain", "draw")
-    np.testing.assert_array_equal(statistics["jitter"], np.zeros((CHAINS, DRAWS)))
+    for name in ("jitter", "jitter_to_noise"):
+        np.testing.assert_array_equal(statistics[name], np.zeros((CHAINS, DRAWS)))
     assert "jitter" not in exported("latent")["sample_stats"]
+
+
+def test_jitter_beside_the_noise():
+    def duplicates(X: Array, y: Array) -> None:
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 1e-9), obs=y)
+
+    X, y = jnp.zeros((4, 1)), jnp.zeros(4)
+    with pytest.warns(RuntimeWarning, match="about 1000 times the noise variance"):
+        result = sgp.to_arviz(
+            {}, duplicates, lambda *_: None, key=KEY, model_args=(X, y), num_samples=1
+        )
+    statistics = result["sample_stats"]
+    jitter = 10.0 * float(jnp.finfo(jnp.float32).eps)
+    np.testing.assert_allclose(statistics["jitter"], [[jitter]], rtol=1e-5)
+    np.testing.assert_allclose(statistics["jitter_to_noise"], [[jitter / 1e-9]], rtol=1e-5)
 
 
 def test_loss_of_svi():

@@ -96,22 +96,3 @@ def test_law_with_a_wanted_mean(mean, maximum, share, x64):
         law.probabilities, StoppingLaw.exponential(decay, minimum, maximum).probabilities
     )
     assert decay > 0
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: StoppingLaw(np.array([0.5, -0.1])), "`probabilities` must be finite"),
-        (lambda: StoppingLaw(np.array([0.0, 0.0])), "`probabilities` must be finite"),
-        (lambda: StoppingLaw(np.array([np.nan, 1.0])), "`probabilities` must be finite"),
-        (lambda: StoppingLaw(np.ones((2, 2))), "`probabilities` must have shape"),
-        (lambda: StoppingLaw.exponential(-0.1, 1, 5), "`decay` must be finite"),
-        (lambda: StoppingLaw.exponential(0.1, 0, 5), "1 <= minimum <= maximum"),
-        (lambda: StoppingLaw.inverse(5, minimum=6), "1 <= minimum <= maximum"),
-        (lambda: decay_and_minimum(10.0, 100, share=1.0), "`share` must be in"),
-        (lambda: decay_and_minimum(90.0, 100), "`mean` must lie above the minimum"),
-    ],
-)
-def test_bad_arguments(make, message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,18 +1,29 @@
 """Checks of arguments that name the argument, what it got and what it expected.
 
-Shapes are checked always, values only where they are concrete: inside `jit` a value with the wrong
-sign gives NaN.
+An object of the wrong kind raises a `TypeError`, a wrong shape or a value out of range a
+`ValueError`. Kinds, shapes and types are checked always, values only where they are concrete:
+inside `jit` a value with the wrong sign gives NaN.
 """
 
+import functools
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import precision
+
+T = TypeVar("T")
+
+_PHRASES = {
+    "(0, inf)": "positive and finite",
+    "(0, inf]": "positive",
+    "[0, inf)": "finite and not negative",
+}
 
 
 def is_concrete(value: object) -> bool:
@@ -20,32 +31,50 @@ def is_concrete(value: object) -> bool:
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
 
 
-def as_float(value: Any) -> Float[Array, "..."]:
+def as_float(value: Any, name: str = "value") -> Float[Array, "..."]:
     """Convert a number, a sequence of numbers or an array to a floating-point array.
 
-    A Python number stays weakly typed, so that it never widens the type of a result.
+    A Python number stays weakly typed, so that it never widens the type of a result. Integers are
+    converted; half precision is refused, since it has too few digits for a covariance.
+
+    Raises:
+        TypeError: if `value` holds anything but real numbers; the message calls it `name`.
     """
-    array = jnp.asarray(float(value) if isinstance(value, int) else value)
-    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
+    if isinstance(value, float | int) and not isinstance(value, bool | np.generic):
+        return jnp.asarray(float(value))
+    if not isinstance(value, jax.Array):
+        value = _as_array(value, name)
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        # NumPy's on the host: JAX would wrap integers that its default type cannot hold.
+        return jnp.asarray(value.astype(float))
+    if value.dtype.name not in ("float32", "float64"):
+        raise TypeError(
+            f"`{name}` must be of type float32 or float64, got {value.dtype}: convert it, as by "
+            '.astype("float32").'
+        )
+    return jnp.asarray(value)
 
 
-def as_positive(value: Any) -> Float[Array, "..."]:
+def as_positive(value: Any, name: str = "value") -> Float[Array, "..."]:
     """Convert like `as_float`; a traced entry that is not positive and finite becomes NaN.
 
     So does its derivative.
     """
-    array = as_float(value)
+    array = as_float(value, name)
     if is_concrete(array):
         return array
     return array * jnp.where((array > 0) & jnp.isfinite(array), 1.0, jnp.nan)
 
 
-def positive(name: str, value: Array) -> None:
-    """Raise unless every entry of `value` is positive and finite."""
+def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
+    """Raise unless every entry of `value` is positive, `or_zero`, and finite."""
     if is_concrete(value):
         entries = np.asarray(value)
-        if not (np.isfinite(entries).all() and (entries > 0).all()):
-            raise ValueError(f"`{name}` must be positive and finite, got {_shown(entries)}.")
+        if not (
+            np.isfinite(entries).all() and (entries > 0 if not or_zero else entries >= 0).all()
+        ):
+            wanted = _PHRASES["[0, inf)" if or_zero else "(0, inf)"]
+            raise ValueError(f"`{name}` must be {wanted}, got {_shown(entries)}.")
 
 
 def finite(name: str, value: Array) -> None:
@@ -60,12 +89,20 @@ def finite(name: str, value: Array) -> None:
             )
 
 
-def inputs(name: str, value: ArrayLike, width: int | None = None) -> Float[Array, "n d"]:
-    """Check a matrix of inputs, one row a point: rank 2, finite, `width` columns if given."""
-    array = as_float(value)
+def inputs(
+    name: str, value: ArrayLike, width: int | None = None, *, may_be_empty: bool = False
+) -> Float[Array, "n d"]:
+    """Check a matrix of inputs, one row a point: rank 2, finite, `width` columns if given.
+
+    At least one column, and one row unless it `may_be_empty`.
+    """
+    array = as_float(value, name)
     if array.ndim != 2:
         remedy = " Write X[:, None] for one input column." if array.ndim == 1 else ""
         raise ValueError(f"`{name}` must have shape (n, d), got {array.shape}.{remedy}")
+    if array.shape[1] == 0 or (array.shape[0] == 0 and not may_be_empty):
+        missing = "column" if array.shape[1] == 0 else "row"
+        raise ValueError(f"`{name}` must have at least one {missing}, got shape {array.shape}.")
     if width is not None and array.shape[1] != width:
         raise ValueError(
             f"`{name}` must have shape (n, {width}), got {array.shape}: "
@@ -74,20 +111,6 @@ def inputs(name: str, value: ArrayLike, width: int | None = None) -> Float[Array
     finite(name, array)
     precision.warn_of_merged_rows(name, value, array)
     return array
-
-
-def count(name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, or raise unless it is an integer of at least `least`.
-
-    Raises:
-        TypeError: if it is no integer of Python or NumPy.
-        ValueError: if it is too small.
-    """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-    return int(value)
 
 
 def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> None:
@@ -103,7 +126,7 @@ def observations(
     value: ArrayLike, event_shape: tuple[int, ...], rows_of: str
 ) -> Float[Array, "*batch n"]:
     """Check observations `y`: finite, one for each row of the argument `rows_of`."""
-    y = as_float(value)
+    y = as_float(value, "y")
     if y.shape[-1:] != event_shape:
         raise ValueError(
             f"`y` must have shape {event_shape}, got {y.shape}: one value for each row of "
@@ -113,5 +136,176 @@ def observations(
     return y
 
 
+def count(name: str, value: Any, least: int = 1, *, even: bool = False) -> int:
+    """Return `value`, or raise unless it is an integer of at least `least`.
+
+    Raises:
+        TypeError: if it is no integer of Python or NumPy.
+        ValueError: if it is too small or, where it must be `even`, odd.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        remedy = ": write int(...)" if isinstance(value, numbers.Real | Array) else ""
+        raise TypeError(f"`{name}` must be an integer, got {described(value)}{remedy}.")
+    if value < least or (even and value % 2):
+        wanted = f"{'even and ' if even else ''}at least {least}"
+        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
+    return int(value)
+
+
+def count_or_none(name: str, value: Any, least: int = 1) -> int | None:
+    """`count`, where None stands for all, or for none."""
+    return None if value is None else count(name, value, least)
+
+
+def number(name: str, value: Any, within: str) -> int | float:
+    """Return `value`, or raise unless it is a real number in an interval.
+
+    Args:
+        name: of the argument.
+        value: what it got.
+        within: the interval, such as "[0, 1)" or "(0, inf)".
+
+    Raises:
+        TypeError: if it is no number of Python or NumPy.
+        ValueError: if it lies outside.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        remedy = ": write float(...)" if isinstance(value, Array) else ""
+        raise TypeError(f"`{name}` must be a number, got {described(value)}{remedy}.")
+    lower, upper = (float(bound) for bound in within[1:-1].split(","))
+    given = float(value)
+    above = given > lower or (given == lower and within[0] == "[")
+    below = given < upper or (given == upper and within[-1] == "]")
+    if not (above and below):
+        raise ValueError(f"`{name}` must be {_PHRASES.get(within, f'in {within}')}, got {value}.")
+    return plain(value)
+
+
+def rate(name: str, value: Any, within: str) -> Any:
+    """Return `value`, or raise unless it is a `number` in an interval or a function of the step."""
+    is_function = callable(value) and not isinstance(value, type)
+    return value if is_function else number(name, value, within)
+
+
+def jitter(value: Any) -> int | float | None:
+    """Return a `jitter` argument, or raise unless it is None or a number that is not negative."""
+    return None if value is None else number("jitter", value, "[0, inf)")
+
+
+def instance(name: str, value: T, kind: type | tuple[type, ...], expected: str = "") -> T:
+    """Return `value`, or raise unless it is an instance of `kind`.
+
+    Args:
+        name: of the argument.
+        value: what it got.
+        kind: its class, or several; a base class of this package is told by its namespace.
+        expected: what to say of `kind` instead.
+
+    Raises:
+        TypeError: if it is none, and with a hint if it is a class of that kind.
+    """
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, type) and issubclass(value, kind):
+        raise TypeError(
+            f"`{name}` must be an instance, got the class `{value.__name__}`: write "
+            f"`{value.__name__}(...)`."
+        )
+    if not expected and isinstance(kind, type):
+        expected = f"one of `sgp.{kind.__module__.split('.')[1]}` (`{kind.__name__}`)"
+    raise TypeError(f"`{name}` must be {expected}, got {described(value)}.")
+
+
+def function(name: str, value: Any) -> Any:
+    """Return `value`, or raise a `TypeError` unless it is callable; a class is none."""
+    if isinstance(value, type) or not callable(value):
+        raise TypeError(f"`{name}` must be callable, got {described(value)}.")
+    return value
+
+
+def as_key(value: Any, name: str = "key") -> Key[Array, ""]:
+    """One typed JAX key; a raw one, as old code and NumPyro's handlers pass them, is wrapped.
+
+    Raises:
+        TypeError: if it is no key; the message calls it `name`.
+        ValueError: if there are several.
+    """
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array and value.dtype == np.uint32 and value.shape in ((2,), (4,)):
+        return jax.random.wrap_key_data(value)
+    if not (is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)):
+        got = f"an array of {value.dtype}{list(value.shape)}" if is_array else described(value)
+        raise TypeError(f"`{name}` must be a JAX key, as of jax.random.key(0), got {got}.")
+    if value.shape != ():
+        raise ValueError(f"`{name}` must be one key, got an array of shape {value.shape}.")
+    return value
+
+
+def as_index(value: Any, name: str = "index") -> Int[Array, "..."]:
+    """Convert indices, a sequence or an array of integers, to an array of JAX."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must hold integers, got {array.dtype}.")
+    return jnp.asarray(array)
+
+
+def to_positive(name: str) -> Callable[[Any], Float[Array, "..."]]:
+    """`as_positive` for the field `name` of a module."""
+    return functools.partial(as_positive, name=name)
+
+
+def plain(value: Any) -> Any:
+    """A scalar of NumPy as Python's own, which a static field must be; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def described(value: object) -> str:
+    """What an argument got, in a few words."""
+    if isinstance(value, type):
+        return f"the class `{value.__name__}`"
+    if isinstance(value, str):
+        return repr(str(value)) if len(value) < 60 else "a long `str`"
+    if value is None or isinstance(value, bool | numbers.Number):
+        return str(value)
+    return f"a `{type(value).__name__}`"
+
+
 def _shown(entries: np.ndarray) -> str:
     return str(entries.item()) if entries.ndim == 0 else np.array2string(entries, threshold=8)
+
+
+def _as_array(value: Any, name: str) -> Any:
+    """What is no array of JAX yet as an array."""
+    if hasattr(value, "__jax_array__"):
+        return value.__jax_array__()
+    if np.ma.is_masked(value):
+        raise ValueError(f"`{name}` has masked entries: drop those rows, or fill the entries.")
+    has_parts_of_jax = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    try:
+        array = jnp.asarray(value) if has_parts_of_jax else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be a number or an array of numbers, got {described(value)}."
+        ) from error
+    if array.dtype.kind in "OSUMm":
+        _refuse_entries(name, value, array)
+    return array
+
+
+def _refuse_entries(name: str, value: Any, array: Any) -> None:
+    """Raise for an array of objects, text or dates."""
+    if array.ndim == 0:
+        raise TypeError(
+            f"`{name}` must be a number or an array of numbers, got {described(value)}."
+        )
+    for index, entry in np.ndenumerate(array):
+        if not isinstance(entry, numbers.Real):
+            raise TypeError(
+                f"`{name}` must hold numbers, got {described(entry)} at index "
+                f"{tuple(map(int, index))}: fill or drop what is missing, and convert the rest, as "
+                'by .astype("float32").'
+            )
+    raise TypeError(
+        f"`{name}` must be of type float32 or float64, got {array.dtype}: convert it, as by "
+        '.astype("float32").'
+    )

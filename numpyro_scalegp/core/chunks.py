@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from numpyro_scalegp.core import checks
+
 Rows = TypeVar("Rows")
 Result = TypeVar("Result")
 
@@ -35,8 +37,7 @@ def map_rows(
     Returns:
         The results for all rows, leading axis n. One compilation, whatever n is.
     """
-    if chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}.")
+    checks.count("chunk_size", chunk_size)
     n, d = X.shape
     if n <= chunk_size:
         return function(X)

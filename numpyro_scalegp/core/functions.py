@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core import checks
+
 
 class RowsFunction(eqx.Module):
     """A function of an (n, d) matrix of inputs whose leaves are its array parameters alone."""
@@ -32,12 +34,11 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
     whole matrix.
 
     Raises:
-        ValueError: if `function` is not callable; the message calls it `name`.
+        TypeError: if `function` is not callable; the message calls it `name`.
     """
     if isinstance(function, RowsFunction):
         return function
-    if not callable(function):
-        raise ValueError(f"`{name}` must be callable, got {type(function).__name__}.")
+    checks.function(name, function)
     maps_single_rows = isinstance(function, eqx.Module)
     if isinstance(function, functools.partial) and not isinstance(function, jax.tree_util.Partial):
         function = jax.tree_util.Partial(function.func, *function.args, **function.keywords)

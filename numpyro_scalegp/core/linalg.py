@@ -50,7 +50,13 @@ def add_jitter(K: Float[Array, "n n"], jitter: float | None = None) -> Float[Arr
     return K + jitter * jnp.mean(jnp.diagonal(K)) * jnp.eye(K.shape[0], dtype=K.dtype)
 
 
-def factorise(K: Float[Array, "n n"], *, escalate: bool = True, warn: bool = True) -> Factor:
+def factorise(
+    K: Float[Array, "n n"],
+    *,
+    escalate: bool = True,
+    warn: bool = True,
+    noise: Float[Array, "..."] | None = None,
+) -> Factor:
     """Factorise K = L L' without a derivative, adding jitter only where that fails.
 
     What happened is in the result and, where jitter was added or nothing helped, in a warning.
@@ -59,6 +65,7 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True, warn: bool = Tru
         K: symmetric positive definite matrix, shape (n, n).
         escalate: whether to try the further steps of `JITTER_LADDER` where K itself fails.
         warn: whether to warn where jitter was added or nothing helped.
+        noise: noise variances that are part of the diagonal, with whose mean the warning compares.
 
     Returns:
         The factor and the jitter that it took, in O(n^3) time for each attempt.
@@ -85,14 +92,20 @@ def factorise(K: Float[Array, "n n"], *, escalate: bool = True, warn: bool = Tru
     works = is_factor(tril)
     if warn:
         untouched = works & (step == 0)
+        ratio = jnp.nan if noise is None else ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
         jax.lax.cond(
-            untouched, lambda: None, lambda: jax.debug.callback(_warn_of_jitter, works, step)
+            untouched,
+            lambda: None,
+            lambda: jax.debug.callback(_warn_of_jitter, works, step, ratio),
         )
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
 
 
-def _warn_of_jitter(works: ArrayLike, step: ArrayLike) -> None:
-    """Warn on the host, once for each of the two messages under Python's default filter."""
+def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike) -> None:
+    """Warn on the host, once for each message under Python's default filter.
+
+    The ratio to the noise is told as a power of ten, so that there are few messages.
+    """
     if not works:
         warnings.warn(
             "a covariance matrix is not positive definite or not finite: the result is NaN. Check "
@@ -103,10 +116,12 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike) -> None:
             stacklevel=1,
         )
     elif np.asarray(step) > 0:
+        beside = "" if np.isnan(ratio) else f", about {10.0 ** np.round(np.log10(ratio)):g} times"
+        beside += beside and " the noise variance"
         warnings.warn(
             "a covariance matrix was not positive definite in this precision, so jitter was added "
-            "to its diagonal (see `diagnostics`). Raise the noise variance or the `jitter` "
-            "argument, or work in float64, unless a sampler that warms up only tried it.",
+            f"to its diagonal{beside} (see `diagnostics`). Raise the noise variance or the "
+            "`jitter` argument, or work in float64, unless a sampler that warms up only tried it.",
             RuntimeWarning,
             stacklevel=1,
         )

@@ -3,7 +3,6 @@
 from typing import Any, NoReturn
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
@@ -46,6 +45,6 @@ class Rows(eqx.Module):
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __getitem__ = _refuse
 
 
-def as_rows_or_array(value: "ArrayLike | Rows") -> "Float[Array, '...'] | Rows":
+def as_rows_or_array(value: "ArrayLike | Rows", name: str) -> "Float[Array, '...'] | Rows":
     """Convert to a floating-point array, unless it is `Rows`."""
-    return value if isinstance(value, Rows) else checks.as_float(jnp.asarray(value))
+    return value if isinstance(value, Rows) else checks.as_float(value, name)

@@ -66,9 +66,9 @@ class ChevronNormal(Distribution):
         *,
         validate_args: bool | None = None,
     ) -> None:
-        self.loc = checks.as_float(loc)
-        self.scale_diag = checks.as_float(scale_diag)
-        self.scale_columns = checks.as_float(scale_columns)
+        self.loc = checks.as_float(loc, "loc")
+        self.scale_diag = checks.as_float(scale_diag, "scale_diag")
+        self.scale_columns = checks.as_float(scale_columns, "scale_columns")
         check_chevron(self.loc, self.scale_diag, self.scale_columns)
         super().__init__((), self.loc.shape, validate_args=validate_args)
 
@@ -102,7 +102,7 @@ class ChevronNormal(Distribution):
     ) -> Float[Array, "*sample_shape m"]:
         """Draw weights, shape (*sample_shape, m), in O(m k) each."""
         m, k = self.scale_columns.shape
-        noise = jax.random.normal(key, (*sample_shape, m), self.loc.dtype)
+        noise = jax.random.normal(checks.as_key(key), (*sample_shape, m), self.loc.dtype)
         dense = matmul(noise[..., :k], self._columns().T)
         return self.loc + dense + noise * self._diagonal()
 
@@ -132,8 +132,13 @@ def check_chevron(loc: Any, scale_diag: Any, scale_columns: Any) -> None:
     if len(loc.shape) != 1:
         raise ValueError(f"`loc` must have shape (m,), got {loc.shape}.")
     m = loc.shape[0]
+    for name, part in (("loc", loc), ("scale_columns", scale_columns)):
+        if isinstance(part, Array):
+            checks.finite(name, part)
     if scale_diag.shape != (m,):
         raise ValueError(f"`scale_diag` must have shape ({m},), got {scale_diag.shape}.")
+    if isinstance(scale_diag, Array):
+        checks.positive("scale_diag", scale_diag)
     shape = scale_columns.shape
     if len(shape) != 2 or shape[0] != m or shape[1] > m:
         raise ValueError(

@@ -77,19 +77,23 @@ class DecoupledGP(AbstractVariationalGP):
         key: Key[Array, ""] | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = kernel
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
         self.mean_points = checks.inputs("mean_points", mean_points, self.X.shape[1])
-        self.mean_weights = checks.as_float(mean_weights)
+        self.mean_weights = checks.as_float(mean_weights, "mean_weights")
         batch = self.mean_weights.shape[:-1]
         expected = (*batch, len(self.mean_points))
         checks.shape("mean_weights", self.mean_weights, expected, why="one for each mean point")
-        self.cov_points = checks.inputs("cov_points", cov_points, self.X.shape[1])
+        checks.finite("mean_weights", self.mean_weights)
+        self.cov_points = checks.inputs(
+            "cov_points", cov_points, self.X.shape[1], may_be_empty=True
+        )
         M = self.cov_points.shape[0]
-        self.cov_scale_tril = checks.as_float(cov_scale_tril)
+        self.cov_scale_tril = checks.as_float(cov_scale_tril, "cov_scale_tril")
         checks.shape("cov_scale_tril", self.cov_scale_tril, (*batch, M, M), why="a row a point")
-        self.num_columns = num_columns
-        self.key = key
+        checks.finite("cov_scale_tril", self.cov_scale_tril)
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
+        self.key = key if key is None else checks.as_key(key)
         super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
 
     def posterior(self) -> DecoupledPosterior:

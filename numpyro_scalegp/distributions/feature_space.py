@@ -86,12 +86,13 @@ class FeatureSpaceGP(Distribution):
     ) -> None:
         self.features = checks.inputs("features", features)
         num, d = self.features.shape
-        self.noise_variance = checks.as_positive(noise_variance)
+        self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         checks.shape("noise_variance", self.noise_variance, (), why="one value for all rows")
         checks.positive("noise_variance", self.noise_variance)
-        self.weights = checks.as_float(weights)
+        self.weights = checks.as_float(weights, "weights")
         checks.shape("weights", self.weights, (d,), why="one weight for each feature")
-        if num_data < num:
+        checks.finite("weights", self.weights)
+        if checks.count("num_data", num_data) < num:
             raise ValueError(
                 f"`num_data` must be at least {num}, the rows of `features`, got {num_data}: it is "
                 "the number of all rows."
@@ -179,7 +180,9 @@ class FeatureSpaceGP(Distribution):
             Draws, shape (*sample_shape, b), in O(b d) each.
         """
         num, d = self.features.shape
-        normal = jax.random.normal(key, (math.prod(sample_shape), d + num), self.features.dtype)
+        normal = jax.random.normal(
+            checks.as_key(key), (math.prod(sample_shape), d + num), self.features.dtype
+        )
         f = matmul(normal[:, :d], self.features.T)
         draws = f + jnp.sqrt(self.noise_variance) * normal[:, d:]
         return draws.reshape(*sample_shape, num)

@@ -21,6 +21,7 @@ from numpyro_scalegp.estimators import (
 )
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.base import refuse_kernel
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.predict import ExactPosterior, FeaturePosterior, PathwisePosterior
 
@@ -81,22 +82,25 @@ class GaussianProcess(RowsDistribution):
         state: SolverState | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = kernel
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
         n = self.X.shape[0]
-        self.noise_variance = checks.as_positive(noise_variance)
+        self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         checks.shape(
             "noise_variance", self.noise_variance, (), (n,), why="one value, or one for each row"
         )
         checks.positive("noise_variance", self.noise_variance)
         self.mean_function = _as_mean_function(mean)
         self.estimator = Cholesky() if estimator is None else estimator
+        checks.instance("estimator", self.estimator, AbstractEstimator)
+        if state is not None:
+            checks.instance("state", state, SolverState, "an `sgp.solver_state(name)`")
         if is_potential_energy():
             self.estimator.check_frozen_key()
         if key is None and self.estimator.is_stochastic:
             # Outside of a model there is none, and NumPyro would warn.
             key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None
-        self.key = key if key is None else _typed(key)
+        self.key = key if key is None else checks.as_key(key)
         self.state = state
         if state is not None and isinstance(self.estimator, AbstractIterative):
             # NumPyro collects the state before it first calls `log_prob`.
@@ -159,7 +163,7 @@ class GaussianProcess(RowsDistribution):
             Draws, shape (*sample_shape, n): exact ones in O(n^3) with `Cholesky`; with an estimator
             that has `num_features`, by so many random features, in O(n num_features) a draw.
         """
-        mean = self._mean_at_inputs()
+        mean, key = self._mean_at_inputs(), checks.as_key(key)
         if isinstance(self.estimator, AbstractIterative | RandomFourier):
             draws = PriorDraws.from_key(
                 key, math.prod(sample_shape), self.estimator.num_features
@@ -203,7 +207,10 @@ class GaussianProcess(RowsDistribution):
         residual = self._residual(y)
         if residual.ndim != 1:
             raise ValueError(f"`y` must have shape {self.event_shape}, got {residual.shape}.")
-        key = self.key if key is None else _typed(key)
+        key = self.key if key is None else checks.as_key(key)
+        checks.count_or_none("num_samples", num_samples)
+        if max_epochs is not None:
+            checks.number("max_epochs", max_epochs, "(0, inf]")
         if isinstance(self.estimator, RandomFourier):
             features, weights = self.estimator.condition(self._operator(), residual, key=key)
             return FeaturePosterior(
@@ -235,7 +242,7 @@ class GaussianProcess(RowsDistribution):
             )
         estimator = self._exact()
         H = estimator.covariance(self.kernel, self.X, self.noise_variance)
-        factor = estimator.factorise(H)
+        factor = estimator.factorise(H, self.noise_variance)
         return ExactPosterior.from_factor(
             self.kernel, self.X, y, residual, self.noise_variance, self.mean_function, factor
         )
@@ -247,16 +254,13 @@ class GaussianProcess(RowsDistribution):
         return KernelOperator(self.kernel, self.X, self.noise_variance)
 
 
-def _typed(key: Array) -> Array:
-    """A typed key: NumPyro's own keys may be raw ones."""
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-
-
 def _as_mean_function(
     mean: Callable[[Array], Array] | ArrayLike | None,
 ) -> functions.RowsFunction:
+    refuse_kernel("mean", mean)
     if callable(mean):
         return functions.as_pytree(mean, "mean")
-    constant = checks.as_float(0.0 if mean is None else mean)
+    constant = checks.as_float(0.0 if mean is None else mean, "mean")
     checks.shape("mean", constant, (), why="a number, a callable or None")
+    checks.finite("mean", constant)
     return functions.constant_function(constant)

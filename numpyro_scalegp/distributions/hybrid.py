@@ -86,19 +86,20 @@ class HybridGP(AbstractVariationalGP):
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = kernel
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
         width = self.X.shape[1]
         self.inducing_points = checks.inputs("inducing_points", inducing_points, width)
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.residual_points = checks.inputs("residual_points", residual_points, width)
-        self.residual_weights = checks.as_float(residual_weights)
+        self.residual_weights = checks.as_float(residual_weights, "residual_weights")
         batch = self.loc.shape[:-1]
         expected = (*batch, len(self.residual_points))
         checks.shape("residual_weights", self.residual_weights, expected, why="one a point")
-        self.num_columns = num_columns
-        self.key = key
-        self.jitter = jitter
+        checks.finite("residual_weights", self.residual_weights)
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
+        self.key = key if key is None else checks.as_key(key)
+        self.jitter = checks.jitter(jitter)
         super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
 
     def posterior(self) -> HybridPosterior:

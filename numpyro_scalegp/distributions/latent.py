@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import checks, functions, linalg
+from numpyro_scalegp.core import checks, functions, linalg, memory
 from numpyro_scalegp.distributions.prior import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.predict import ExactPosterior
@@ -53,9 +53,9 @@ class LatentGP(AbstractPriorGP):
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = kernel
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
-        self.jitter = jitter
+        self.jitter = checks.jitter(jitter)
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)
 
     @property
@@ -65,13 +65,19 @@ class LatentGP(AbstractPriorGP):
 
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance K(X, X), jitter included, shape (n, n)."""
+        memory.warn_of_size(
+            "LatentGP",
+            self.X.shape[0],
+            self.X.dtype,
+            "train it with a guide such as sgp.guides.AutoSparseGP, which makes no such matrix",
+        )
         return linalg.add_jitter(self.kernel.covariance(self.X), self.jitter)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
         """Draw functions from the prior: shape (*sample_shape, n), in O(n^3)."""
-        K = self.covariance()
+        key, K = checks.as_key(key), self.covariance()
         normal = jax.random.normal(key, (*sample_shape, *self.event_shape), K.dtype)
         return linalg.matmul(normal, linalg.cholesky(K).T)
 
@@ -84,8 +90,9 @@ class LatentGP(AbstractPriorGP):
         Returns:
             An `ExactPosterior`, from one factorisation in O(n^3).
         """
-        f = checks.as_float(f)
+        f = checks.as_float(f, "f")
         checks.shape("f", f, self.event_shape, why="one value for each row of `X`")
+        checks.finite("f", f)
         factor = linalg.factorise(self.covariance())
         zero = functions.constant_function(checks.as_float(0.0))
         return ExactPosterior.from_factor(

@@ -5,6 +5,7 @@ import numpyro
 from jaxtyping import Array, Int, Key
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.index_sampling import stratified_indices
 
 
@@ -62,7 +63,9 @@ def plate(
         ...         print(index.shape)
         (4,)
     """
-    if subsample_size is not None and not 1 <= subsample_size <= size:
+    checks.instance("name", name, str, "a string")
+    checks.count("size", size)
+    if subsample_size is not None and checks.count("subsample_size", subsample_size) > size:
         raise ValueError(f"`subsample_size` must be in 1..{size}, got {subsample_size}.")
     with _StratifiedDraw(name):
         return numpyro.plate(name, size, subsample_size, dim)

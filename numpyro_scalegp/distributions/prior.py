@@ -23,5 +23,11 @@ class AbstractPriorGP(RowsDistribution):
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
     ) -> Float[Array, "*batch"]:
         """The log density of function values of shape (..., n), in O(n^3) given the covariance."""
+        value = checks.as_float(value, "value")
+        if value.shape[-1:] != self.event_shape:
+            raise ValueError(
+                f"`value` must have shape (..., {self.event_shape[0]}), got {value.shape}: one "
+                "value for each row of `X`."
+            )
         K = self.covariance()
-        return linalg.gaussian_log_density(K, checks.as_float(value), linalg.factorise(K))
+        return linalg.gaussian_log_density(K, value, linalg.factorise(K))

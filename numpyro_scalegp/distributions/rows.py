@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from numpyro.distributions import Distribution, constraints
+from numpyro.distributions import (
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    MaskedDistribution,
+    constraints,
+)
 
 
 class RowsDistribution(Distribution):
@@ -27,3 +33,15 @@ class RowsDistribution(Distribution):
                 "(For as many independent functions as rows, put their plate at dim=-2.)"
             )
         return super().expand(tuple(batch_shape))
+
+
+def unwrapped(distribution: Any) -> tuple[Any, str]:
+    """The distribution inside of plates' expansions, `to_event` and `mask`, and which it had."""
+    wrapper = ""
+    while isinstance(distribution, ExpandedDistribution | Independent | MaskedDistribution):
+        if isinstance(distribution, Independent):
+            wrapper = "`to_event`"
+        elif isinstance(distribution, MaskedDistribution):
+            wrapper = "`mask`"
+        distribution = distribution.base_dist
+    return distribution, wrapper

@@ -67,11 +67,11 @@ class SparseGP(AbstractVariationalGP):
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = kernel
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
         self.inducing_points = checks.inputs("inducing_points", inducing_points, self.X.shape[1])
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
-        self.jitter = jitter
+        self.jitter = checks.jitter(jitter)
         super().__init__(self.loc.shape[:-1], (self.X.shape[0],), validate_args=validate_args)
 
     def posterior(self) -> SparsePosterior:
@@ -100,8 +100,10 @@ def whitened_parts(
     loc: Float[ArrayLike, "..."], scale_tril: Float[ArrayLike, "..."], M: int
 ) -> tuple[Float[Array, "*batch {M}"], Float[Array, "*batch {M} {M}"]]:
     """Check the mean and the scale of M whitened inducing values."""
-    mean, scale = checks.as_float(loc), checks.as_float(scale_tril)
+    mean, scale = checks.as_float(loc, "loc"), checks.as_float(scale_tril, "scale_tril")
     batch = mean.shape[:-1]
     checks.shape("loc", mean, (*batch, M), why="one value for each inducing point")
     checks.shape("scale_tril", scale, (*batch, M, M), why="a row for each inducing point")
+    checks.finite("loc", mean)
+    checks.finite("scale_tril", scale)
     return mean, scale

@@ -4,6 +4,7 @@ from typing import Any
 
 from numpyro.primitives import mutable
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators import SolverState
 
 
@@ -48,6 +49,7 @@ def solver_state(
         ...     gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator, state=state)
         ...     numpyro.sample("y", gp, obs=y)
     """
+    checks.instance("name", name, str, "a string")
     empty = SolverState(num_records, fresh_probes=fresh_probes, num_solutions=num_solutions)
     state: Any = mutable(name, empty)
     return state

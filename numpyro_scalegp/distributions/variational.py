@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.predict import AbstractVariationalPosterior
 
@@ -58,7 +59,9 @@ class AbstractVariationalGP(RowsDistribution):
         """Draw from the marginals, independently across rows: shape (*sample_shape, *batch, n)."""
         law = self._normal()
         # Not the law's own `sample`, which draws in JAX's default type.
-        noise = jax.random.normal(key, (*sample_shape, *law.batch_shape), law.loc.dtype)
+        noise = jax.random.normal(
+            checks.as_key(key), (*sample_shape, *law.batch_shape), law.loc.dtype
+        )
         return law.loc + law.scale * noise
 
     def log_prob(

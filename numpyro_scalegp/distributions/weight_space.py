@@ -71,15 +71,16 @@ class WeightSpaceGP(AbstractPriorGP):
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.features = features
+        self.features = checks.instance("features", features, AbstractFeatures)
         self.X = checks.inputs("X", X)
-        self.precision: Any = None if precision is None else as_rows_or_array(precision)
-        if self.precision is not None:
+        self.precision: Any = None
+        if precision is not None:
+            self.precision = as_rows_or_array(precision, "precision")
             expected = (features.size(self.X),)
             checks.shape("precision", self.precision, expected, why="one for each feature")
             if not isinstance(self.precision, Rows):
                 checks.positive("precision", self.precision)
-        self.jitter = jitter
+        self.jitter = checks.jitter(jitter)
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)
 
     @property
@@ -129,7 +130,9 @@ class WeightSpaceGP(AbstractPriorGP):
     ) -> Float[Array, "*sample_shape n"]:
         """Draw functions by their weights: shape (*sample_shape, n)."""
         R = self._root()
-        return matmul(jax.random.normal(key, (*sample_shape, R.shape[1]), R.dtype), R.T)
+        return matmul(
+            jax.random.normal(checks.as_key(key), (*sample_shape, R.shape[1]), R.dtype), R.T
+        )
 
 
 class ChevronGP(AbstractVariationalGP):
@@ -178,12 +181,12 @@ class ChevronGP(AbstractVariationalGP):
         *,
         validate_args: bool | None = None,
     ) -> None:
-        self.features = features
+        self.features = checks.instance("features", features, AbstractFeatures)
         self.X = checks.inputs("X", X)
         # Arrays, or `Rows` within a step of `SparseSVI`.
-        self.loc: Any = as_rows_or_array(loc)
-        self.scale_diag: Any = as_rows_or_array(scale_diag)
-        self.scale_columns: Any = as_rows_or_array(scale_columns)
+        self.loc: Any = as_rows_or_array(loc, "loc")
+        self.scale_diag: Any = as_rows_or_array(scale_diag, "scale_diag")
+        self.scale_columns: Any = as_rows_or_array(scale_columns, "scale_columns")
         expected = (features.size(self.X),)
         checks.shape("loc", self.loc, expected, why="one weight for each feature")
         check_chevron(self.loc, self.scale_diag, self.scale_columns)

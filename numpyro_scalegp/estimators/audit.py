@@ -201,13 +201,20 @@ def audit(
         >>> [row.quantity for row in result.rows][:4]
         ['log_prob', 'log_determinant', 'quadratic_form', 'lengthscale']
     """
-    if num_draws < 2:
-        raise ValueError(f"`num_draws` must be at least 2, got {num_draws}.")
-    if isinstance(estimators, AbstractEstimator):
+    key = checks.as_key(key)
+    checks.count("num_draws", num_draws, 2)
+    checks.count("max_rows", max_rows)
+    checks.instance("kernel", kernel, AbstractKernel)
+    if not isinstance(estimators, Mapping):
         estimators = {type(estimators).__name__: estimators}
-    X, y, noise = checks.inputs("X", X), checks.as_float(y), checks.as_float(noise_variance)
+    for estimator in estimators.values():
+        checks.instance("estimators", estimator, AbstractEstimator)
+    X, y = checks.inputs("X", X), checks.as_float(y, "y")
+    noise = checks.as_float(noise_variance, "noise_variance")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
+    checks.finite("y", y)
     checks.shape("noise_variance", noise, (), X.shape[:1])
+    checks.positive("noise_variance", noise)
     row_key, draw_key = jax.random.split(key)
     if X.shape[0] > max_rows:
         rows = jax.random.choice(row_key, X.shape[0], (max_rows,), replace=False)

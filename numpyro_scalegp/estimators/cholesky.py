@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import checks, linalg, memory
 from numpyro_scalegp.estimators.base import AbstractEstimator
 from numpyro_scalegp.estimators.state import SolverState
 from numpyro_scalegp.kernels import AbstractKernel
@@ -35,11 +35,10 @@ class Cholesky(AbstractEstimator):
         >>> estimator = sgp.estimators.Cholesky(jitter=1e-6)
     """
 
-    jitter: float | None = eqx.field(static=True, default=None)
+    jitter: float | None = eqx.field(static=True, converter=checks.plain, default=None)
 
     def __check_init__(self) -> None:
-        if self.jitter is not None and not self.jitter >= 0:
-            raise ValueError(f"`jitter` must not be negative, got {self.jitter}.")
+        checks.jitter(self.jitter)
 
     @property
     def is_stochastic(self) -> bool:
@@ -53,15 +52,27 @@ class Cholesky(AbstractEstimator):
         noise_variance: Float[Array, "..."],
     ) -> Float[Array, "n n"]:
         """The matrix H that is factorised, a fixed jitter included."""
+        memory.warn_of_size(
+            "Cholesky",
+            X.shape[0],
+            X.dtype,
+            "use estimator=sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients()), whose memory "
+            "is linear in the rows",
+        )
         gram = kernel.covariance(X)
         dtype = jnp.result_type(gram, noise_variance)
         noise = jnp.broadcast_to(noise_variance.astype(dtype), X.shape[:1])
         H = gram.astype(dtype) + jnp.diag(noise)
         return H if self.jitter is None else linalg.add_jitter(H, self.jitter)
 
-    def factorise(self, H: Float[Array, "n n"]) -> linalg.Factor:
-        """The Cholesky factor of H and all the jitter that it has on its diagonal."""
-        factor = linalg.factorise(H, escalate=self.jitter is None)
+    def factorise(
+        self, H: Float[Array, "n n"], noise_variance: Float[Array, "..."] | None = None
+    ) -> linalg.Factor:
+        """The Cholesky factor of H and all the jitter that it has on its diagonal.
+
+        A warning of jitter compares it with the noise variance, where that is given.
+        """
+        factor = linalg.factorise(H, escalate=self.jitter is None, noise=noise_variance)
         if self.jitter is None:
             return factor
         added = self.jitter / (1.0 + self.jitter) * jnp.mean(jnp.diagonal(H))
@@ -83,4 +94,4 @@ class Cholesky(AbstractEstimator):
         warning, where H is not positive definite.
         """
         H = self.covariance(kernel, X, noise_variance)
-        return linalg.gaussian_log_density(H, residual, self.factorise(H))
+        return linalg.gaussian_log_density(H, residual, self.factorise(H, noise_variance))

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import inverse_cholesky
 from numpyro_scalegp.estimators.log_determinant import (
     AbstractBound,
@@ -51,8 +52,8 @@ class Compositional(AbstractBound):
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
-        if not callable(self.decay) and not 0.0 <= self.decay < 1.0:
-            raise ValueError(f"`decay` must be at least 0 and less than 1, got {self.decay}.")
+        checks.instance("name", self.name, str, "a string")
+        checks.rate("decay", self.decay, "[0, 1)")
 
     def start_from(
         self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int

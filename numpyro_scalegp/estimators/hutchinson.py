@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.iterative import AbstractIterative
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.solvers import AbstractSolver
@@ -43,10 +44,12 @@ class Hutchinson(AbstractIterative):
     """
 
     solver: AbstractSolver
-    num_probes: int = eqx.field(static=True, default=64)
-    num_logdet_probes: int = eqx.field(static=True, default=16, kw_only=True)
-    logdet_epochs: int = eqx.field(static=True, default=30, kw_only=True)
-    num_features: int = eqx.field(static=True, default=2000, kw_only=True)
+    num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
+    num_logdet_probes: int = eqx.field(
+        static=True, converter=checks.plain, default=16, kw_only=True
+    )
+    logdet_epochs: int = eqx.field(static=True, converter=checks.plain, default=30, kw_only=True)
+    num_features: int = eqx.field(static=True, converter=checks.plain, default=2000, kw_only=True)
 
     @property
     def stores_samples(self) -> bool:

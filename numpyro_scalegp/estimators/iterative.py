@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, UInt
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
 from numpyro_scalegp.estimators.prior_draws import PriorDraws
@@ -65,22 +66,11 @@ class AbstractIterative(AbstractEstimator):
     logdet_epochs: eqx.AbstractVar[int]
 
     def __check_init__(self) -> None:
-        if not isinstance(self.solver, AbstractSolver):
-            raise ValueError(
-                f"`solver` must be one of `sgp.solvers`, got {type(self.solver).__name__}."
-            )
-        if self.num_probes < 1:
-            raise ValueError(f"`num_probes` must be at least 1, got {self.num_probes}.")
-        if self.num_features < 2 or self.num_features % 2:
-            raise ValueError(
-                f"`num_features` must be even and at least 2, got {self.num_features}."
-            )
-        if self.num_logdet_probes < 0:
-            raise ValueError(
-                f"`num_logdet_probes` must not be negative, got {self.num_logdet_probes}."
-            )
-        if self.logdet_epochs < 1:
-            raise ValueError(f"`logdet_epochs` must be at least 1, got {self.logdet_epochs}.")
+        checks.instance("solver", self.solver, AbstractSolver)
+        checks.count("num_probes", self.num_probes)
+        checks.count("num_features", self.num_features, 2, even=True)
+        checks.count("num_logdet_probes", self.num_logdet_probes, 0)
+        checks.count("logdet_epochs", self.logdet_epochs)
 
     @property
     def is_stochastic(self) -> bool:

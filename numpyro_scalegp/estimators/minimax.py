@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul, triangular_outer
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch, within_spread
 from numpyro_scalegp.estimators.variational import multiplied
@@ -55,23 +56,18 @@ class Minimax(AbstractBound):
         Dimensional RKHS, section 3.1. Time O(b d^2 + d^3) for each step.
     """
 
-    penalty: float = eqx.field(static=True, default=1.0)
-    growth: float = eqx.field(static=True, default=0.01)
-    step_size: float = eqx.field(static=True, default=0.05)
-    multiplier_step_size: float = eqx.field(static=True, default=0.01)
+    penalty: float = eqx.field(static=True, converter=checks.plain, default=1.0)
+    growth: float = eqx.field(static=True, converter=checks.plain, default=0.01)
+    step_size: float = eqx.field(static=True, converter=checks.plain, default=0.05)
+    multiplier_step_size: float = eqx.field(static=True, converter=checks.plain, default=0.01)
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
-        if not self.penalty > 0.0:
-            raise ValueError(f"`penalty` must be positive, got {self.penalty}.")
-        if not self.growth >= 0.0:
-            raise ValueError(f"`growth` must not be negative, got {self.growth}.")
-        if not 0.0 < self.step_size <= 1.0:
-            raise ValueError(f"`step_size` must be in (0, 1], got {self.step_size}.")
-        if not self.multiplier_step_size > 0.0:
-            raise ValueError(
-                f"`multiplier_step_size` must be positive, got {self.multiplier_step_size}."
-            )
+        checks.instance("name", self.name, str, "a string")
+        checks.number("penalty", self.penalty, "(0, inf)")
+        checks.number("growth", self.growth, "[0, inf)")
+        checks.number("step_size", self.step_size, "(0, 1]")
+        checks.number("multiplier_step_size", self.multiplier_step_size, "(0, inf)")
 
     def start_from(
         self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int

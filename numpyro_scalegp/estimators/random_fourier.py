@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
 from numpyro_scalegp.estimators.state import SolverState
 from numpyro_scalegp.estimators.weight_space import (
@@ -56,13 +57,10 @@ class RandomFourier(AbstractEstimator):
         >>> estimator = sgp.estimators.RandomFourier(num_features=500)
     """
 
-    num_features: int = eqx.field(static=True, default=1000)
+    num_features: int = eqx.field(static=True, converter=checks.plain, default=1000)
 
     def __check_init__(self) -> None:
-        if self.num_features < 2 or self.num_features % 2:
-            raise ValueError(
-                f"`num_features` must be even and at least 2, got {self.num_features}."
-            )
+        checks.count("num_features", self.num_features, 2, even=True)
 
     @property
     def is_stochastic(self) -> bool:

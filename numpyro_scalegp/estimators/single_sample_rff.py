@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import with_pullback
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
@@ -61,14 +62,12 @@ class SingleSampleRFF(AbstractEstimator):
         >>> estimator = sgp.estimators.SingleSampleRFF(min_features=500, step=100)
     """
 
-    min_features: int = eqx.field(static=True, default=500)
-    step: int = eqx.field(static=True, default=100)
+    min_features: int = eqx.field(static=True, converter=checks.plain, default=500)
+    step: int = eqx.field(static=True, converter=checks.plain, default=100)
 
     def __check_init__(self) -> None:
         for name in ("min_features", "step"):
-            number = getattr(self, name)
-            if number < 2 or number % 2:
-                raise ValueError(f"`{name}` must be even and at least 2, got {number}.")
+            checks.count(name, getattr(self, name), 2, even=True)
 
     @property
     def is_stochastic(self) -> bool:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.carried import refuse_batches
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.operators import KernelOperator
@@ -68,13 +69,9 @@ class SolverState:
         num_solutions: int = 2,
         memory: Memory | None = None,
     ) -> None:
-        if num_records < 1:
-            raise ValueError(f"`num_records` must be at least 1, got {num_records}.")
-        if num_solutions < 1:
-            raise ValueError(f"`num_solutions` must be at least 1, got {num_solutions}.")
-        self.num_records = num_records
-        self.fresh_probes = fresh_probes
-        self.num_solutions = num_solutions
+        self.num_records = checks.count("num_records", num_records)
+        self.fresh_probes = checks.instance("fresh_probes", fresh_probes, bool, "True or False")
+        self.num_solutions = checks.count("num_solutions", num_solutions)
         self.begin = memory
         self._written: Memory | None = None
 

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import half, matmul, triangular_product
 from numpyro_scalegp.estimators.log_determinant import (
     AbstractBound,
@@ -67,8 +68,8 @@ class Variational(AbstractBound):
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
-        if not callable(self.step_size) and not 0.0 < self.step_size <= 1.0:
-            raise ValueError(f"`step_size` must be in (0, 1], got {self.step_size}.")
+        checks.instance("name", self.name, str, "a string")
+        checks.rate("step_size", self.step_size, "(0, 1]")
 
     def start_from(
         self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int

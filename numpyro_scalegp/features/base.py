@@ -42,7 +42,7 @@ class AbstractFeatures(eqx.Module):
         Raises:
             ValueError: if `X` is not of rank 2, or holds NaN or infinity.
         """
-        return self._columns(checks.inputs("X", X), jnp.asarray(index))
+        return self._columns(checks.inputs("X", X), checks.as_index(index))
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """Evaluate all features, shape (n, m)."""

@@ -39,7 +39,11 @@ class InducingPoints(AbstractFeatures):
     points: Float[Array, "m d"] = eqx.field(
         converter=lambda points: checks.inputs("points", points)
     )
-    jitter: float | None = eqx.field(static=True, default=None)
+    jitter: float | None = eqx.field(static=True, converter=checks.plain, default=None)
+
+    def __check_init__(self) -> None:
+        checks.instance("kernel", self.kernel, AbstractKernel)
+        checks.jitter(self.jitter)
 
     @property
     def num_features(self) -> int:

@@ -6,9 +6,10 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int
 
-from numpyro_scalegp.core import functions
+from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.kernels.base import refuse_kernel
 
 
 class Learned(AbstractFeatures):
@@ -35,10 +36,12 @@ class Learned(AbstractFeatures):
         (3, 4)
     """
 
-    feature_map: Callable[[Array], Array] = eqx.field(
-        converter=lambda function: functions.as_pytree(function, "feature_map")
-    )
+    feature_map: Callable[[Array], Array] = eqx.field(converter=lambda function: _as_map(function))
     columns_map: Callable[[Array, Array], Array] | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        if self.columns_map is not None:
+            checks.function("columns_map", self.columns_map)
 
     def size(self, X: Float[Array, "n d"]) -> int:
         """The number of outputs, found without a computation."""
@@ -59,3 +62,8 @@ class Learned(AbstractFeatures):
         if self.columns_map is not None:
             return self.columns_map(X, index)
         return self.feature_map(X)[:, index]
+
+
+def _as_map(function: Callable[[Array], Array]) -> functions.RowsFunction:
+    refuse_kernel("feature_map", function)
+    return functions.as_pytree(function, "feature_map")

@@ -1,7 +1,7 @@
 """Random Fourier features whose columns are made one by one."""
 
 import math
-import operator
+import numbers
 from typing import Any
 
 import equinox as eqx
@@ -50,7 +50,7 @@ class RandomFourier(AbstractFeatures):
     """
 
     kernel: AbstractKernel
-    num_features: int = eqx.field(static=True)
+    num_features: int = eqx.field(static=True, converter=checks.plain)
     seed: Key[Array, ""] = eqx.field(converter=lambda seed: _as_key(seed))
     table: Float[Array, "pairs d"] | None = None
     origin: Float[Array, " d"] | None = eqx.field(
@@ -58,10 +58,8 @@ class RandomFourier(AbstractFeatures):
     )
 
     def __check_init__(self) -> None:
-        if self.num_features < 2 or self.num_features % 2:
-            raise ValueError(
-                f"`num_features` must be even and at least 2, got {self.num_features}."
-            )
+        checks.instance("kernel", self.kernel, AbstractKernel)
+        checks.count("num_features", self.num_features, 2, even=True)
 
     def size(self, X: Float[Array, "n d"]) -> int:
         """The number of features, `num_features`."""
@@ -83,6 +81,7 @@ class RandomFourier(AbstractFeatures):
             ValueError: if the kernel is not `RBF` or a Matern kernel, or a multiple of one: then
                 frequencies are not inversely proportional to a lengthscale.
         """
+        checks.count("num_columns", num_columns)
         pairs = jnp.arange(self.num_features // 2)
         table = self._drawn(pairs, num_columns) * _lengthscale(self.kernel)
         return RandomFourier(self.kernel, self.num_features, self.seed, table, self.origin)
@@ -99,6 +98,7 @@ class RandomFourier(AbstractFeatures):
         Raises:
             ValueError: if frequencies of another kind of kernel are kept.
         """
+        checks.instance("kernel", kernel, AbstractKernel)
         if self.table is not None and type(_inner(kernel)) is not type(_inner(self.kernel)):
             raise ValueError(
                 f"the frequencies kept are those of `{type(_inner(self.kernel)).__name__}`, not of "
@@ -141,7 +141,9 @@ class RandomFourier(AbstractFeatures):
 
 
 def _as_key(seed: Any) -> Key[Array, ""]:
-    return seed if isinstance(seed, jax.Array) else jax.random.key(operator.index(seed))
+    if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
+        return jax.random.key(int(seed))
+    return checks.as_key(seed, "seed")
 
 
 def _inner(kernel: AbstractKernel) -> AbstractKernel:

@@ -45,7 +45,9 @@ def kmeans_points(
         >>> sgp.features.kmeans_points(jax.random.key(1), X, 50).shape
         (50, 2)
     """
-    X = _checked(X, num_points)
+    X, key = _checked(X, num_points), checks.as_key(key)
+    checks.count("num_steps", num_steps, 0)
+    checks.count("max_rows", max_rows)
     rows_key, seed_key = jax.random.split(key)
     if X.shape[0] > max(max_rows, num_points):
         rows = jax.random.choice(rows_key, X.shape[0], (max(max_rows, num_points),), replace=False)
@@ -107,13 +109,14 @@ def greedy_points(
         >>> sgp.features.greedy_points(sgp.kernels.RBF(0.5), X, 50).shape
         (50, 2)
     """
+    checks.instance("kernel", kernel, AbstractKernel)
     X = _checked(X, num_points)
     return X[pivoted_cholesky(kernel, X, num_points)[1]]
 
 
 def _checked(X: ArrayLike, num_points: int) -> Float[Array, "n d"]:
     X = checks.inputs("X", X)
-    if not 1 <= num_points <= X.shape[0]:
+    if checks.count("num_points", num_points) > X.shape[0]:
         raise ValueError(
             f"`num_points` must be in 1..{X.shape[0]}, the number of rows of `X`, got {num_points}."
         )

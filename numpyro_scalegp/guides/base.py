@@ -16,6 +16,7 @@ from numpyro.infer.autoguide import AutoGuide, AutoNormal
 from numpyro.infer.initialization import init_to_median
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.sites import GPSite, Model, Prior, find_gp_site, hide_gp_site
 from numpyro_scalegp.guides.substitution import substituted
@@ -43,9 +44,9 @@ class AbstractGPGuide(abc.ABC):
         rest: Rest = AutoNormal,
         prefix: str = "auto",
     ) -> None:
-        self.model = model
-        self.site = site
-        self.prefix = prefix
+        self.model = checks.function("model", model)
+        self.site = site if site is None else checks.instance("site", site, str, "a string")
+        self.prefix = checks.instance("prefix", prefix, str, "a string")
         self.rest = _build_rest(rest, hide_gp_site(model, site, self.prior_kind))
 
     @abc.abstractmethod
@@ -134,6 +135,7 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             Draws of each latent site, shape (*sample_shape, *site_shape).
         """
+        rng_key = checks.as_key(rng_key, "rng_key")
         set_up(self, params, args, kwargs)
 
         def draw(key: Array) -> dict[str, Array]:
@@ -168,6 +170,7 @@ class AbstractGPGuide(abc.ABC):
             ValueError: if `key` is None and the rest's guide has no medians, or `params` lacks a
                 parameter.
         """
+        key = key if key is None else checks.as_key(key)
         site = self._site(params, key, args, kwargs)
         with self._parameters(params, key):
             return self._family(site, training=False).posterior()

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_scalegp.core import chunks
+from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.linalg import factorise, matmul
 from numpyro_scalegp.distributions import ChevronGP, WeightSpaceGP
 from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
@@ -71,12 +71,8 @@ class AutoChevronGP(AbstractGPGuide):
         prefix: str = "auto",
     ) -> None:
         super().__init__(model, site, rest=rest, prefix=prefix)
-        if rank < 0:
-            raise ValueError(f"`rank` must not be negative, got {rank}.")
-        if not init_scale > 0:
-            raise ValueError(f"`init_scale` must be positive, got {init_scale}.")
-        self.rank = rank
-        self.init_scale = init_scale
+        self.rank = checks.count("rank", rank, 0)
+        self.init_scale = checks.number("init_scale", init_scale, "(0, inf)")
 
     def _family(self, site: GPSite, *, training: bool = True) -> ChevronGP:
         if site.plates:

@@ -87,24 +87,24 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         prefix: str = "auto",
     ) -> None:
         super().__init__(model, site, rest=rest, prefix=prefix)
-        for name, number in (("mean_size", mean_size), ("cov_size", cov_size), ("growth", growth)):
-            if number < 1:
-                raise ValueError(f"`{name}` must be positive, got {number}.")
         if (mean_points is None) != (cov_points is None):
             raise ValueError("`mean_points` and `cov_points` must be given together, or neither.")
-        self.sizes = {"mean": mean_size, "cov": cov_size}
-        self.growth = growth
+        self.sizes = {
+            "mean": checks.count("mean_size", mean_size),
+            "cov": checks.count("cov_size", cov_size),
+        }
+        self.growth = checks.count("growth", growth)
         # On the host, so that an optimiser that donates its state cannot delete the guide's copy.
         self.points = (
             None
             if mean_points is None or cov_points is None
             else {
                 "mean": np.array(checks.inputs("mean_points", mean_points)),
-                "cov": np.array(checks.inputs("cov_points", cov_points)),
+                "cov": np.array(checks.inputs("cov_points", cov_points, may_be_empty=True)),
             }
         )
         self.train_mean = train_mean
-        self.num_columns = num_columns
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
 
     def _weights(self, site: GPSite) -> tuple[Float[Array, "*batch M_p"], bool]:
         """Declare the mean's weights; also whether they are about to be made."""
@@ -122,7 +122,9 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
                 self._param(
                     site,
                     f"{key}_points",
-                    checks.inputs(f"{key}_points", start, width=site.X.shape[1]),
+                    checks.inputs(
+                        f"{key}_points", start, width=site.X.shape[1], may_be_empty=key == "cov"
+                    ),
                 ),
                 jnp.ones(len(start), bool),
             )

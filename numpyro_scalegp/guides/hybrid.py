@@ -95,20 +95,17 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
             prefix=prefix,
             jitter=jitter,
         )
-        for name, number in (("num_residual", num_residual), ("growth", growth)):
-            if number is not None and number < 1:
-                raise ValueError(f"`{name}` must be positive, got {number}.")
         if growth is not None and residual_points is not None:
             raise ValueError("`residual_points` are there from the start: give no `growth`.")
-        self.num_residual = num_residual
-        self.growth = growth
+        self.num_residual = checks.count("num_residual", num_residual)
+        self.growth = checks.count_or_none("growth", growth)
         self.residual_points = (
             None
             if residual_points is None
             else np.array(checks.inputs("residual_points", residual_points))
         )
         self.train_residual = train_residual
-        self.num_columns = num_columns
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
 
     def _start_residual(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M_r d"]:
         if self.residual_points is not None:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpyro
 from jaxtyping import Array, Float
 from numpyro import handlers
-from numpyro.distributions import Distribution, ExpandedDistribution
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_scalegp.distributions import LatentGP, WeightSpaceGP
+from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.kernels import AbstractKernel
 
@@ -67,9 +67,15 @@ class HideGPSite(Messenger):
                 self.partial.add(msg["name"])
         if msg["type"] != "sample" or msg["is_observed"]:
             return
-        prior = _without_expansion(msg["fn"])
+        prior, wrapper = unwrapped(msg["fn"])
         if not isinstance(prior, LatentGP | WeightSpaceGP):
             return
+        if wrapper:
+            raise ValueError(
+                f"the GP site `{msg['name']}` has a {wrapper} around it: write independent "
+                "functions as a plate, with numpyro.plate(name, size) around the site, and mask "
+                "the likelihood in place of the function."
+            )
         if msg["name"] == self.site and not isinstance(prior, self.kind):
             raise ValueError(
                 f"the GP site `{self.site}` has a `{type(prior).__name__}` prior, and this guide "
@@ -114,12 +120,6 @@ class HideGPSite(Messenger):
                 "`site=`, and give a GP guide for the others as `rest=`."
             )
         return self.found[0]
-
-
-def _without_expansion(distribution: Distribution) -> Distribution:
-    while isinstance(distribution, ExpandedDistribution):
-        distribution = distribution.base_dist
-    return distribution
 
 
 def hide_gp_site(model: Model, site: str | None, kind: Prior) -> Model:

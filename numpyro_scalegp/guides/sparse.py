@@ -68,16 +68,14 @@ class AutoSparseGP(AbstractGPGuide):
         jitter: float | None = None,
     ) -> None:
         super().__init__(model, site, rest=rest, prefix=prefix)
-        if num_inducing < 1:
-            raise ValueError(f"`num_inducing` must be positive, got {num_inducing}.")
-        self.num_inducing = num_inducing
+        self.num_inducing = checks.count("num_inducing", num_inducing)
         # On the host, so that an optimiser that donates its state cannot delete the guide's copy.
         self.inducing_points = (
             None
             if inducing_points is None
             else np.array(checks.inputs("inducing_points", inducing_points))
         )
-        self.jitter = jitter
+        self.jitter = checks.jitter(jitter)
 
     def _start(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M d"]:
         if self.inducing_points is not None:

@@ -8,6 +8,7 @@ from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
 from numpyro_scalegp.estimators.learned import started
@@ -44,8 +45,8 @@ def initial_pass(
         Shoham and Avron (2025), Unbiased Stochastic Optimization for Gaussian Processes on Finite
         Dimensional RKHS, section 3.2.
     """
-    if num_batches < 1:
-        raise ValueError(f"`num_batches` must be at least 1, got {num_batches}.")
+    checks.instance("svi", svi, SVI, "a numpyro.infer.SVI")
+    checks.count("num_batches", num_batches)
     mutable, params = svi_state.mutable_state or {}, svi.get_params(svi_state)
     kwargs = {**kwargs, **svi.static_kwargs}
 

@@ -44,6 +44,7 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
         >>> float(sgp.infer.median_distance(jnp.array([[0.0], [1.0], [3.0]])))
         2.0
     """
+    checks.count("max_rows", max_rows, 2)
     X = checks.inputs("X", X)
     if X.shape[0] < 2:
         raise ValueError(f"`X` must have two rows or more, got {X.shape[0]}.")
@@ -132,9 +133,9 @@ def initial_hyperparameters(
         ("subset_size", subset_size),
         ("num_steps", num_steps),
     ):
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}.")
-    X, y = checks.inputs("X", X), checks.as_float(y)
+        checks.count(name, number)
+    checks.number("learning_rate", learning_rate, "(0, inf)")
+    key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
     checks.finite("y", y)
     centre_key, init_key = jax.random.split(key)

@@ -1,6 +1,7 @@
 """Parameters of a running SVI that are set by other means than gradients."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 from numpyro.infer.util import transform_fn
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate
 
 
@@ -40,6 +42,8 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
         >>> float(svi.get_params(state)["a"])
         3.0
     """
+    checks.instance("svi", svi, SVI, "a numpyro.infer.SVI")
+    checks.instance("params", params, Mapping, "a dict of values by name")
     count, inner = state.optim_state
     if not (isinstance(inner, tuple) and len(inner) == 2 and isinstance(inner[0], dict)):
         raise ValueError(

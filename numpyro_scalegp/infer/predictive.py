@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Key
 from numpyro import handlers
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
+from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.guides.base import set_up
 from numpyro_scalegp.guides.substitution import substituted
 
@@ -83,14 +85,14 @@ class Predictive:
     ) -> None:
         if (guide is None) == (posterior_samples is None):
             raise ValueError("give either a `guide` with its `params`, or `posterior_samples`.")
-        self.model = model
+        self.model = checks.function("model", model)
         self.guide = guide
         self.params = {} if params is None else params
         self.posterior_samples = posterior_samples
         if posterior_samples is not None:
             num_samples = len(next(iter(posterior_samples.values())))
-        self.num_samples = num_samples
-        self.chunk_size = chunk_size
+        self.num_samples = checks.count("num_samples", num_samples)
+        self.chunk_size = checks.count("chunk_size", chunk_size)
 
     def __call__(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Draw.
@@ -121,7 +123,7 @@ class Predictive:
             return jax.lax.map(one, (keys, samples))
 
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
-        keys = jax.random.split(key, self.num_samples)
+        keys = jax.random.split(checks.as_key(key), self.num_samples)
         chunks = []
         for start in range(0, self.num_samples, self.chunk_size):
             part = slice(start, start + self.chunk_size)
@@ -153,6 +155,13 @@ class Predictive:
 def _replicate(draws: Draws, key: Array, name: str, site: dict[str, Any]) -> None:
     """Add a replicate of an observed site and its pointwise log-likelihood to `draws`."""
     fn, value = site["fn"], site["value"]
+    if isinstance(unwrapped(fn)[0], GaussianProcess | FeatureSpaceGP) and not isinstance(
+        fn, GaussianProcess | FeatureSpaceGP
+    ):
+        raise ValueError(
+            f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` or `mask` "
+            "around it, where replicates would come from the prior: write a site for each function."
+        )
     if isinstance(fn, GaussianProcess | FeatureSpaceGP):
         posterior = fn.condition(value)
         draws.predictive[name] = posterior.at_data().sample(key)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.quadrature import normal_nodes
 from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.additivity import check_additive
@@ -59,6 +60,8 @@ class QuadratureELBO(AbstractParticleELBO):
         num_particles: int = 1,
         vectorize_particles: bool | Callable = True,
     ) -> None:
+        checks.count("num_nodes", num_nodes)
+        checks.count("num_particles", num_particles)
         self.nodes, self.weights = normal_nodes(num_nodes)
         super().__init__(num_particles, vectorize_particles)
 

@@ -102,9 +102,9 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             ("control_variate_rank", control_variate_rank, 0),
             ("num_columns", 1 if num_columns is None else num_columns, 1),
             ("num_nodes", num_nodes, 1),
+            ("num_particles", num_particles, 1),
         ):
-            if number < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {number}.")
+            checks.count(name, number, least)
         if bound not in (None, "strict", "plug_in"):
             raise ValueError(f'`bound` must be None, "strict" or "plug_in", got {bound!r}.')
         self.num_features = num_features

@@ -36,6 +36,5 @@ def relevance_vectors(
         >>> sgp.relevance_vectors(jnp.array([0.5, 1e6, 20.0])).tolist()
         [True, False, True]
     """
-    if not threshold > 0:
-        raise ValueError(f"`threshold` must be positive, got {threshold}.")
-    return checks.as_float(precision) < threshold
+    checks.number("threshold", threshold, "(0, inf]")
+    return checks.as_float(precision, "precision") < threshold

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from numpyro_scalegp.core import checks
+
 Schedule = float | Callable[[Int[Array, ""]], Array]
 
 
@@ -83,6 +85,9 @@ def row_adagrad(
         >>> import numpyro_scalegp as sgp
         >>> optimizer = sgp.infer.row_adagrad(0.1)
     """
+    checks.rate("learning_rate", learning_rate, "(0, inf)")
+    checks.number("initial_accumulator", initial_accumulator, "[0, inf)")
+    checks.number("epsilon", epsilon, "[0, inf)")
 
     def init(param: Array) -> Array:
         return jnp.full_like(param, initial_accumulator)
@@ -125,6 +130,10 @@ def row_adam(
         >>> import numpyro_scalegp as sgp
         >>> optimizer = sgp.infer.row_adam(lambda step: 0.01 * 0.999**step)
     """
+    checks.rate("learning_rate", learning_rate, "(0, inf)")
+    checks.number("b1", b1, "[0, 1)")
+    checks.number("b2", b2, "[0, 1)")
+    checks.number("epsilon", epsilon, "[0, inf)")
 
     def init(param: Array) -> _Moments:
         zero = jnp.zeros_like(param)

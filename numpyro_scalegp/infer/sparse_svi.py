@@ -14,6 +14,7 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.distributions import ChevronGP
 from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate, weight_rows
@@ -102,9 +103,16 @@ class SparseSVI(SVI):
         super().__init__(model, guide, optim, loss, **static_kwargs)
         self.dense_optim = optax.with_extra_args_support(optim)
         row_optim = row_adagrad() if row_optim is None else row_optim
+        if isinstance(row_optim, type) or not (
+            callable(row_optim) or isinstance(row_optim, RowOptimizer)
+        ):
+            raise TypeError(
+                "`row_optim` must be `row_adagrad(...)`, `row_adam(...)` or a function of a "
+                f"parameter's name, got {checks.described(row_optim)}."
+            )
         self.row_optim = row_optim if callable(row_optim) else lambda name: row_optim
-        self.hold_steps = hold_steps
-        self.refresh_every = refresh_every
+        self.hold_steps = checks.count("hold_steps", hold_steps, 0)
+        self.refresh_every = checks.count("refresh_every", refresh_every)
         self.row_names: tuple[str, ...] = ()
         self.num_features = 0
         self.dense_precision = False

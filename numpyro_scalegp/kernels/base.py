@@ -40,17 +40,17 @@ class AbstractKernel(eqx.Module):
         Raises:
             ValueError: if `X` or `Z` is not of rank 2, holds NaN or infinity, or the widths differ.
         """
-        X = checks.inputs("X", X)
-        Z = checks.inputs("Z", Z, width=X.shape[1])
+        X = checks.inputs("X", X, may_be_empty=True)
+        Z = checks.inputs("Z", Z, width=X.shape[1], may_be_empty=True)
         return self._gram(X, Z)
 
     def diag(self, X: Float[ArrayLike, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""
-        return self._diag(checks.inputs("X", X))
+        return self._diag(checks.inputs("X", X, may_be_empty=True))
 
     def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
         """The matrix K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (n, n)."""
-        X = checks.inputs("X", X)
+        X = checks.inputs("X", X, may_be_empty=True)
         diagonal = jnp.eye(X.shape[0], dtype=bool)
         return jnp.where(diagonal, self._diag(X)[:, None], self._gram(X, X))
 
@@ -129,11 +129,11 @@ class AbstractKernel(eqx.Module):
             Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; Sutherland and
             Schneider (2015), On the Error of Random Fourier Features: pairs beat random phases.
         """
-        X = checks.inputs("X", X)
+        X, key = checks.inputs("X", X), checks.as_key(key)
         amplitude = jnp.sqrt(self._diag(X[:1]))
         if origin is not None:
             X = X - origin
-        num_pairs = max(1, num_features // 2)
+        num_pairs = max(1, checks.count("num_features", num_features) // 2)
         frequencies = self.sample_frequencies(key, num_pairs, X.shape[1]) / (2.0 * math.pi)
         cosines, sines = cos_sin_of_turns(turns_of(X, frequencies.astype(X.dtype)))
         return amplitude / math.sqrt(num_pairs) * jnp.concatenate([cosines, sines], axis=1)
@@ -148,10 +148,10 @@ class AbstractKernel(eqx.Module):
     def __mul__(self, other: "AbstractKernel | ArrayLike") -> "AbstractKernel":
         if isinstance(other, AbstractKernel):
             return Product(self, other)
-        return Scaled(self, checks.as_float(other))
+        return Scaled(self, checks.as_float(other, "scale"))
 
     def __rmul__(self, other: ArrayLike) -> "Scaled":
-        return Scaled(self, checks.as_float(other))
+        return Scaled(self, checks.as_float(other, "scale"))
 
     # NumPy arrays must leave `array * kernel` to `__rmul__` instead of looping over their entries.
     __array_ufunc__ = None
@@ -168,6 +168,10 @@ class Sum(AbstractKernel):
 
     left: AbstractKernel
     right: AbstractKernel
+
+    def __check_init__(self) -> None:
+        checks.instance("left", self.left, AbstractKernel)
+        checks.instance("right", self.right, AbstractKernel)
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         return self.left._gram(X, Z) + self.right._gram(X, Z)
@@ -221,6 +225,10 @@ class Product(AbstractKernel):
 
     left: AbstractKernel
     right: AbstractKernel
+
+    def __check_init__(self) -> None:
+        checks.instance("left", self.left, AbstractKernel)
+        checks.instance("right", self.right, AbstractKernel)
 
     def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         return self.left._gram(X, Z) * self.right._gram(X, Z)
@@ -281,9 +289,10 @@ class Scaled(AbstractKernel):
     """
 
     kernel: AbstractKernel
-    scale: Float[Array, ""] = eqx.field(converter=checks.as_positive)
+    scale: Float[Array, ""] = eqx.field(converter=checks.to_positive("scale"))
 
     def __check_init__(self) -> None:
+        checks.instance("kernel", self.kernel, AbstractKernel)
         checks.shape("scale", self.scale, (), why="a kernel is multiplied by one number")
         checks.positive("scale", self.scale)
 
@@ -338,6 +347,7 @@ class ActiveDims(AbstractKernel):
     dims: tuple[int, ...] = eqx.field(static=True, converter=lambda dims: _as_dims(dims))
 
     def __check_init__(self) -> None:
+        checks.instance("kernel", self.kernel, AbstractKernel)
         if not self.dims or min(self.dims) < 0:
             raise ValueError(
                 f"`dims` must name at least one column, counted from 0, got {self.dims}."
@@ -406,3 +416,12 @@ def _as_dims(dims: Any) -> tuple[int, ...]:
             f"`dims` must be a sequence of integers such as (0, 3), got {dims!r}: the numbers of "
             "the columns, not a mask (for which write `np.flatnonzero(mask)`)."
         ) from None
+
+
+def refuse_kernel(name: str, function: object) -> None:
+    """Raise for a kernel where the argument `name` is a map of inputs: both are callable."""
+    if isinstance(function, AbstractKernel):
+        raise TypeError(
+            f"`{name}` must be a function of inputs, got the kernel `{type(function).__name__}`: "
+            "a kernel is an argument of its own."
+        )

@@ -41,8 +41,8 @@ class MultiscaleRBF(AbstractKernel):
         [[1.0, 0.6100000143051147], [0.6100000143051147, 1.0]]
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
         check_lengthscale_and_variance(self.lengthscale, self.variance)

@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels.base import AbstractKernel
+from numpyro_scalegp.kernels.base import AbstractKernel, refuse_kernel
 
 
 class Linear(AbstractKernel):
@@ -33,15 +33,16 @@ class Linear(AbstractKernel):
         >>> trend = sgp.kernels.Linear(variance=0.1, bias=1.0)
     """
 
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
-    bias: Float[Array, ""] = eqx.field(converter=checks.as_float, default=0.0)
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    bias: Float[Array, ""] = eqx.field(
+        converter=lambda bias: checks.as_float(bias, "bias"), default=0.0
+    )
 
     def __check_init__(self) -> None:
         checks.shape("variance", self.variance, ())
         checks.positive("variance", self.variance)
         checks.shape("bias", self.bias, ())
-        if checks.is_concrete(self.bias) and not 0 <= self.bias < jnp.inf:
-            raise ValueError(f"`bias` must be finite and not negative, got {self.bias}.")
+        checks.positive("bias", self.bias, or_zero=True)
 
     def random_features(
         self,
@@ -90,6 +91,8 @@ class FeatureMapped(AbstractKernel):
     feature_map: functions.RowsFunction
 
     def __init__(self, kernel: AbstractKernel, feature_map: Callable[[Array], Array]) -> None:
+        checks.instance("kernel", kernel, AbstractKernel)
+        refuse_kernel("feature_map", feature_map)
         self.kernel = kernel
         self.feature_map = functions.as_pytree(feature_map, "feature_map")
 

@@ -63,7 +63,7 @@ class _Stationary(AbstractKernel):
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw angular frequencies, shape (num, d); see `AbstractKernel.sample_frequencies`."""
         self._check_width(d)
-        normal_key, mixing_key = jax.random.split(key)
+        normal_key, mixing_key = jax.random.split(checks.as_key(key))
         dtype = self.lengthscale.dtype
         normal = jax.random.normal(normal_key, (num, d), dtype)
         # One scale for a whole vector: the density is isotropic in d dimensions, not a product.
@@ -102,8 +102,8 @@ class RBF(_Stationary):
         [[9.0, 5.459000110626221]]
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         return jnp.exp(-0.5 * squared)
@@ -145,8 +145,8 @@ class Matern12(_Matern):
         >>> kernel = sgp.kernels.Matern12(lengthscale=0.5) + 0.1 * sgp.kernels.RBF(2.0)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     @property
     def _smoothness(self) -> float:
@@ -181,8 +181,8 @@ class Matern32(_Matern):
         >>> kernel = sgp.kernels.Matern32(lengthscale=[0.5, 2.0], variance=1.5)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     @property
     def _smoothness(self) -> float:
@@ -213,8 +213,8 @@ class Matern52(_Matern):
         >>> kernel = 2.0 * sgp.kernels.Matern52(lengthscale=0.3).on((1,))
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     @property
     def _smoothness(self) -> float:
@@ -246,9 +246,9 @@ class RationalQuadratic(_Stationary):
         >>> kernel = sgp.kernels.RationalQuadratic(lengthscale=1.0, alpha=0.5)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    alpha: Float[Array, ""] = eqx.field(converter=checks.as_positive)  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    alpha: Float[Array, ""] = eqx.field(converter=checks.to_positive("alpha"))  # type: ignore[misc]
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
         checks.shape("alpha", self.alpha, ())
@@ -286,9 +286,9 @@ class Periodic(_Stationary):
         >>> yearly = sgp.kernels.Periodic(lengthscale=1.0, period=1.0) * sgp.kernels.RBF(30.0)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.as_positive)
-    period: Float[Array, "..."] = eqx.field(converter=checks.as_positive)  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive, default=1.0)
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    period: Float[Array, "..."] = eqx.field(converter=checks.to_positive("period"))  # type: ignore[misc]
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
         if self.period.ndim > 1:
@@ -350,7 +350,7 @@ class Constant(AbstractKernel):
         >>> kernel = sgp.kernels.RBF(1.0) + sgp.kernels.Constant(10.0)
     """
 
-    variance: Float[Array, ""] = eqx.field(converter=checks.as_positive)
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"))
 
     def __check_init__(self) -> None:
         checks.shape("variance", self.variance, ())

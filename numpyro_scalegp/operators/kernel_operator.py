@@ -61,13 +61,12 @@ class KernelOperator(eqx.Module):
         *,
         memory_budget: int = 2**28,
     ) -> None:
-        self.kernel = kernel
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
-        self.noise_variance = checks.as_float(noise_variance)
+        self.noise_variance = checks.as_float(noise_variance, "noise_variance")
         checks.shape("noise_variance", self.noise_variance, (), self.X.shape[:1])
-        if memory_budget < 1:
-            raise ValueError(f"`memory_budget` must be positive, got {memory_budget}.")
-        self.memory_budget = memory_budget
+        checks.positive("noise_variance", self.noise_variance, or_zero=True)
+        self.memory_budget = checks.count("memory_budget", memory_budget)
 
     @property
     def size(self) -> int:

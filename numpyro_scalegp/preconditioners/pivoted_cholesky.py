@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
 from numpyro_scalegp.operators import KernelOperator
@@ -64,11 +65,10 @@ class PivotedCholesky(AbstractPreconditioner):
         >>> preconditioner = sgp.preconditioners.PivotedCholesky(rank=50)
     """
 
-    rank: int = eqx.field(static=True, default=100)
+    rank: int = eqx.field(static=True, converter=checks.plain, default=100)
 
     def __check_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"`rank` must be at least 1, got {self.rank}.")
+        checks.count("rank", self.rank)
 
     def factorise(self, operator: KernelOperator) -> PivotedCholeskyFactor:
         """Compute L and R; noise must be positive."""

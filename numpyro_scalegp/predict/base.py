@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import checks, linalg
 
 
 class AbstractPosterior(eqx.Module):
@@ -78,7 +78,9 @@ class AbstractPosterior(eqx.Module):
         Returns:
             A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
         """
-        variance = self.variance(Xs, chunk_size=chunk_size) + jnp.asarray(noise_variance)
+        noise = checks.as_float(noise_variance, "noise_variance")
+        checks.positive("noise_variance", noise, or_zero=True)
+        variance = self.variance(Xs, chunk_size=chunk_size) + noise
         return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance))
 
     @staticmethod

@@ -91,7 +91,10 @@ class ChevronPosterior(AbstractVariationalPosterior):
                 f"`{type(self.features).__name__}`."
             )
         X = checks.inputs("X", X, width=self._num_columns)
-        augmentation = _Augmentation(self.features.kernel, X, checks.as_float(noise_variance))
+        noise = checks.as_positive(noise_variance, "noise_variance")
+        checks.shape("noise_variance", noise, ())
+        checks.positive("noise_variance", noise)
+        augmentation = _Augmentation(self.features.kernel, X, noise)
         return dataclasses.replace(self, augmentation=augmentation)
 
     def pruned(self, active: Bool[ArrayLike, " m"]) -> "ChevronPosterior":

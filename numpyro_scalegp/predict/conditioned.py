@@ -37,7 +37,11 @@ class AbstractConditioned(AbstractPosterior):
         return checks.inputs("Xs", Xs, width=self.X.shape[1])
 
     def _rows(self, chunk_size: int | None) -> int:
-        return chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
+        return (
+            chunks.rows_per_chunk(self._row_width)
+            if chunk_size is None
+            else checks.count("chunk_size", chunk_size)
+        )
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None

@@ -61,8 +61,14 @@ class ExactPosterior(AbstractConditioned):
 
     @property
     def diagnostics(self) -> dict[str, Array]:
-        """What the factorisation took: `jitter`, in the units of the covariance."""
-        return {"jitter": self.factor.jitter}
+        """What the factorisation took.
+
+        `jitter`, in the units of the covariance, and `jitter_to_noise`, its ratio to the mean noise
+        variance: where that is not small, y was taken for noisier than the model says.
+        """
+        jitter = self.factor.jitter
+        ratio = jnp.where(jitter > 0, jitter / jnp.mean(self.noise_variance), 0.0)
+        return {"jitter": jitter, "jitter_to_noise": ratio}
 
     @property
     def _row_width(self) -> int:
@@ -97,7 +103,7 @@ class ExactPosterior(AbstractConditioned):
     ) -> Float[Array, "num_samples m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
         num_samples = checks.count("num_samples", num_samples)
-        return self._sample(key, self._check(Xs), num_samples)
+        return self._sample(checks.as_key(key), self._check(Xs), num_samples)
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

@@ -82,7 +82,7 @@ class FeaturePosterior(AbstractConditioned):
         The same key gives the same functions at other inputs too.
         """
         num_samples = checks.count("num_samples", num_samples)
-        return self._sample(key, self._check(Xs), num_samples, self._rows(None))
+        return self._sample(checks.as_key(key), self._check(Xs), num_samples, self._rows(None))
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int, chunk_size: int) -> Array:
@@ -163,10 +163,10 @@ def feature_posterior(
             "its posterior is that of `SparseGP`."
         )
     X = checks.inputs("X", X)
-    y = checks.as_float(y)
+    y = checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
     checks.finite("y", y)
-    noise_variance = checks.as_positive(noise_variance)
+    noise_variance = checks.as_positive(noise_variance, "noise_variance")
     checks.shape("noise_variance", noise_variance, (), why="one value for all rows")
     checks.positive("noise_variance", noise_variance)
     noise = jnp.broadcast_to(noise_variance, y.shape)

@@ -131,6 +131,7 @@ class PathwisePosterior(AbstractConditioned):
             Draws of f without observation noise, shape (num_samples, m), in O(n m (d + s)).
         """
         source, num_samples = self, checks.count("num_samples", num_samples)
+        key = checks.as_key(key)
         if num_samples > self.num_samples:
             source = self.resampled(key, num_samples)
         return source._sample(key, self._check(Xs), num_samples, self._rows(chunk_size))

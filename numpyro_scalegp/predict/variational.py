@@ -90,7 +90,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """A number of rows for `marginals`: the given one, or what fits 64 MiB in float32."""
         if chunk_size is None:
             return chunks.rows_per_chunk(self._row_width * max(1, math.prod(self.batch_shape)))
-        return chunk_size
+        return checks.count("chunk_size", chunk_size)
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
@@ -109,7 +109,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
     ) -> Float[Array, "num_samples *batch m"]:
         """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
         num_samples = checks.count("num_samples", num_samples)
-        return self._sample(key, self._check(Xs), num_samples)
+        return self._sample(checks.as_key(key), self._check(Xs), num_samples)
 
     @abc.abstractmethod
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.solvers.base import (
@@ -57,13 +57,12 @@ class AlternatingProjections(AbstractSolver):
         >>> solver = sgp.solvers.AlternatingProjections(block_size=500, max_epochs=10)
     """
 
-    block_size: int = eqx.field(static=True, default=1000)
-    tolerance: float = eqx.field(static=True, default=1e-2)
-    max_epochs: int | float = eqx.field(static=True, default=100)
+    block_size: int = eqx.field(static=True, converter=checks.plain, default=1000)
+    tolerance: float = eqx.field(static=True, converter=checks.plain, default=1e-2)
+    max_epochs: int | float = eqx.field(static=True, converter=checks.plain, default=100)
 
     def __check_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"`block_size` must be at least 1, got {self.block_size}.")
+        checks.count("block_size", self.block_size)
         check_budget(self.tolerance, self.max_epochs)
 
     def solve(

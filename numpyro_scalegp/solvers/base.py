@@ -109,6 +109,8 @@ def start(
     guess: Float[Array, "*candidates n k"] | None,
 ) -> Start:
     """Normalise each right-hand side, and compute the residual of the initial guess."""
+    checks.instance("operator", operator, KernelOperator)
+    B = checks.as_float(B, "B")
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")
     B = B.astype(operator.dtype)
@@ -117,6 +119,7 @@ def start(
     B = B / scale
     if guess is None:
         return Start(scale, B, jnp.zeros_like(B), B, jnp.zeros((), B.dtype))
+    guess = checks.as_float(guess, "guess")
     several = guess.ndim == 3
     checks.shape("guess", guess[0] if several else guess, B.shape, why="one start for each column")
     value = guess.astype(B.dtype) / scale
@@ -265,7 +268,7 @@ def iterate(
 
 def check_num_averaged(num_averaged: int, num_columns: int) -> None:
     """Raise unless so many of the columns can be averaged."""
-    if not 0 <= num_averaged <= num_columns:
+    if checks.count("num_averaged", num_averaged, 0) > num_columns:
         raise ValueError(
             f"`num_averaged` must be from 0 to the number of columns, {num_columns}, got "
             f"{num_averaged}."
@@ -274,10 +277,6 @@ def check_num_averaged(num_averaged: int, num_columns: int) -> None:
 
 def check_budget(tolerance: float, max_epochs: int | float) -> None:
     """Raise unless the tolerance is in [0, 1) and the budget positive."""
-    if not 0.0 <= tolerance < 1.0:
-        raise ValueError(
-            f"`tolerance` must be in [0, 1), got {tolerance}: it bounds ||b - H v|| / ||b||, and "
-            "from 1 on zero would pass for a solution."
-        )
-    if not max_epochs > 0:
-        raise ValueError(f"`max_epochs` must be positive, got {max_epochs}.")
+    # It bounds ||b - H v|| / ||b||: from 1 on zero would pass for a solution.
+    checks.number("tolerance", tolerance, "[0, 1)")
+    checks.number("max_epochs", max_epochs, "(0, inf]")

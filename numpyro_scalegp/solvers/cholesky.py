@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.solvers.base import (
     AbstractSolver,
@@ -33,7 +33,7 @@ class Cholesky(AbstractSolver):
         >>> solver = sgp.solvers.Cholesky()
     """
 
-    tolerance: float = eqx.field(static=True, default=1e-2)
+    tolerance: float = eqx.field(static=True, converter=checks.plain, default=1e-2)
 
     def __check_init__(self) -> None:
         check_budget(self.tolerance, 1)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul, triangular_inverse
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import (
@@ -115,15 +116,15 @@ class ConjugateGradients(AbstractSolver):
         >>> solver = sgp.solvers.ConjugateGradients(tolerance=1e-3, max_epochs=50)
     """
 
-    tolerance: float = eqx.field(static=True, default=1e-2)
-    max_epochs: int | float = eqx.field(static=True, default=100)
+    tolerance: float = eqx.field(static=True, converter=checks.plain, default=1e-2)
+    max_epochs: int | float = eqx.field(static=True, converter=checks.plain, default=100)
     preconditioner: AbstractPreconditioner = PivotedCholesky(100)
-    group_size: int = eqx.field(static=True, default=128)
+    group_size: int = eqx.field(static=True, converter=checks.plain, default=128)
 
     def __check_init__(self) -> None:
         check_budget(self.tolerance, self.max_epochs)
-        if self.group_size < 1:
-            raise ValueError(f"`group_size` must be at least 1, got {self.group_size}.")
+        checks.instance("preconditioner", self.preconditioner, AbstractPreconditioner)
+        checks.count("group_size", self.group_size)
 
     def solve(
         self,

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.preconditioners import AbstractPreconditioner, Identity
 from numpyro_scalegp.solvers.base import (
@@ -71,17 +72,20 @@ class RussianRouletteCG(AbstractSolver):
         >>> estimator = sgp.estimators.Hutchinson(solver, num_logdet_probes=0)
     """
 
-    decay: int | float = eqx.field(static=True, default=0.05)
-    min_iterations: int = eqx.field(static=True, default=80)
-    max_iterations: int | None = eqx.field(static=True, default=None)
+    decay: int | float = eqx.field(static=True, converter=checks.plain, default=0.05)
+    min_iterations: int = eqx.field(static=True, converter=checks.plain, default=80)
+    max_iterations: int | None = eqx.field(static=True, converter=checks.plain, default=None)
     preconditioner: AbstractPreconditioner | None = None
-    group_size: int = eqx.field(static=True, default=128)
+    group_size: int = eqx.field(static=True, converter=checks.plain, default=128)
 
     def __check_init__(self) -> None:
+        if self.preconditioner is not None:
+            checks.instance("preconditioner", self.preconditioner, AbstractPreconditioner)
+        checks.count("min_iterations", self.min_iterations)
+        checks.count_or_none("max_iterations", self.max_iterations, self.min_iterations)
         maximum = self.min_iterations if self.max_iterations is None else self.max_iterations
         StoppingLaw.exponential(self.decay, self.min_iterations, maximum)
-        if self.group_size < 1:
-            raise ValueError(f"`group_size` must be at least 1, got {self.group_size}.")
+        checks.count("group_size", self.group_size)
 
     @classmethod
     def with_mean(
@@ -104,6 +108,7 @@ class RussianRouletteCG(AbstractSolver):
         Raises:
             ValueError: if no law has this mean.
         """
+        checks.count("max_iterations", max_iterations)
         decay, minimum = decay_and_minimum(mean, max_iterations)
         return cls(decay, minimum, max_iterations, preconditioner, group_size)
 

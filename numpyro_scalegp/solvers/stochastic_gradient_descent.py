@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.solvers.base import (
@@ -65,19 +66,17 @@ class StochasticGradientDescent(AbstractSolver):
         >>> solver = sgp.solvers.StochasticGradientDescent(batch_size=200, max_epochs=20)
     """
 
-    batch_size: int = eqx.field(static=True, default=500)
-    learning_rate: float | None = eqx.field(static=True, default=None)
-    momentum: float = eqx.field(static=True, default=0.9)
-    tolerance: float = eqx.field(static=True, default=1e-2)
-    max_epochs: int | float = eqx.field(static=True, default=100)
+    batch_size: int = eqx.field(static=True, converter=checks.plain, default=500)
+    learning_rate: float | None = eqx.field(static=True, converter=checks.plain, default=None)
+    momentum: float = eqx.field(static=True, converter=checks.plain, default=0.9)
+    tolerance: float = eqx.field(static=True, converter=checks.plain, default=1e-2)
+    max_epochs: int | float = eqx.field(static=True, converter=checks.plain, default=100)
 
     def __check_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"`learning_rate` must be positive, got {self.learning_rate}.")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"`momentum` must be in [0, 1), got {self.momentum}.")
+        checks.count("batch_size", self.batch_size)
+        if self.learning_rate is not None:
+            checks.number("learning_rate", self.learning_rate, "(0, inf)")
+        checks.number("momentum", self.momentum, "[0, 1)")
         check_budget(self.tolerance, self.max_epochs)
 
     def solve(

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 
+import numpyro_scalegp as sgp
 from numpyro_scalegp.core import checks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -116,3 +118,33 @@ def test_traced_values_that_are_not_positive_become_nan():
     np.testing.assert_array_equal(slope, np.where(np.isnan(expected), np.nan, 1.0))
     # Outside of `jit` the sign is left to `positive`, which raises.
     assert checks.as_positive(-1.0) == -1.0
+
+
+def test_large_integers_are_not_wrapped():
+    # JAX's default integers have 32 bits: seconds since 1970 in milliseconds do not fit.
+    for value in (np.array([1_600_000_000_000]), [1_600_000_000_000], 1_600_000_000_000):
+        np.testing.assert_allclose(checks.as_float(value), 1.6e12)
+
+
+def test_frames_and_parts_of_arrays_are_converted():
+    frame = pd.DataFrame({"a": [1, 2], "b": [0.5, 1.5]})
+    np.testing.assert_array_equal(checks.inputs("X", frame), frame.to_numpy())
+    traced = jax.jit(lambda a: checks.as_positive([a, 2.0]))(-1.0)
+    np.testing.assert_array_equal(traced, [np.nan, 2.0])
+
+
+def test_counts_and_numbers_of_numpy_pass():
+    assert checks.count("num", np.int64(3)) == 3
+    assert type(checks.count("num", np.int64(3))) is int
+    assert checks.number("rate", np.float32(0.5), "[0, 1)") == 0.5
+    assert checks.count_or_none("num", None) is None
+    assert sgp.estimators.Pathwise(sgp.solvers.Cholesky(), np.int32(4)).num_probes == 4
+
+
+def test_keys():
+    raw = jax.random.PRNGKey(0)
+    assert checks.as_key(jax.random.key(0)) == checks.as_key(raw)
+    draw = jax.vmap(lambda key: jax.random.normal(checks.as_key(key)))
+    np.testing.assert_array_equal(
+        draw(jax.random.split(jax.random.key(0), 3)), draw(jax.random.split(raw, 3))
+    )

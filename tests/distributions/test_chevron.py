@@ -97,13 +97,3 @@ def test_goes_through_transformations():
     gradient = jax.jit(jax.grad(lambda q: q.log_prob(jnp.ones(M))))(q)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
     assert q.expand((2,)).sample(KEY).shape == (2, M)
-
-
-def test_bad_shapes(unchecked):
-    with pytest.raises(ValueError, match=r"`loc` must have shape \(m,\), got \(2, 3\)"):
-        sgp.ChevronNormal(jnp.zeros((2, 3)), jnp.ones(3), jnp.zeros((3, 1)))
-    with pytest.raises(ValueError, match=r"`scale_diag` must have shape \(3,\), got \(2,\)"):
-        sgp.ChevronNormal(jnp.zeros(3), jnp.ones(2), jnp.zeros((3, 1)))
-    for shape in ((3,), (2, 1), (3, 4)):
-        with pytest.raises(ValueError, match=r"`scale_columns` must have shape \(3, k\)"):
-            sgp.ChevronNormal(jnp.zeros(3), jnp.ones(3), jnp.zeros(shape))

@@ -163,19 +163,3 @@ def test_squared_norm():
     np.testing.assert_allclose(squared_norm(p["kernel"], p["R"], p["a"]), expected)
     with pytest.raises(ValueError, match="`key` must be given"):
         squared_norm(p["kernel"], p["R"], p["a"], num_columns=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("hybrid", {"a": jnp.zeros(8)}, r"`residual_weights` must have shape \(9,\)"),
-        ("hybrid", {"loc": jnp.zeros(5)}, r"`loc` must have shape \(6,\)"),
-        ("hybrid", {"R": jnp.zeros((9, 3))}, r"`residual_points` must have shape \(n, 2\)"),
-        ("decoupled", {"a": jnp.zeros(8)}, r"`mean_weights` must have shape \(9,\)"),
-        ("decoupled", {"tril": jnp.eye(5)}, r"`cov_scale_tril` must have shape \(6, 6\)"),
-        ("decoupled", {"Z": jnp.zeros((6, 1))}, r"`cov_points` must have shape \(n, 2\)"),
-    ],
-)
-def test_bad_shapes(name, change, message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        FAMILIES[name][0]({**parts(), **change})

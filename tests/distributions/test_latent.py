@@ -112,21 +112,6 @@ def test_prior_keeps_the_type_of_its_inputs(x64):
     assert [leaf.dtype for leaf in shapes] == [jnp.float32] * 6
 
 
-def test_prior_rejects_bad_input(unchecked):
-    X, f, _ = data()
-    kernel = sgp.kernels.RBF(0.8)
-    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(9,\)"):
-        sgp.LatentGP(kernel, X[:, 0])
-    broken = X.copy()
-    broken[0, 1] = np.nan
-    with pytest.raises(ValueError, match=r"`X` must be finite, got 1 .* index \(0, 1\)"):
-        sgp.LatentGP(kernel, broken)
-    with pytest.raises(ValueError, match=r"`f` must have shape \(9,\), got \(8,\)"):
-        prior().condition(f[:-1])
-    with pytest.raises(ValueError, match=r"`lengthscale` must have shape \(\) or \(2,\), got \(3"):
-        sgp.LatentGP(sgp.kernels.RBF([1.0, 2.0, 3.0]), X).sample(jax.random.key(0))
-
-
 # SparseGP
 
 
@@ -260,25 +245,6 @@ def test_sparse_keeps_the_type_of_its_arguments(x64):
         q,
     )
     assert [leaf.dtype for leaf in shapes] == [jnp.float32] * 5
-
-
-def test_sparse_rejects_bad_input(unchecked):
-    X, _, Z = data()
-    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(9,\)"):
-        sparse(X=X[:, 0])
-    with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, 2\), got \(5, 1"):
-        sparse(inducing_points=Z[:, :1])
-    with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, d\), got \(5,\)"):
-        sparse(inducing_points=Z[:, 0])
-    for name, array in (("X", X), ("inducing_points", Z)):
-        broken = array.copy()
-        broken[1, 0] = np.inf
-        with pytest.raises(ValueError, match=rf"`{name}` must be finite, got 1 .* index \(1, 0\)"):
-            sparse(**{name: broken})
-    with pytest.raises(ValueError, match=r"`loc` must have shape \(5,\), got \(4,\)"):
-        sparse(loc=np.zeros(4))
-    with pytest.raises(ValueError, match=r"`scale_tril` must have shape \(5, 5\), got \(5,\)"):
-        sparse(scale_tril=np.ones(5))
 
 
 # The divergence

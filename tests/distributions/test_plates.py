@@ -130,13 +130,6 @@ def test_no_array_has_the_size_of_the_data():
 # Bad input
 
 
-@pytest.mark.parametrize("subsample_size", [0, -1, 11])
-def test_bad_subsample_size(subsample_size, unchecked):
-    message = rf"`subsample_size` must be in 1\.\.10, got {subsample_size}"
-    with pytest.raises(ValueError, match=message), handlers.seed(rng_seed=0):
-        sgp.plate("rows", 10, subsample_size)
-
-
 def test_no_key(unchecked):
     with pytest.raises(ValueError, match=r"needs a random key: use handlers\.seed"):
         sgp.plate("rows", 10, 3)

@@ -197,19 +197,6 @@ def test_a_relevance_vector_machine_has_its_closed_form():
 # Errors
 
 
-def test_bad_arguments(unchecked):
-    X = inputs()
-    phi = features("identity")
-    with pytest.raises(ValueError, match=r"`precision` must have shape \(14,\), got \(3,\)"):
-        sgp.WeightSpaceGP(phi, X, jnp.ones(3))
-    with pytest.raises(ValueError, match="`precision` must be positive"):
-        sgp.WeightSpaceGP(phi, X, -jnp.ones(M))
-    with pytest.raises(ValueError, match=r"`loc` must have shape \(14,\), got \(3,\)"):
-        sgp.ChevronGP(phi, X, jnp.zeros(3), jnp.ones(3), jnp.zeros((3, 0)))
-    with pytest.raises(ValueError, match=r"`scale_columns` must have shape \(14, k\)"):
-        sgp.ChevronGP(phi, X, jnp.zeros(M), jnp.ones(M), jnp.zeros((3, 0)))
-
-
 def test_a_large_dense_precision_is_not_factorised():
     phi = sgp.features.InducingPoints(kernel(1.0), jnp.zeros((6000, 1)))
     with pytest.raises(ValueError, match="fixed_prior=True"):

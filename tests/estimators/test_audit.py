@@ -78,17 +78,6 @@ def test_costs_table_and_plot():
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(costs)
 
 
-def test_rejects_bad_arguments(unchecked):
-    X, y = data()
-    audit = functools.partial(sgp.estimators.audit, Pathwise(ConjugateGradients()), KERNEL, X)
-    with pytest.raises(ValueError, match="`num_draws` must be at least 2, got 1"):
-        audit(y, 0.1, key=jax.random.key(0), num_draws=1)
-    with pytest.raises(ValueError, match=r"`y` must have shape \(120,\), got \(119,\)"):
-        audit(y[1:], 0.1, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"`noise_variance` must have shape \(\) or \(120,\)"):
-        audit(y, jnp.ones(7), key=jax.random.key(0))
-
-
 def test_covers_estimators_without_a_solver_and_plots_terms_against_budgets():
     X, y = data()
     estimators = {f"features {p}": sgp.estimators.RandomFourier(p) for p in (10, 20)}

@@ -190,7 +190,7 @@ def duplicated() -> tuple[Array, Array]:
 
 def test_duplicate_rows_with_tiny_noise_take_reported_jitter():
     X, y = duplicated()
-    with pytest.warns(RuntimeWarning, match=r"jitter was added.*Raise the noise variance"):
+    with pytest.warns(RuntimeWarning, match=r"about 10+ times the noise variance \(see"):
         value, jitter = evaluate(X, y, 1e-9)
         jax.effects_barrier()
     assert value.dtype == jnp.float32
@@ -264,9 +264,3 @@ def test_nan_hyperparameter_inside_jit_gives_nan():
         assert np.isnan(value(jnp.nan))
         jax.effects_barrier()
     assert np.isfinite(value(1.0))
-
-
-@pytest.mark.parametrize("jitter", [-1e-6, float("nan")])
-def test_negative_jitter_is_refused(jitter):
-    with pytest.raises(ValueError, match=r"`jitter` must not be negative, got"):
-        sgp.estimators.Cholesky(jitter)

@@ -397,22 +397,6 @@ def test_solves_that_end_above_the_tolerance_warn_once(estimator):
                 assert remedy in text
 
 
-@pytest.mark.parametrize("estimator", [Hutchinson, Pathwise])
-def test_bad_arguments(estimator, unchecked):
-    with pytest.raises(ValueError, match=r"`num_probes` must be at least 1, got 0\."):
-        estimator(CG, 0)
-    for bad in (0, 1, 7):
-        with pytest.raises(ValueError, match=rf"`num_features` must be even .* 2, got {bad}\."):
-            estimator(CG, num_features=bad)
-    with pytest.raises(ValueError, match=r"`num_logdet_probes` must not be negative, got -1\."):
-        estimator(CG, num_logdet_probes=-1)
-    with pytest.raises(ValueError, match=r"`logdet_epochs` must be at least 1, got 0\."):
-        estimator(CG, logdet_epochs=0)
-    for bad, name in (("cg", "str"), (sgp.estimators.Cholesky(), "Cholesky")):
-        with pytest.raises(ValueError, match=rf"must be one of `sgp.solvers`, got {name}\."):
-            estimator(bad)
-
-
 def noisy(estimator: Any, X: Array, y: Array, noise: Array) -> Array:
     gp = sgp.GaussianProcess(ard(), X, noise, estimator=estimator, key=KEY)
     return gp.log_prob(y)

@@ -379,12 +379,7 @@ def test_a_state_takes_no_batch_of_observations():
     assert np.isfinite(gp.log_prob(y[None])).all()
 
 
-def test_bad_arguments_and_empty_states(unchecked):
-    for make_state in (SolverState, functools.partial(sgp.solver_state, "solver")):
-        with pytest.raises(ValueError, match=r"`num_records` must be at least 1, got 0\."):
-            make_state(num_records=0)
-        with pytest.raises(ValueError, match=r"`num_solutions` must be at least 1, got 0\."):
-            make_state(num_solutions=0)
+def test_empty_states(unchecked):
     X, y = data()
     with pytest.raises(ValueError, match=r"a new solver state needs a `key` for its probes"):
         sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.5, estimator=make(), state=SolverState())

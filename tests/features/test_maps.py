@@ -111,11 +111,6 @@ def test_learned_columns():
 
 
 def test_bad_arguments(unchecked):
-    for num in (0, 3, -2):
-        with pytest.raises(
-            ValueError, match=f"`num_features` must be even and at least 2, got {num}"
-        ):
-            features.RandomFourier(kernels.RBF(1.0), num, seed=0)
     periodic = features.RandomFourier(kernels.Periodic(1.0, period=1.0), 4, seed=0)
     with pytest.raises(ValueError, match="frequencies of `Periodic` cannot be stored"):
         periodic.stored(3)
@@ -124,7 +119,5 @@ def test_bad_arguments(unchecked):
         kept.with_kernel(2.0 * kernels.Matern12(1.0))
     with pytest.raises(ValueError, match="`Linear` has no spectral density"):
         features.RandomFourier(kernels.Linear(), 4, seed=0)(inputs())
-    with pytest.raises(ValueError, match="`feature_map` must be callable, got int"):
-        features.Learned(3)
     with pytest.raises(ValueError, match=r"to features of shape \(5, m\), got \(3,\)"):
         features.Learned(lambda X: X[0])(inputs())

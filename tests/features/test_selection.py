@@ -169,27 +169,3 @@ def test_greedy_under_jit(dtype):
     X = jnp.array(rows(50, 2))
     compiled = greedy(Matern32(0.8), X, 6)
     np.testing.assert_array_equal(compiled, greedy_points(Matern32(0.8), X, 6))
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    "select",
-    [
-        lambda X, num: kmeans_points(jax.random.key(0), X, num),
-        lambda X, num: greedy_points(RBF(1.0), X, num),
-    ],
-    ids=["kmeans", "greedy"],
-)
-def test_bad_input(select, unchecked):
-    X = rows(10, 2)
-    for num_points in (0, -1, 11):
-        message = rf"`num_points` must be in 1\.\.10, .* got {num_points}"
-        with pytest.raises(ValueError, match=message):
-            select(X, num_points)
-    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(10,\)"):
-        select(X[:, 0], 3)
-    X[3, 1] = np.nan
-    with pytest.raises(ValueError, match=r"`X` must be finite, .* index \(3, 1\)"):
-        select(X, 3)

@@ -440,28 +440,6 @@ def test_goes_to_arviz(name):
     assert np.asarray(found["log_likelihood"]["y"]).shape == (1, 4, N)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: AutoHybridGP(fixed, num_residual=0), "`num_residual` must be positive, got 0"),
-        (lambda: AutoHybridGP(fixed, growth=0), "`growth` must be positive, got 0"),
-        (
-            lambda: AutoHybridGP(fixed, residual_points=jnp.ones((3, 1)), growth=2),
-            "`residual_points` are there from the start: give no `growth`",
-        ),
-        (lambda: AutoDecoupledGP(fixed, mean_size=0), "`mean_size` must be positive, got 0"),
-        (lambda: AutoDecoupledGP(fixed, growth=0), "`growth` must be positive, got 0"),
-        (
-            lambda: AutoDecoupledGP(fixed, mean_points=jnp.ones((3, 1))),
-            "`mean_points` and `cov_points` must be given together",
-        ),
-    ],
-)
-def test_bad_arguments(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 def test_rest_is_a_guide_like_any_other():
     X, y = data()
     guide = AutoHybridGP(learned, rest=AutoNormal, num_inducing=5, num_residual=9)

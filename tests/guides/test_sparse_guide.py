@@ -548,18 +548,25 @@ def test_no_site():
         draw(AutoSparseGP(model, "h", num_inducing=M), *data())
 
 
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda prior: prior.expand([3]).to_event(1), "to_event"),
+        (lambda prior: prior.mask(jnp.array(False)), "mask"),
+    ],
+)
+def test_wrapped_site(wrap, name):
+    def wrapped(X: Array) -> None:
+        numpyro.sample("f", wrap(sgp.LatentGP(sgp.kernels.RBF(1.0), X)))
+
+    with pytest.raises(ValueError, match=f"the GP site `f` has a `{name}` around it: write"):
+        handlers.seed(AutoSparseGP(wrapped), 0)(data()[0])
+
+
 def test_bad_options(unchecked):
     X, y = data()
-    with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, d\), got \(3,\)"):
-        AutoSparseGP(model, inducing_points=jnp.zeros(3))
-    with pytest.raises(ValueError, match=r"`inducing_points` must be finite, got 1 .* \(2, 0\)"):
-        AutoSparseGP(model, inducing_points=jnp.zeros((3, 1)).at[2, 0].set(jnp.nan))
     with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, 1\), got \(4, 2"):
         draw(AutoSparseGP(model, inducing_points=jnp.zeros((4, 2))), X, y)
-    with pytest.raises(ValueError, match=r"`num_inducing` must be positive, got 0"):
-        AutoSparseGP(model, num_inducing=0)
-    with pytest.raises(ValueError, match=r"`rest` must be a guide class.*got 'normal'"):
-        AutoSparseGP(model, rest="normal")
 
 
 def test_the_rest_starts_at_prior_medians_unless_told_otherwise():

@@ -72,20 +72,6 @@ def test_values_start_a_guide():
     np.testing.assert_allclose(params["noise"], found()["noise"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["num_subsets", "subset_size", "num_steps"])
-def test_rejects_bad_arguments(name, unchecked):
-    X, y = map(jnp.asarray, data())
-    options: dict[str, Any] = {name: 0}
-    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-        sgp.infer.initial_hyperparameters(jax.random.key(0), model, *data(), **options)
-    with pytest.raises(ValueError, match="`y` must be finite, got 1 NaN or infinite"):
-        sgp.infer.initial_hyperparameters(jax.random.key(0), model, X, y.at[-1].set(jnp.nan))
-    with pytest.raises(ValueError, match="`X` must be finite, got 1 NaN or infinite"):
-        sgp.infer.initial_hyperparameters(jax.random.key(0), model, X.at[-1].set(jnp.inf), y)
-    with pytest.raises(ValueError, match=r"`y` must have shape \(400,\), got \(3,\)"):
-        sgp.infer.initial_hyperparameters(jax.random.key(0), model, data()[0], jnp.ones(3))
-
-
 def test_median_distance():
     X = np.random.default_rng(0).normal(size=(60, 5))
     expected = np.median(scipy.spatial.distance.pdist(X))

@@ -156,3 +156,13 @@ def test_only_latent_sites_take_the_values_of_draws():
     expected = samples["slope"][:, None] * (X[:2, 0] + 1.0)
     np.testing.assert_allclose(draws.sites["line"], expected, rtol=1e-6)
     np.testing.assert_array_equal(draws.observed["y"], np.tile(Y[:2], (3, 1)))
+
+
+def test_a_collapsed_site_in_a_plate_is_refused():
+    def model(X: Array, Y: Array) -> None:
+        with numpyro.plate("outputs", 2):
+            numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1), obs=Y)
+
+    draws = Predictive(model, posterior_samples={"unused": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"GP site `y` stands inside a plate.* from the prior"):
+        draws(jax.random.key(0), jnp.ones((3, 1)), jnp.zeros((2, 3)))

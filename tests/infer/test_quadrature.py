@@ -333,12 +333,6 @@ def test_mutable_state_needs_one_particle():
 # Refusals
 
 
-@pytest.mark.parametrize("num_nodes", [0, -3])
-def test_number_of_nodes(num_nodes):
-    with pytest.raises(ValueError, match=f"`num_nodes` must be positive, got {num_nodes}"):
-        QuadratureELBO(num_nodes)
-
-
 def trace_loss(model: Callable, guide: Callable, *args: Any) -> Any:
     """Trace the loss: errors come before anything is computed."""
     return jax.eval_shape(lambda key: QuadratureELBO(2).loss(key, {}, model, guide, *args), KEY)

@@ -476,15 +476,6 @@ def test_not_log_concave(likelihood):
     step(likelihood, QuadruplyStochasticELBO(4, bound="strict", log_concave=("y",)))
 
 
-def test_bad_numbers(unchecked):
-    with pytest.raises(ValueError, match="`num_features` must be at least 1, got 0"):
-        QuadruplyStochasticELBO(0)
-    with pytest.raises(ValueError, match="`control_variate_rank` must be at least 0, got -1"):
-        QuadruplyStochasticELBO(5, -1)
-    with pytest.raises(ValueError, match='`bound` must be None, "strict" or "plug_in"'):
-        QuadruplyStochasticELBO(5, bound="loose")
-
-
 def test_no_support_rows():
     with pytest.raises(ValueError, match="train with `SparseSVI`, which draws them"):
         step(None, QuadruplyStochasticELBO(4, control_variate_rank=3))

@@ -292,18 +292,3 @@ def test_the_memory_test_sees_dense_matrices():
 
 
 # Bad input
-
-
-def test_bad_arguments(unchecked):
-    X = rows()
-    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(23,\)"):
-        KernelOperator(RBF(1.0), X[:, 0], 0.1)
-    with pytest.raises(ValueError, match=r"`X` must be finite, got 1 NaN .* index \(2, 1\)"):
-        KernelOperator(RBF(1.0), X.at[2, 1].set(jnp.nan), 0.1)
-    message = r"`noise_variance` must have shape \(\) or \(23,\), got "
-    for noise, shape in ((jnp.ones(22), r"\(22,\)"), (jnp.ones((N, 1)), r"\(23, 1\)")):
-        with pytest.raises(ValueError, match=message + shape):
-            KernelOperator(RBF(1.0), X, noise)
-    for budget in (0, -5):
-        with pytest.raises(ValueError, match=f"`memory_budget` must be positive, got {budget}"):
-            KernelOperator(RBF(1.0), X, 0.1, memory_budget=budget)

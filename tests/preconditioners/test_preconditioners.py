@@ -176,9 +176,3 @@ def test_no_loop_is_unrolled():
         return count_equations(jax.make_jaxpr(solve)(jnp.ones((N, 1))).jaxpr)
 
     assert 20 < equations(3) == equations(35)
-
-
-@pytest.mark.parametrize("rank", [0, -3])
-def test_bad_rank(rank):
-    with pytest.raises(ValueError, match=f"`rank` must be at least 1, got {rank}"):
-        PivotedCholesky(rank)

@@ -14,7 +14,6 @@ from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
 from numpyro_scalegp.preconditioners import PivotedCholesky
 from numpyro_scalegp.solvers import AlternatingProjections, ConjugateGradients, Solution
 from tests.distributions.test_gaussian_process import assert_within_standard_errors
-from tests.distributions.test_latent import sparse
 
 N, M, MANY, FEW = 60, 5, 10_000, 8
 KEY, DRAWS = jax.random.key(0), jax.random.key(1)
@@ -385,28 +384,3 @@ def test_without_a_key():
     gp = process(pathwise())
     with pytest.raises(ValueError, match="posterior samples are drawn at random: give"):
         gp.condition(y)
-
-
-def test_bad_inputs(unchecked):
-    _, y, Xs = data()
-    solver = ConjugateGradients(1e-3, 60, PivotedCholesky(20))
-    one = jax.jit(lambda y: process(pathwise(solver), key=KEY).condition(y))(y)
-    for evaluate in (one.mean, one.variance, lambda Xs: one.sample(KEY, Xs)):
-        with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, 2\), got \(5, 1\)"):
-            evaluate(Xs[:, :1])
-        with pytest.raises(ValueError, match=r"`Xs` must be finite"):
-            evaluate(Xs.at[0, 0].set(jnp.nan))
-    everything = one, exact(), sgp.predict.feature_posterior(jnp.sin, Xs, Xs[:, 0], 0.1)
-    for posterior in (*everything, sparse().posterior()):
-        for bad in (0, -1):
-            with pytest.raises(ValueError, match=f"`num_samples` must be at least 1, got {bad}"):
-                posterior.sample(KEY, Xs, bad)
-        with pytest.raises(TypeError, match=r"`num_samples` must be an integer, got 2\.0"):
-            posterior.sample(KEY, Xs, 2.0)
-    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got -3"):
-        one.resampled(KEY, -3)
-    for chunk_size in (0, -2):
-        with pytest.raises(ValueError, match=f"`chunk_size` must be at least 1, got {chunk_size}"):
-            one.mean(Xs, chunk_size=chunk_size)
-    with pytest.raises(ValueError, match=r"`y` must have shape \(60,\), got \(2, 60\)"):
-        process(pathwise(solver), key=KEY).condition(jnp.stack([y, y]))

@@ -84,22 +84,6 @@ def test_posterior_is_a_module_that_jit_takes():
     np.testing.assert_allclose(doubled.mean(X), 2 * mean, rtol=1e-4, atol=1e-5)
 
 
-def test_bad_new_inputs(unchecked):
-    X = jnp.array(data()[0])
-    posterior = sparse().posterior()
-    for evaluate in (
-        posterior.mean,
-        posterior.variance,
-        lambda Xs: posterior.sample(jax.random.key(0), Xs),
-    ):
-        with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, 2\), got \(9, 1\)"):
-            evaluate(X[:, :1])
-        with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, d\), got \(9,\)"):
-            evaluate(X[:, 0])
-    with pytest.raises(ValueError, match=r"`chunk_size` must be at least 1, got -1"):
-        posterior.mean(X, chunk_size=-1)
-
-
 def test_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         sgp.predict.AbstractPosterior()

@@ -173,13 +173,3 @@ def test_checkpoints_are_close_where_runs_mostly_end(x64):
     law = RussianRouletteCG(0.2, 10).law(1000)
     np.testing.assert_allclose(law.survival[16] / law.survival[15], np.exp(-0.2), rtol=1e-6)
     assert np.count_nonzero(law.probabilities) <= len(points)
-
-
-def test_bad_arguments():
-    for arguments in ({"decay": -1.0}, {"min_iterations": 0}, {"max_iterations": 10}):
-        with pytest.raises(ValueError, match="must"):
-            RussianRouletteCG(**arguments)
-    with pytest.raises(ValueError, match="`group_size` must be at least 1"):
-        RussianRouletteCG(group_size=0)
-    with pytest.raises(ValueError, match="`key` must be given"):
-        RussianRouletteCG(0.1, 5).solve(*system())

@@ -515,31 +515,6 @@ def test_probes_alone(x64):
 # Bad input
 
 
-@pytest.mark.parametrize(
-    "kind", [ConjugateGradients, AlternatingProjections, StochasticGradientDescent]
-)
-def test_bad_tolerances_and_budgets(kind, unchecked):
-    for tolerance in (-1e-3, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=rf"`tolerance` must be in \[0, 1\), got {tolerance}"):
-            kind(tolerance=tolerance)
-    for epochs in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"`max_epochs` must be positive, got {epochs}"):
-            kind(max_epochs=epochs)
-
-
-def test_bad_options(unchecked):
-    with pytest.raises(ValueError, match="`block_size` must be at least 1, got 0"):
-        AlternatingProjections(0)
-    with pytest.raises(ValueError, match="`batch_size` must be at least 1, got -2"):
-        StochasticGradientDescent(-2)
-    for rate in (0.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match=f"`learning_rate` must be positive, got {rate}"):
-            StochasticGradientDescent(learning_rate=rate)
-    for momentum in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=rf"`momentum` must be in \[0, 1\), got {momentum}"):
-            StochasticGradientDescent(momentum=momentum)
-
-
 @every_solver
 def test_bad_right_hand_sides(name, unchecked):
     solver = SOLVERS[name](1e-2, 10)
