@@ -44,6 +44,7 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
         >>> float(sgp.infer.median_distance(jnp.array([[0.0], [1.0], [3.0]])))
         2.0
     """
+    checks.count("max_rows", max_rows, 2)
     X = checks.inputs("X", X)
     checks.count("max_rows", max_rows, 2)
     if X.shape[0] < 2:

@@ -15,7 +15,7 @@ _MAX_ERROR = 1e-2
 @jax.custom_jvp
 def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """1 / x, with a derivative that multiplies by it twice: 0 / x^2 is NaN where x^2 is zero."""
-    return 1.0 / jnp.maximum(x, jnp.finfo(x.dtype).tiny)
+    return 1.0 / jnp.maximum(x, float(jnp.finfo(x.dtype).tiny))
 
 
 @reciprocal.defjvp
