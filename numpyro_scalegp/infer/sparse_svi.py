@@ -312,7 +312,9 @@ class SparseSVI(SVI):
                     for some in (rows, new_rows)
                 )
                 once = (places < size).reshape(index.shape)[..., None]
-                change = jnp.where(once, _directions(moved, index) - _directions(q, index), 0.0)
+                change = _directions(moved, index) - _directions(q, index)
+                # Parameters that are lost must not take what is kept of them along.
+                change = jnp.where(once & jnp.all(jnp.isfinite(change)), change, 0.0)
                 mutable[name] = control.moved(q.features, index, change)
         optim_state = (step + 1, (new_params, (dense_state, new_states)))
         return SVIState(optim_state, mutable or None, rng_key), loss

@@ -279,6 +279,10 @@ def test_a_step_that_fails_changes_nothing():
     before = state.optim_state[1], state.mutable_state
     after = bad.optim_state[1], bad.mutable_state
     jax.tree.map(np.testing.assert_array_equal, before, after)
+    # Without a way back the parameters are lost, but not what is kept of them.
+    lost, _ = jax.jit(svi.update)(state, X, jnp.full_like(y, jnp.nan))
+    assert not np.isfinite(params_of(lost)["f_auto_loc"]).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(lost.mutable_state))
 
 
 def test_no_step_makes_an_array_as_long_as_the_parameters():
