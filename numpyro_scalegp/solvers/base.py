@@ -247,8 +247,8 @@ def iterate(
         stalled = gained <= jnp.maximum(0.5 * claimed, 0.0)
         return _Loop(
             state,
-            loop.iteration + (~check & works),
-            loop.checks + check,
+            loop.iteration + (~check & works).astype(int),
+            loop.checks + check.astype(int),
             size,
             check | (not can_check),
             jnp.where(check, size, loop.reference),
@@ -262,8 +262,9 @@ def iterate(
     reason = jnp.where(spent, StopReason.BUDGET, StopReason.PRECISION)
     reason = jnp.where(loop.size <= tolerance, StopReason.CONVERGED, reason)
     reason = jnp.where(jnp.isfinite(loop.size), reason, StopReason.FAILED)
-    epochs = loop.iteration * epochs_per_iteration + loop.checks
-    return loop.state, Course(loop.iteration, epochs.astype(size.dtype), reason.astype(int))
+    epochs = epochs_per_iteration * loop.iteration.astype(size.dtype)
+    epochs += loop.checks.astype(size.dtype)
+    return loop.state, Course(loop.iteration, epochs, reason.astype(int))
 
 
 def check_num_averaged(num_averaged: int, num_columns: int) -> None:

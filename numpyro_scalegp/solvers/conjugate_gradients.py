@@ -292,7 +292,7 @@ def run(
             jnp.where(check, computed, norms),
             probes.krylov,
             probes.works,
-            state.num_steps + probes.works,
+            state.num_steps + probes.works.astype(int),
             state.curvature.at[place].set(probes.curvature),
             state.turn.at[place].set(probes.turn),
         )
