@@ -18,11 +18,17 @@ import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractEstimator, AbstractLogDeterminant
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
+from numpyro_scalegp.infer.base import AbstractParticleELBO
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.preconditioners import AbstractPreconditioner
+from numpyro_scalegp.predict import AbstractPosterior
 from numpyro_scalegp.solvers import AbstractSolver
 
 # Input columns that the kernels below expect.
 NUM_COLUMNS = 4
+# Draws of posteriors, of which the moments are looked at.
+NUM_DRAWS = 400
 ARD = (0.7, 1.1, 1.6, 2.3)
 
 
@@ -113,6 +119,23 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
         lambda s: sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), _flax(s)),
     ),
 ]  # fmt: skip
+
+# operator = factory(kernel, X): covariances of noisy observations, in blocks.
+OPERATORS: list[tuple[str, Callable[[AbstractKernel, Array], KernelOperator]]] = [
+    ("one_block", lambda kernel, X: KernelOperator(kernel, X, 0.5)),
+    ("single_rows", lambda kernel, X: KernelOperator(kernel, X, 0.5, memory_budget=1)),
+    (
+        "noise_per_row",
+        lambda kernel, X: KernelOperator(kernel, X, jnp.linspace(0.1, 1.0, len(X))),
+    ),
+]
+
+# preconditioner = factory(): approximate inverses of an operator with a handful of rows.
+PRECONDITIONERS: list[tuple[str, Callable[[], AbstractPreconditioner]]] = [
+    ("identity", sgp.preconditioners.Identity),
+    ("pivoted_cholesky", lambda: sgp.preconditioners.PivotedCholesky(3)),
+    ("pivoted_cholesky_of_all", sgp.preconditioners.PivotedCholesky),
+]
 
 # solver = factory(): solutions of linear systems with a handful of rows.
 SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
@@ -216,6 +239,85 @@ LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]
     (
         "chevron_inducing",
         lambda kernel, X: _chevron(sgp.features.InducingPoints(kernel, X[:4] + 0.1), X),
+    ),
+]
+
+
+def _observed(
+    kernel: AbstractKernel, X: Array, estimator: AbstractEstimator
+) -> sgp.GaussianProcess:
+    key = jax.random.key(0) if estimator.is_stochastic else None
+    return sgp.GaussianProcess(kernel, X, 0.1, mean=0.3, estimator=estimator, key=key)
+
+
+def _conditioned(estimator: Callable[[], AbstractEstimator], **options: int) -> Callable:
+    def factory(kernel: AbstractKernel, X: Array) -> AbstractPosterior:
+        return _observed(kernel, X, estimator()).condition(jnp.sin(X[:, 0]), **options)
+
+    return factory
+
+
+def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
+    weights, logdet = jnp.ones(NUM_COLUMNS), sgp.estimators.MiniBatch()
+    return sgp.FeatureSpaceGP(kernel.lengthscale * X, 0.5, weights, num_data=20, logdet=logdet)
+
+
+# distribution = factory(kernel, X): distributions that are no variational family.
+DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
+    ("gaussian_process", lambda kernel, X: _observed(kernel, X, sgp.estimators.Cholesky())),
+    ("feature_space", _feature_space),
+    ("latent", sgp.LatentGP),
+    (
+        "weight_space",
+        lambda kernel, X: sgp.WeightSpaceGP(sgp.features.RandomFourier(kernel, 6, seed=0), X),
+    ),
+    (
+        "chevron_normal",
+        lambda kernel, X: sgp.ChevronNormal(
+            X[:, 0], kernel.lengthscale * jnp.exp(X[:, 1]), X[:, 2:]
+        ),
+    ),
+]
+
+# posterior = factory(kernel, X): posteriors over a function.
+POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]]] = [
+    ("exact", _conditioned(sgp.estimators.Cholesky)),
+    (
+        "exact_without_noise",
+        lambda kernel, X: sgp.LatentGP(kernel, X).condition(jnp.sin(X[:, 0])),
+    ),
+    # As many samples as the tests draw: its variance is theirs.
+    (
+        "pathwise",
+        _conditioned(
+            lambda: sgp.estimators.Pathwise(sgp.solvers.Cholesky(), 4, num_features=16),
+            num_samples=NUM_DRAWS,
+        ),
+    ),
+    ("feature", _conditioned(lambda: sgp.estimators.RandomFourier(6))),
+    ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
+    (
+        "sparse_batch",
+        lambda kernel, X: sgp.predict.SparsePosterior(
+            kernel, X[:3], jnp.eye(2, 3), jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)])
+        ),
+    ),
+    ("hybrid", lambda kernel, X: _hybrid(kernel, X).posterior()),
+    ("decoupled", lambda kernel, X: _decoupled(kernel, X).posterior()),
+    (
+        "chevron",
+        lambda kernel, X: _chevron(sgp.features.InducingPoints(kernel, X[:4] + 0.1), X).posterior(),
+    ),
+]
+
+# elbo = factory(): objectives for a weight-space GP with six features.
+ELBOS: list[tuple[str, Callable[[], AbstractParticleELBO]]] = [
+    ("quadrature", lambda: sgp.infer.QuadratureELBO(3)),
+    ("joint", lambda: sgp.infer.JointELBO(num_particles=2)),
+    ("quadruply_stochastic", lambda: sgp.infer.QuadruplyStochasticELBO(3)),
+    (
+        "quadruply_stochastic_bound",
+        lambda: sgp.infer.QuadruplyStochasticELBO(3, bound="strict"),
     ),
 ]
 

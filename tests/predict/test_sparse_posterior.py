@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,15 +72,6 @@ def test_many_rows_by_default(x64):
     np.testing.assert_allclose(
         variance[some], np.diagonal(dense_sparse(np.asarray(X)[some])[1]), rtol=1e-9
     )
-
-
-def test_posterior_is_a_module_that_jit_takes():
-    X = jnp.array(data()[0])
-    posterior = sparse().posterior()
-    mean = jax.jit(lambda p, X: p.mean(X))(posterior, X)
-    np.testing.assert_allclose(mean, posterior.mean(X), rtol=1e-5)
-    doubled = eqx.tree_at(lambda p: p.loc, posterior, 2 * posterior.loc)
-    np.testing.assert_allclose(doubled.mean(X), 2 * mean, rtol=1e-4, atol=1e-5)
 
 
 def test_base_class_is_abstract():

@@ -1,0 +1,285 @@
+"""What every operator, preconditioner, distribution, posterior and ELBO must do.
+
+See `registry.py`; `test_conformance.py` has the other layers.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jaxtyping import Array
+from numpyro.distributions.kl import kl_divergence
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.predict import AbstractPosterior
+from tests.conformance import (
+    Compiled,
+    assert_all_finite,
+    assert_round_trip,
+    each,
+    inputs,
+    tolerance,
+)
+from tests.registry import (
+    DISTRIBUTIONS,
+    ELBOS,
+    NUM_DRAWS,
+    OPERATORS,
+    POSTERIORS,
+    PRECONDITIONERS,
+)
+
+LENGTHSCALES = 1.2, 1.7
+
+
+def kernel(lengthscale: Array) -> sgp.kernels.Matern52:
+    return sgp.kernels.Matern52(lengthscale, 1.5)
+
+
+def evaluate(function: Any, *args: Any, promotion: str = "strict") -> list[Any]:
+    """The results at both lengthscales, of one compilation."""
+    compiled = Compiled(function)
+    with jax.numpy_dtype_promotion(promotion):
+        results = [compiled(jnp.asarray(value), *args) for value in LENGTHSCALES]
+    assert compiled.traces == 1
+    return results
+
+
+def assert_moments(draws: Array, mean: Array, variance: Array, rounding: float) -> None:
+    """Mean and mean square deviation of normal draws, within 4.5 standard errors."""
+    draws, mean, variance = (np.asarray(a, np.float64) for a in (draws, mean, variance))
+    slack = 4.5 * np.sqrt(variance / len(draws)) + np.sqrt(rounding / len(draws))
+    assert np.all(np.abs(draws.mean(axis=0) - mean) < slack)
+    squares = np.square(draws - mean).mean(axis=0)
+    assert np.all(np.abs(squares - variance) < 4.5 * np.sqrt(2 / len(draws)) * variance + rounding)
+
+
+# Operators
+
+
+@each("factory", OPERATORS)
+def test_operator_agrees_with_its_matrix(factory, dtype):
+    X, index, columns = inputs(), jnp.array([6, 2, 0]), jnp.array([0, 6, 3, 1])
+    V, W = jnp.sin(jnp.arange(14.0)).reshape(7, 2), jnp.cos(jnp.arange(6.0)).reshape(3, 2)
+
+    def everything(lengthscale: Array) -> Any:
+        H = factory(kernel(lengthscale), X)
+        products = {
+            "matmul": H.matmul(V),
+            "rows": H.rows(index),
+            "block": H.block(index, columns),
+            "diagonal": H.diagonal(),
+            "noise": H.noise(),
+            "rows_matmul": H.rows_matmul(index, V),
+            "columns_matmul": H.columns_matmul(index, W),
+        }
+        return H, products, H.bilinear_gradient(V, jnp.flip(V))
+
+    def bilinear(H: Any) -> Array:
+        A = H.kernel.covariance(H.X) + jnp.diag(H.noise())
+        return jnp.sum(V * (A @ jnp.flip(V)))
+
+    for H, products, gradient in evaluate(everything):
+        assert_round_trip(H)
+        assert (H.size, H.dtype) == (7, dtype)
+        A = np.asarray(H.kernel.covariance(X)) + np.diag(np.broadcast_to(H.noise_variance, 7))
+        expected = {
+            "matmul": A @ V,
+            "rows": A[index],
+            "block": A[index][:, columns],
+            "diagonal": np.diagonal(A),
+            "noise": np.broadcast_to(H.noise_variance, 7),
+            "rows_matmul": A[index] @ V,
+            "columns_matmul": A[:, index] @ W,
+        }
+        atol = 7 * tolerance(jnp.asarray(A))
+        for name, value in products.items():
+            assert value.dtype == dtype, name
+            np.testing.assert_allclose(value, expected[name], rtol=0, atol=atol, err_msg=name)
+        leaves = zip(jax.tree.leaves(gradient), jax.tree.leaves(jax.grad(bilinear)(H)), strict=True)
+        for leaf, dense in leaves:
+            np.testing.assert_allclose(leaf, dense, rtol=0, atol=10 * atol)
+
+
+# Preconditioners
+
+
+@each("factory", PRECONDITIONERS)
+def test_preconditioner_is_one_matrix(factory, dtype):
+    preconditioner, X = factory(), inputs()
+    assert factory() == preconditioner
+    assert hash(factory()) == hash(preconditioner)
+
+    def everything(lengthscale: Array) -> Any:
+        H = sgp.operators.KernelOperator(kernel(lengthscale), X, jnp.linspace(0.2, 0.9, 7))
+        factor = preconditioner.factorise(H)
+        samples = factor.sample(jax.random.key(0), 2000)
+        A = H.kernel.covariance(X) + jnp.diag(H.noise())
+        return factor, factor.solve(jnp.eye(7)), factor.log_determinant(), samples, A
+
+    for factor, inverse, log_determinant, samples, A in evaluate(everything):
+        assert_round_trip(factor)
+        assert inverse.dtype == log_determinant.dtype == samples.dtype == dtype
+        assert samples.shape == (7, 2000)
+        inverse, samples, A = (np.asarray(a, np.float64) for a in (inverse, samples, A))
+        eps = 100 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(inverse, inverse.T, rtol=0, atol=eps * np.abs(inverse).max())
+        P = np.linalg.inv(inverse)
+        sign, expected = np.linalg.slogdet(P)
+        assert sign == 1
+        np.testing.assert_allclose(log_determinant, expected, rtol=0, atol=10 * eps)
+        # Never worse than no preconditioner at all.
+        eigenvalues = np.linalg.eigvals(inverse @ A).real
+        assert 0 < eigenvalues.max() / eigenvalues.min() < (1 + eps) * np.linalg.cond(A)
+        # var(x_i x_j) = P_ii P_jj + P_ij^2
+        covariance = samples @ samples.T / 2000
+        error = np.sqrt((np.outer(np.diag(P), np.diag(P)) + P**2) / 2000)
+        assert np.all(np.abs(covariance - P) < 4.5 * error)
+
+
+# Distributions
+
+
+@each("factory", DISTRIBUTIONS)
+def test_distribution_is_one_of_numpyro(factory, dtype):
+    X, key = inputs(), jax.random.key(0)
+
+    def everything(lengthscale: Array) -> Any:
+        d = factory(kernel(lengthscale), X)
+        value = jnp.sin(X[:, 0])
+        parameters, rest = eqx.partition(d, eqx.is_inexact_array)
+
+        def log_prob(parameters: Any, value: Array) -> Array:
+            return eqx.combine(parameters, rest).log_prob(value)
+
+        density, gradient = jax.value_and_grad(log_prob, argnums=(0, 1))(parameters, value)
+        densities = d.log_prob(jnp.stack([value, value]))
+        return d, d.mean, d.variance, d.sample(key, (2000,)), density, densities, gradient
+
+    first, second = evaluate(everything)
+    for d, mean, variance, draws, density, densities, gradient in (first, second):
+        assert_round_trip(d)
+        assert (d.batch_shape, d.event_shape) == ((), (7,))
+        for leaf, shape in ((mean, (7,)), (variance, (7,)), (draws, (2000, 7)), (density, ())):
+            assert (leaf.shape, leaf.dtype) == (shape, dtype)
+        np.testing.assert_allclose(densities, [density, density], rtol=1e-4)
+        assert_all_finite((mean, variance, draws, density, gradient))
+        assert_moments(draws, mean, variance, 1000 * float(jnp.finfo(dtype).eps))
+    assert first[4] != second[4]
+
+
+# Posteriors
+
+
+def jitter(dtype: Any) -> float:
+    """What factorisations may have added to variances of order one."""
+    return 1000 * float(jnp.finfo(dtype).eps)
+
+
+@each("factory", POSTERIORS)
+def test_posterior_has_moments_and_draws(factory, dtype):
+    X = inputs()
+    # The data, with a row that occurs twice, a row near them and one far off.
+    Xs, key = jnp.concatenate([X, X[1:2] + 0.05, X[1:2] + 50.0]), jax.random.key(1)
+
+    def everything(lengthscale: Array) -> Any:
+        posterior = factory(kernel(lengthscale), X)
+
+        def moments(p: AbstractPosterior, chunk_size: int | None = None) -> tuple[Array, Array]:
+            return p.mean(Xs, chunk_size=chunk_size), p.variance(Xs, chunk_size=chunk_size)
+
+        predictive = posterior.predictive(Xs, 0.2)
+        return {
+            "posterior": posterior,
+            "moments": moments(posterior),
+            "chunked": moments(posterior, 4),
+            "predictive": (predictive.mean, predictive.variance),
+            "draws": posterior.sample(key, Xs, NUM_DRAWS),
+            "one": posterior.sample(key, Xs),
+        }
+
+    first, second = evaluate(everything)
+    for results in (first, second):
+        posterior, (mean, variance), draws = (
+            results[name] for name in ("posterior", "moments", "draws")
+        )
+        assert_round_trip(posterior)
+        shape = (*getattr(posterior, "batch_shape", ()), 9)
+        assert mean.shape == variance.shape == shape
+        assert draws.shape == (NUM_DRAWS, *shape)
+        assert results["one"].shape == (1, *shape)
+        results.pop("posterior")
+        assert {leaf.dtype for leaf in jax.tree.leaves(results)} == {dtype}
+        assert_all_finite(results)
+        assert np.all(variance >= 0)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=jitter(dtype))
+        close(results["chunked"][0], mean)
+        close(results["chunked"][1], variance)
+        close(results["predictive"][0], mean)
+        close(results["predictive"][1], variance + 0.2)
+        assert_moments(draws, mean, variance, jitter(dtype))
+        # A function has one value at one input.
+        same = np.abs(np.asarray(draws[..., 0] - draws[..., 6]))
+        assert same.max() < 6 * np.sqrt(2 * jitter(dtype))
+        assert np.ptp(draws[..., 0]) > 0
+    assert not np.allclose(first["moments"][1], second["moments"][1])
+
+
+# ELBOs
+
+
+def model(lengthscale: Array, X: Array, y: Array) -> None:
+    phi = sgp.features.RandomFourier(kernel(lengthscale), 6, seed=0)
+    f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def guide(lengthscale: Array, X: Array, y: Array) -> None:
+    phi = sgp.features.RandomFourier(kernel(lengthscale), 6, seed=0)
+    loc = numpyro.param("loc", jnp.zeros(6))
+    scale_diag = numpyro.param("scale_diag", jnp.ones(6))
+    columns = numpyro.param("columns", jnp.zeros((6, 2)))
+    numpyro.sample("f", sgp.ChevronGP(phi, X, loc, scale_diag, columns))
+
+
+@each("factory", ELBOS)
+def test_elbo_agrees_with_the_closed_form(factory):
+    X = inputs()
+    elbo, keys = factory(), jax.random.split(jax.random.key(0), 300)
+
+    def everything(lengthscale: Array, X: Array) -> Any:
+        y = jnp.sin(X[:, 0])
+        params = {
+            "loc": jnp.linspace(-1.0, 1.0, 6),
+            "scale_diag": jnp.linspace(0.2, 0.5, 6),
+            "columns": 0.1 * jnp.ones((6, 2)),
+        }
+
+        def loss(params: Any, key: Array) -> Array:
+            return elbo.loss(key, params, model, guide, lengthscale, X, y)
+
+        losses, gradients = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, keys)
+        features = sgp.features.RandomFourier(kernel(lengthscale), 6, seed=0)
+        q = sgp.ChevronGP(features, X, *params.values())
+        mean, variance = q.marginals()
+        likelihood = dist.Normal(mean, 0.5).log_prob(y) - variance / (2 * 0.5**2)
+        exact = kl_divergence(q, sgp.WeightSpaceGP(features, X)) - jnp.sum(likelihood)
+        return losses, gradients, exact
+
+    for losses, gradients, exact in evaluate(everything, X, promotion="standard"):  # NumPyro's own
+        assert_all_finite((losses, gradients))
+        assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
+        error = np.asarray(losses, np.float64).std() / np.sqrt(len(losses))
+        off = (np.asarray(losses, np.float64).mean() - exact) / (error + 1e-5 * np.abs(exact))
+        assert off > -4
+        if getattr(elbo, "bound", None) is None:
+            assert off < 4
+    with jax.enable_x64(True):
+        wide = jax.eval_shape(everything, *jax.tree.map(jnp.float64, (1.0, X)))
+        assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {jnp.dtype("float64")}
