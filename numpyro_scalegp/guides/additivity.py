@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from numpyro_scalegp.core import checks
 # What a term may be off by: part of what it varies by, and of its size in units of rounding.
 _TOLERANCE = 1e-3
 _ROUNDING = 100.0
+# Sizes of f at which it is probed: rows may be combined for negative or large values alone, and
+# beside large observations small values leave no trace.
+_SCALES = (1.0, -1.0, 30.0, -30.0, 1e3, 3e4)
 
 
 def check_additive(
@@ -26,7 +29,8 @@ def check_additive(
 
     Only then its expectation follows from the marginals of f. With f = p in some rows and q in the
     others, and the converse, such a term adds up to what it is at p and at q. Rows are parted by
-    the digits of their number, which tell any two of them apart.
+    the digits of their number, which tell any two of them apart. Both signs and several sizes of p
+    and q are tried.
 
     It runs on the host, once where a step is compiled, with `standing_in`.
 
@@ -49,19 +53,25 @@ def check_additive(
         return list(found.values())
 
     evaluate = standing_in(values, like)
-    at_p, at_q = evaluate(p), evaluate(q)
-    for digit in range(max(like.size - 1, 0).bit_length()):
-        half = (number >> digit & 1).astype(bool)
-        mixed = evaluate(np.where(half, p, q)), evaluate(np.where(half, q, p))
-        for name, *of_one in zip(names, at_p, at_q, *mixed, strict=True):
-            if _combines(*of_one):
-                raise ValueError(
-                    f"the site `{name}` combines rows of the function `{site}`, or functions of "
-                    "its plate: only of terms that each depend on one value is the expectation "
-                    "known from the marginals. Train with sgp.infer.JointELBO, which draws f "
-                    "jointly, or run NUTS on the model. Several functions may also be sites of "
-                    "their own, outside of plates, with nested guides."
-                )
+    for scale in _SCALES:
+        at_p, at_q = evaluate(scale * p), evaluate(scale * q)
+        for digit in range(max(like.size - 1, 0).bit_length()):
+            half = (number >> digit & 1).astype(bool)
+            parts = np.where(half, p, q), np.where(half, q, p)
+            mixed = [evaluate(scale * f) for f in parts]
+            for name, *of_one in zip(names, at_p, at_q, *mixed, strict=True):
+                if _combines(*of_one):
+                    _refuse(name, site)
+
+
+def _refuse(name: str, site: str) -> NoReturn:
+    raise ValueError(
+        f"the site `{name}` combines rows of the function `{site}`, or functions of its plate: "
+        "only of terms that each depend on one value is the expectation known from the "
+        "marginals. Train with sgp.infer.JointELBO, which draws f jointly, or run NUTS on the "
+        "model. Several functions may also be sites of their own, outside of plates, with "
+        "nested guides."
+    )
 
 
 def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool:

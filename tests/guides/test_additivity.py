@@ -33,6 +33,11 @@ COMBINED = {
     "neighbor_scale": lambda f: dist.Normal(f, jnp.exp(jnp.roll(f, 1))).log_prob(Y),
     "covariance": lambda f: dist.MultivariateNormal(f, 0.5 + jnp.eye(N)).log_prob(Y),
     "large": lambda f: dist.Poisson(1e6 * jnp.exp(f + f.mean())).log_prob(10**6),
+    # What small positive values of f do not show.
+    "negative": lambda f: dist.Normal(jnp.minimum(f, 0.0).sum(), 1.0).log_prob(Y),
+    "beyond_two": lambda f: dist.Normal(jnp.maximum(f - 2.0, 0.0).sum(), 1.0).log_prob(Y),
+    "noisy": lambda f: dist.Normal(f - f.mean(), 100.0).log_prob(Y),
+    "far_off": lambda f: dist.Normal(f - f.mean(), 1.0).log_prob(300.0 + Y),
 }
 
 
