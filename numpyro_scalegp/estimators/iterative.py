@@ -321,9 +321,11 @@ class AbstractIterative(AbstractEstimator):
         return solution, draws
 
     def _fingerprint(self) -> UInt[Array, ""]:
-        """What the probes' right-hand sides depend on, besides a key and the operator."""
+        """What the probes' columns depend on, besides a key, the operator and the tolerance."""
         kind = type(self)
-        parts = kind.__module__, kind.__qualname__, self.num_probes, self.num_features
+        # A solution that is random is none for a posterior, whatever residual its record has.
+        is_random = self.solver.to_tolerance is not self.solver
+        parts = kind.__module__, kind.__qualname__, self.num_probes, self.num_features, is_random
         return jnp.asarray(zlib.crc32(repr(parts).encode()), jnp.uint32)
 
     def _record(

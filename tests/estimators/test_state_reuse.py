@@ -25,8 +25,10 @@ def data() -> dict[str, Any]:
     return {"kernel": kernel, "X": X, "noise_variance": jnp.array(0.1), "y": jnp.sin(2 * X[:, 0])}
 
 
-def make(kind: Any = Pathwise, tolerance: float = 1e-8, num_features: int = 16) -> Any:
-    solver = Cholesky(tolerance)
+def make(
+    kind: Any = Pathwise, tolerance: float = 1e-8, num_features: int = 16, solver: Any = None
+) -> Any:
+    solver = Cholesky(tolerance) if solver is None else solver
     return kind(solver, PROBES, num_features=num_features, num_logdet_probes=0)
 
 
@@ -87,6 +89,16 @@ def test_another_estimator_solves_anew(other):
     # A state of the other estimator, used with pathwise samples, and the reverse.
     mine = make() if isinstance(other, Hutchinson) else other
     posterior = process(state, mine, p).condition(p["y"])
+    assert posterior.diagnostics["epochs"] > 0
+    assert_solves(posterior)
+
+
+def test_a_random_solution_is_none_for_a_posterior():
+    """Whatever the residual of the plain one, which the roulette weighs."""
+    p, state = data(), SolverState(3)
+    roulette = sgp.solvers.RussianRouletteCG(min_iterations=2)
+    process(state, make(solver=roulette), p).log_prob(p["y"])
+    posterior = process(state, make(tolerance=1e-2), p).condition(p["y"])
     assert posterior.diagnostics["epochs"] > 0
     assert_solves(posterior)
 
