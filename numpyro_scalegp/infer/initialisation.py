@@ -1,5 +1,6 @@
 """Hyperparameters to start from: by a rule of thumb, or by exact fits on parts of the data."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,8 @@ def initial_hyperparameters(
     Returns:
         Values of the model's latent sites and `numpyro.param` sites: for
         `numpyro.infer.init_to_value(values=...)` and, where the model has params, for the
-        `init_params` of `SVI.run`. Time O(num_subsets num_steps subset_size^3).
+        `init_params` of `SVI.run`. Time O(num_subsets num_steps subset_size^3). A warning where a
+        fit never left its start.
 
     Raises:
         ValueError: if a number is less than 1, `y` does not match `X`, or one of them holds NaN or
@@ -161,11 +163,24 @@ def initial_hyperparameters(
                 return svi.stable_update(state, *arguments, **model_kwargs)[0], None
 
             state, _ = jax.lax.scan(step, first, length=num_steps)
-            return svi.optim.get_params(state.optim_state)
+            params = svi.optim.get_params(state.optim_state)
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
+            return params, jnp.array([jnp.any(one != other) for one, other in pairs])
 
-        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), jax.lax.map(on_subset, subsets))
+        params, moved = jax.lax.map(on_subset, subsets)
+        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params), moved
 
-    params = svi.constrain_fn(fit(X, y, subsets))
+    start = svi.optim.get_params(first.optim_state)
+    means, moved = fit(X, y, subsets)
+    if (stuck := int(jnp.sum(~jnp.any(moved, axis=1)))) and moved.size:
+        warnings.warn(
+            f"the fits on {stuck} of {num_subsets} subsets never left their start: the log density "
+            "or its gradient is not finite there, or overflows in this precision. Standardize `X` "
+            "and `y`, check the model's priors, or work in float64.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    params = svi.constrain_fn(means)
     latents = guide.median(params)
     own = {f"{name}_{guide.prefix}_loc" for name in latents}
     return {**latents, **{name: value for name, value in params.items() if name not in own}}

@@ -93,3 +93,12 @@ def test_median_distance():
         sgp.infer.median_distance(X, max_rows=1)
     with pytest.raises(ValueError, match="`X` must have two rows or more, got 1"):
         sgp.infer.median_distance(X[:1])
+
+
+def test_warns_where_the_start_is_never_left():
+    X, y = data()
+    # The square of the gradient overflows, so that Adam divides by infinity.
+    with pytest.warns(RuntimeWarning, match="on 2 of 2 subsets never left their start.*Standardi"):
+        sgp.infer.initial_hyperparameters(
+            jax.random.key(0), model, X, 1e17 * y, num_subsets=2, subset_size=5, num_steps=2
+        )
