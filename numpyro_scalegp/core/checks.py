@@ -55,15 +55,20 @@ def as_float(value: Any, name: str = "value") -> Float[Array, "..."]:
     return jnp.asarray(value)
 
 
-def as_positive(value: Any, name: str = "value") -> Float[Array, "..."]:
+def as_positive(value: Any, name: str = "value", *, or_zero: bool = False) -> Float[Array, "..."]:
     """Convert like `as_float`; a traced entry that is not positive and finite becomes NaN.
 
-    So does its derivative.
+    So does its derivative. With `or_zero`, zero stays zero.
     """
     array = as_float(value, name)
+    return _or_nan(array, (array >= 0) if or_zero else (array > 0))
+
+
+def _or_nan(array: Float[Array, "..."], is_good: Any = True) -> Float[Array, "..."]:
+    """Entries of a traced array that are finite and good, and NaN for others."""
     if is_concrete(array):
         return array
-    return array * jnp.where((array > 0) & jnp.isfinite(array), 1.0, jnp.nan)
+    return array * jnp.where(is_good & jnp.isfinite(array), 1.0, jnp.nan)
 
 
 def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
@@ -94,7 +99,8 @@ def inputs(
 ) -> Float[Array, "n d"]:
     """Check a matrix of inputs, one row a point: rank 2, finite, `width` columns if given.
 
-    At least one column, and one row unless it `may_be_empty`.
+    At least one column, and one row unless it `may_be_empty`. A traced infinity becomes NaN, since
+    a kernel may well have a limit there.
     """
     array = as_float(value, name)
     if array.ndim != 2:
@@ -110,7 +116,7 @@ def inputs(
         )
     finite(name, array)
     precision.warn_of_merged_rows(name, value, array)
-    return array
+    return _or_nan(array)
 
 
 def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> None:
@@ -249,9 +255,9 @@ def as_index(value: Any, name: str = "index") -> Int[Array, "..."]:
     return jnp.asarray(array)
 
 
-def to_positive(name: str) -> Callable[[Any], Float[Array, "..."]]:
+def to_positive(name: str, *, or_zero: bool = False) -> Callable[[Any], Float[Array, "..."]]:
     """`as_positive` for the field `name` of a module."""
-    return functools.partial(as_positive, name=name)
+    return functools.partial(as_positive, name=name, or_zero=or_zero)
 
 
 def plain(value: Any) -> Any:

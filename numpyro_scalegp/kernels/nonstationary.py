@@ -35,7 +35,7 @@ class Linear(AbstractKernel):
 
     variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
     bias: Float[Array, ""] = eqx.field(
-        converter=lambda bias: checks.as_float(bias, "bias"), default=0.0
+        converter=checks.to_positive("bias", or_zero=True), default=0.0
     )
 
     def __check_init__(self) -> None:

@@ -58,7 +58,8 @@ class _Stationary(AbstractKernel):
     def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         self._check_width(X.shape[1])
         dtype = jnp.result_type(X, self.lengthscale, self.variance)
-        return jnp.broadcast_to(self.variance.astype(dtype), X.shape[:1])
+        # Rows that are not finite have no variance: else one row alone would pass for a good one.
+        return jnp.where(jnp.isnan(X).any(axis=1), jnp.nan, self.variance.astype(dtype))
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw angular frequencies, shape (num, d); see `AbstractKernel.sample_frequencies`."""

@@ -63,7 +63,7 @@ class KernelOperator(eqx.Module):
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
-        self.noise_variance = checks.as_float(noise_variance, "noise_variance")
+        self.noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.shape("noise_variance", self.noise_variance, (), self.X.shape[:1])
         checks.positive("noise_variance", self.noise_variance, or_zero=True)
         self.memory_budget = checks.count("memory_budget", memory_budget)

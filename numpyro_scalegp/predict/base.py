@@ -78,7 +78,7 @@ class AbstractPosterior(eqx.Module):
         Returns:
             A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
         """
-        noise = checks.as_float(noise_variance, "noise_variance")
+        noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.positive("noise_variance", noise, or_zero=True)
         variance = self.variance(Xs, chunk_size=chunk_size) + noise
         return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance))

@@ -116,6 +116,12 @@ def test_traced_values_that_are_not_positive_become_nan():
     # A gradient of zero would pass for a maximum.
     slope = jax.jit(jax.grad(lambda v: jnp.sum(checks.as_positive(v))))(values)
     np.testing.assert_array_equal(slope, np.where(np.isnan(expected), np.nan, 1.0))
+    zero_too = jax.jit(lambda v: checks.as_positive(v, or_zero=True))(values)
+    np.testing.assert_array_equal(zero_too, np.where(values == 0.0, 0.0, expected))
+    np.testing.assert_array_equal(
+        jax.jit(lambda v: checks.inputs("X", v[:, None]))(values)[:, 0],
+        [-1.0, 0.0, np.nan, np.nan, 2.0],
+    )
     # Outside of `jit` the sign is left to `positive`, which raises.
     assert checks.as_positive(-1.0) == -1.0
 

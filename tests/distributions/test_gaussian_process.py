@@ -377,4 +377,7 @@ def test_bad_values_inside_jit_give_nan():
     assert np.isnan(log_prob(jnp.array(X), jnp.array(y).at[0].set(jnp.nan)))
     with pytest.warns(RuntimeWarning, match="Check the inputs for NaN"):
         assert np.isnan(log_prob(jnp.array(X).at[0, 0].set(jnp.nan), jnp.array(y)))
+        # Kernels have a limit at infinity, and a single row has its variance alone.
+        assert np.isnan(log_prob(jnp.array(X).at[0, 0].set(jnp.inf), jnp.array(y)))
+        assert np.isnan(log_prob(jnp.full((1, 2), jnp.nan), jnp.array(y)[:1]))
         jax.effects_barrier()

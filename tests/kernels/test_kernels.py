@@ -400,6 +400,8 @@ def test_other_hyperparameters_must_be_positive(bad, unchecked):
 def test_bias_must_not_be_negative(bad, unchecked):
     with pytest.raises(ValueError, match="`bias` must "):
         Linear(1.0, bad)
+    X = jnp.ones((2, 1))
+    assert np.isnan(jax.jit(lambda bias: Linear(1.0, bias)(X, X))(bad)).all()
 
 
 def test_shapes_of_hyperparameters(unchecked):
