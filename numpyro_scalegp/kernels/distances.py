@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Num
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 
 # Below this many columns explicit differences cost no more than a matrix product.
@@ -28,7 +29,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 def squared_distances(
     X: Float[Array, "n d"],
     Z: Float[Array, "m d"],
-    lengthscale: Float[ArrayLike, "..."] = 1.0,
+    lengthscale: Num[ArrayLike, "..."] = 1.0,
     *,
     by_differences: bool = False,
 ) -> Float[Array, "n m"]:
@@ -53,7 +54,7 @@ def squared_distances(
         Cost: O(n m d), by a matrix product unless by differences.
     """
     d = X.shape[1]
-    inverse = jnp.broadcast_to(reciprocal(jnp.asarray(lengthscale)), (d,))
+    inverse = jnp.broadcast_to(reciprocal(checks.as_float(lengthscale, "lengthscale")), (d,))
     centre = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
     if by_differences or d <= MAX_COLUMNS_OF_DIFFERENCES:
         return _few_columns(X, Z, centre, inverse)
@@ -96,13 +97,24 @@ def _by_product(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Arra
 
 
 def _many_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
-    return jnp.sum(jnp.square(_scaled(X[:, None, :] - Z[None, :, :], inverse)), axis=-1)
+    @jax.checkpoint  # no (n, m) array is kept of each column
+    def add(total: Array, column: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        x, z, of_column = column
+        scaled = _within_bounds((x[:, None] - z[None, :]) * of_column, inverse.size)
+        return total + jnp.square(scaled), None
+
+    zeros = jnp.zeros((len(X), len(Z)), jnp.result_type(X, inverse))
+    return jax.lax.scan(add, zeros, (X.T, Z.T, inverse))[0]
 
 
-def _scaled(differences: Float[Array, "... d"], inverse: Float[Array, " d"]) -> Array:
-    """Differences in lengthscales, within bounds that keep the sum of their squares finite."""
-    scaled = differences * inverse
-    bound = (_largest(scaled.dtype) / max(inverse.size, 1)) ** 0.5
+def _scaled(differences: Float[Array, "n d"], inverse: Float[Array, " d"]) -> Float[Array, "n d"]:
+    """Differences in lengthscales."""
+    return _within_bounds(differences * inverse, inverse.size)
+
+
+def _within_bounds(scaled: Float[Array, "..."], num_columns: int) -> Float[Array, "..."]:
+    """Keep the sum of the squares of so many columns finite."""
+    bound = (_largest(scaled.dtype) / max(num_columns, 1)) ** 0.5
     return jnp.clip(scaled, -bound, bound)
 
 

@@ -225,7 +225,8 @@ def test_posterior(x64, tmp_path):
     gp = sgp.FeatureSpaceGP(Phi, 0.3, jnp.zeros(D), num_data=40, logdet=Variational())
     np.testing.assert_allclose(gp.condition(y).mean(feature_map(Xs)), mean, rtol=1e-8)
     sgp.save(tmp_path / "fit.npz", posterior)
-    np.testing.assert_array_equal(sgp.load(tmp_path / "fit.npz").mean(Xs), posterior.mean(Xs))
+    again = sgp.load(tmp_path / "fit.npz", trusted=(features,))
+    np.testing.assert_array_equal(again.mean(Xs), posterior.mean(Xs))
 
 
 def test_leave_one_out_warns_where_digits_are_lost():

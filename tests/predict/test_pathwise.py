@@ -12,7 +12,12 @@ from jaxtyping import Array
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
 from numpyro_scalegp.preconditioners import PivotedCholesky
-from numpyro_scalegp.solvers import AlternatingProjections, ConjugateGradients, Solution
+from numpyro_scalegp.solvers import (
+    AlternatingProjections,
+    ConjugateGradients,
+    Solution,
+    StopReason,
+)
 from tests.distributions.test_gaussian_process import assert_within_standard_errors
 
 N, M, MANY, FEW = 60, 5, 10_000, 8
@@ -356,7 +361,7 @@ def test_key_of_condition(x64):
 
 def test_diagnostics(x64):
     found = posterior(FEW).diagnostics
-    assert set(found) == {"residual", "sample_residual", "epochs", "converged"}
+    assert set(found) == {"residual", "sample_residual", "epochs", "converged", "reason"}
     assert all(np.shape(value) == () for value in found.values())
     assert 0 < found["residual"] <= 1e-9
     assert 0 < found["sample_residual"] <= 1e-9
@@ -373,7 +378,8 @@ def test_solves_that_end_above_the_tolerance_warn():
     assert len(seen) == 1
     assert not found.diagnostics["converged"]
     assert found.diagnostics["residual"] > 1e-3
-    assert found.diagnostics["epochs"] == 2
+    assert found.diagnostics["epochs"] == 3  # two iterations, and the residual at the end
+    assert found.diagnostics["reason"] == StopReason.BUDGET
     with pytest.warns(RuntimeWarning, match="a linear solve ended above its tolerance"):
         found.resampled(KEY, 3)
         jax.effects_barrier()
