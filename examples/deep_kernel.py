@@ -75,8 +75,10 @@ def main(num_rows=2000, num_inducing=40, num_steps=2000, folder="outputs/deep_ke
         kernel_model = functools.partial(model, deep=name == "deep")
         points = sgp.features.kmeans_points(guide_key, X, num_inducing)
         guide = sgp.guides.AutoSparseGP(kernel_model, inducing_points=points)
-        # The rate decays: at a constant one the network still jumps when training ends.
-        optimizer = optax.adam(optax.cosine_decay_schedule(0.03, num_steps))
+        # The rate decays: at a constant one the network still jumps when training ends. Gradients
+        # are clipped, since a rare one that is very large throws the network off for good.
+        rate = optax.cosine_decay_schedule(0.03, num_steps)
+        optimizer = optax.chain(optax.clip_by_global_norm(1000.0), optax.adam(rate))
         svi = SVI(kernel_model, guide, optimizer, sgp.infer.QuadratureELBO(num_nodes=2))
         result = svi.run(run_key, num_steps, X, y, 256, progress_bar=False)
         posterior = guide.posterior(result.params, X, y)
