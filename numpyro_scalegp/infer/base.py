@@ -9,9 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 from numpyro.infer.elbo import ELBO
 
+from numpyro_scalegp.core import checks
+
 
 class AbstractParticleELBO(ELBO, abc.ABC):
     """An ELBO that is the mean over particles, each of which may update mutable state."""
+
+    def __init__(self, num_particles: int, vectorize_particles: bool | Callable) -> None:
+        checks.count("num_particles", num_particles)
+        super().__init__(num_particles, vectorize_particles)
 
     def loss_with_mutable_state(
         self,

@@ -61,7 +61,6 @@ class QuadratureELBO(AbstractParticleELBO):
         vectorize_particles: bool | Callable = True,
     ) -> None:
         checks.count("num_nodes", num_nodes)
-        checks.count("num_particles", num_particles)
         self.nodes, self.weights = normal_nodes(num_nodes)
         super().__init__(num_particles, vectorize_particles)
 

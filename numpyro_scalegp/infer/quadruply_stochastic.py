@@ -102,7 +102,6 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             ("control_variate_rank", control_variate_rank, 0),
             ("num_columns", 1 if num_columns is None else num_columns, 1),
             ("num_nodes", num_nodes, 1),
-            ("num_particles", num_particles, 1),
         ):
             checks.count(name, number, least)
         if bound not in (None, "strict", "plug_in"):
