@@ -774,7 +774,7 @@ INFER: list[Row] = [
     ("no nodes", lambda: I.QuadratureELBO(0), "`num_nodes` must be at least 1, got 0"),
     ("float nodes", lambda: I.QuadratureELBO(20.0), "`num_nodes` must be an integer, got 20.0"),
     ("particles", lambda: I.QuadratureELBO(num_particles=0), "`num_particles` must be at least 1"),
-    ("no draws", lambda: I.JointELBO(num_particles=0), "`num_particles` must be at least 1"),
+    ("joint particles", lambda: I.JointELBO(num_particles=0), "`num_particles` must be at least 1"),
     ("features", lambda: I.QuadruplyStochasticELBO(0), "`num_features` must be at least 1, got 0"),
     ("rank", lambda: I.QuadruplyStochasticELBO(5, -1), "`control_variate_rank` must be at least 0"),
     (
