@@ -78,7 +78,7 @@ def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.nda
     """Whether an entry is no sum over rows; what is not finite says nothing."""
     eps = float(np.finfo(at_p.dtype).eps)
     at_p, at_q, one, other = (array.astype(float) for array in (at_p, at_q, one, other))
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         varied = np.abs(at_q - at_p) + np.abs(one - at_p) + np.abs(other - at_p)
         rounding = _ROUNDING * eps * np.maximum(np.abs(at_p), np.abs(at_q))
         excess = np.abs((one - at_p) + (other - at_q))

@@ -19,6 +19,7 @@ SUMS = {
     "indicators": lambda f: dist.Normal(jnp.eye(N)[GROUP] @ f, 0.1).log_prob(GROUP),
     "masked": lambda f: dist.Normal(f, 0.1).mask(Y > 0).log_prob(np.where(Y > 0, Y, np.nan)),
     "large": lambda f: dist.Poisson(1e6 * jnp.exp(f)).log_prob(10**6),
+    "beyond_range": lambda f: jnp.finfo(f.dtype).max * jnp.sin(10.0 * f),
     "mean": lambda f: f.mean(),
     "none": lambda f: dist.Normal(0.0, 1.0).log_prob(Y),
 }
