@@ -280,7 +280,11 @@ SOLVERS: list[Row] = [
         lambda: S.ConjugateGradients(preconditioner=P.PivotedCholesky),
         "`preconditioner` must be an instance, got the class `PivotedCholesky`",
     ),
-    ("roulette", lambda: S.RussianRouletteCG(preconditioner=CG), "`preconditioner` must be one of"),
+    (
+        "roulette survival",
+        lambda: S.RussianRouletteCG(preconditioner=CG),
+        "`preconditioner` must be one of",
+    ),
     ("group zero", lambda: S.ConjugateGradients(group_size=0), "`group_size` must be at least 1"),
     ("group half", lambda: S.RussianRouletteCG(group_size=0.5), "`group_size` must be an integer"),
     ("decay text", lambda: S.RussianRouletteCG("a"), "`decay` must be a number, got 'a'"),
@@ -861,8 +865,8 @@ INFER: list[Row] = [
     ("years", lambda: sgp.datasets.load_co2(41), r"`test_years` must be in 1\.\.40, got 41"),
 ]
 
-TABLE = {
-    f"{module}: {name}": (call, message)
+TABLE = [
+    pytest.param(call, message, id=f"{module}: {name}")
     for module, rows in (
         ("arrays", ARRAYS),
         ("kernels", KERNELS),
@@ -876,11 +880,10 @@ TABLE = {
         ("infer", INFER),
     )
     for name, call, message in rows
-}
+]
 
 
-@pytest.mark.parametrize("case", TABLE)
-def test_bad_input(case):
-    call, message = TABLE[case]
+@pytest.mark.parametrize(("call", "message"), TABLE)
+def test_bad_input(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
