@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Num
+from jaxtyping import Array, ArrayLike, Bool, Float, Num
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
@@ -63,7 +63,18 @@ def squared_distances(
     error = jnp.finfo(near[0].dtype).eps * jax.lax.stop_gradient(squares[0] + squares[1])
     # What the way back needs is computed again: else both branches would keep (n, m, d) arrays.
     branches = [jax.checkpoint(branch) for branch in (_by_product, _many_columns)]
-    return jax.lax.cond(error <= _MAX_ERROR, *branches, X, Z, centre, inverse)
+    return jax.lax.cond(_is_small(error), *branches, X, Z, centre, inverse)
+
+
+@jax.custom_batching.custom_vmap
+def _is_small(error: Float[Array, ""]) -> Bool[Array, ""]:
+    """Whether a matrix product will do: for all of a batch, or under `vmap` both would be taken."""
+    return error <= _MAX_ERROR
+
+
+@_is_small.def_vmap
+def _(_axis_size: int, _in_batched: list[bool], error: Array) -> tuple[Array, bool]:
+    return _is_small(jnp.max(error)), False
 
 
 @jax.custom_jvp

@@ -92,6 +92,19 @@ def test_rows_far_apart_in_many_columns(kind):
     assert 0.5 < exact[0, 3] < 0.9
 
 
+def test_a_batch_of_lengthscales_takes_one_way_to_the_distances():
+    X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    total = lambda scale: jnp.sum(Matern32(scale)(X, X))  # noqa: E731
+    scales = jnp.array([0.7, 1e-4])
+    batched = jax.vmap(jax.value_and_grad(total))
+    # A condition that differs between members would evaluate both for each of them.
+    assert " cond[" in str(jax.make_jaxpr(batched)(scales))
+    for found, expected in zip(
+        batched(scales), zip(*map(jax.value_and_grad(total), scales), strict=True), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_second_derivatives_in_the_lengthscale(x64):
     """Distances have rules of their own; RBF in one column against its formula."""
     x = jnp.array([[0.0], [0.7]])
