@@ -85,6 +85,48 @@ def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.nda
         return bool(np.any(excess > _TOLERANCE * varied + rounding))
 
 
+def combining_rows(
+    values: Callable[[Float[Array, "*batch n"]], dict[str, list[Array]]],
+    like: Float[Array, "*batch n"],
+) -> list[str]:
+    """The names of what has an entry that depends on more than one row of f.
+
+    With f = p in some rows and q in the others, an entry that depends on one row is what it is at p
+    or what it is at q.
+
+    Args:
+        values: arrays by name, given f; it may close over traced values.
+        like: an f, of which shape and type count.
+
+    Returns:
+        The names, from O(log2(n)) evaluations on the host.
+    """
+    generator = np.random.default_rng(0)
+    p, q = generator.normal(size=(2, *like.shape))
+    number = np.arange(like.shape[-1])
+    names: list[str] = []
+
+    def flat(f: Array) -> list[Array]:
+        found = [(name, leaf) for name, leaves in values(f).items() for leaf in leaves]
+        names[:] = [name for name, _ in found]
+        return [leaf for _, leaf in found]
+
+    evaluate = standing_in(flat, like)
+    combining = set()
+    for scale in (1.0, 30.0):
+        at_p, at_q = evaluate(scale * p), evaluate(scale * q)
+        for digit in range(max(len(number) - 1, 0).bit_length()):
+            mixed = evaluate(scale * np.where(number >> digit & 1, p, q))
+            for name, one, other, both in zip(names, at_p, at_q, mixed, strict=True):
+                near = [
+                    np.isclose(both, end, rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+                    for end in (one, other)
+                ]
+                if not np.all(near[0] | near[1]):
+                    combining.add(name)
+    return sorted(combining)
+
+
 def standing_in(
     function: Callable[[Float[Array, "*batch n"]], list[Array]], like: Float[Array, "*batch n"]
 ) -> Callable[[Any], list[np.ndarray]]:

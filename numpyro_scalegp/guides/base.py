@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import AbstractVariationalGP, LatentGP
-from numpyro_scalegp.guides.sites import GPSite, Model, Prior, find_gp_site, hide_gp_site
+from numpyro_scalegp.guides.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
 from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.predict import AbstractPosterior
 
@@ -47,7 +47,7 @@ class AbstractGPGuide(abc.ABC):
         self.model = checks.function("model", model)
         self.site = site if site is None else checks.instance("site", site, str, "a string")
         self.prefix = checks.instance("prefix", prefix, str, "a string")
-        self.rest = _build_rest(rest, hide_gp_site(model, site, self.prior_kind))
+        self.rest = _build_rest(rest, WithoutSite(model, site, self.prior_kind))
 
     @abc.abstractmethod
     def _family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
@@ -106,7 +106,7 @@ class AbstractGPGuide(abc.ABC):
         if not hasattr(self.rest, "median"):
             raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
         trace = getattr(self.rest, "prototype_trace", None)
-        if not trace:
+        if trace is None:
             return self.rest.median(params)
         latent = {n for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
         if not latent:
@@ -139,7 +139,7 @@ class AbstractGPGuide(abc.ABC):
         set_up(self, params, args, kwargs)
 
         def draw(key: Array) -> dict[str, Array]:
-            given = _Given(handlers.seed(self, key), params)
+            given = Given(handlers.seed(self, key), params)
             return substituted(given, params)(*args, **kwargs)
 
         if sample_shape == ():
@@ -181,16 +181,19 @@ class AbstractGPGuide(abc.ABC):
         stack.enter_context(handlers.block())
         stack.enter_context(handlers.seed(rng_seed=jax.random.key(0) if key is None else key))
         stack.enter_context(substituted(None, params))
-        stack.enter_context(_Given(None, params))
+        stack.enter_context(Given(None, params))
         return stack
 
     def _values(
         self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
     ) -> dict[str, Array]:
-        """Values of the rest's sites: medians, or one draw."""
+        """Values of the rest's sites: medians and the means of functions, or one draw."""
         set_up(self, params, args, kwargs)
         if key is None:
-            return self.median(params)
+            rest, medians = self.rest, self.median(params)
+            if isinstance(rest, AbstractGPGuide):
+                return {**medians, **rest._function_means(params, args, kwargs)}
+            return medians
         trace = handlers.trace(substituted(handlers.seed(self.rest, key), params)).get_trace(
             *args, **kwargs
         )
@@ -209,15 +212,15 @@ class AbstractGPGuide(abc.ABC):
         self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Array]:
         """The means of the function sites that this guide and its rest own, at the model's rows."""
-        rest = self.rest
-        means = {}
-        if isinstance(rest, AbstractGPGuide):
-            means = rest._function_means(params, args, kwargs)
+        values = self._values(params, None, args, kwargs)
+        means = {name: values[name] for name in values.keys() - self.median(params).keys()}
         site = self._site(params, None, args, kwargs)
-        return {**means, site.name: self.posterior(params, *args, **kwargs).mean(site.X)}
+        with self._parameters(params, None):
+            posterior = self._family(site, training=False).posterior()
+        return {**means, site.name: posterior.mean(site.X)}
 
 
-class _Given(Messenger):
+class Given(Messenger):
     """Raises where a parameter would start anew because `params` lacks it."""
 
     def __init__(self, fn: Guide | None, params: dict[str, Any]) -> None:
@@ -225,6 +228,7 @@ class _Given(Messenger):
         self.params = params
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        """Look at a parameter."""
         if msg["type"] == "param" and msg["value"] is None and msg["name"] not in self.params:
             raise ValueError(
                 f"`params` lacks `{msg['name']}`: give all parameters of guide and model, such as "

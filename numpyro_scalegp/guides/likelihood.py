@@ -10,6 +10,7 @@ from numpyro import handlers
 
 from numpyro_scalegp.core.quadrature import normal_nodes
 from numpyro_scalegp.guides.additivity import check_additive
+from numpyro_scalegp.guides.sites import WithoutSite
 from numpyro_scalegp.guides.substitution import substituted
 
 
@@ -42,11 +43,18 @@ def expected_slopes(
         and variance.
 
     Raises:
-        ValueError: if the likelihood combines rows of the function, or functions of a plate.
+        ValueError: if the likelihood combines rows of the function, or functions of a plate, or the
+            model is that of an inner guide, without the outer one's function.
 
     References:
         Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7 and 8.
     """
+    if isinstance(model, WithoutSite):
+        raise ValueError(
+            f"the guide of `{site}` is the `rest` of another guide, and does not see that guide's "
+            f"function: to solve for `{site}`, build a guide with site={site!r} and the other GP "
+            "guide as its `rest`; parameters have the same names."
+        )
     nodes, weights = (jnp.asarray(one, mean.dtype) for one in normal_nodes(num_nodes))
 
     def terms(f: Array) -> dict[str, Array]:

@@ -132,8 +132,6 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         """
         check_steps(num_newton_steps)
         values = self._values(params, None, args, kwargs)
-        if isinstance(self.rest, AbstractGPGuide):
-            values = {**values, **self.rest._function_means(params, args, kwargs)}
         site = self._site(params, None, args, kwargs)
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
         for _ in range(num_newton_steps):

@@ -122,14 +122,24 @@ class HideGPSite(Messenger):
         return self.found[0]
 
 
-def hide_gp_site(model: Model, site: str | None, kind: Prior) -> Model:
-    """The model without its GP site: what a guide for all other sites is built on."""
+class WithoutSite:
+    """A model without one GP site: what a guide for all other sites is built on.
 
-    def hidden(*args: Any, **kwargs: Any) -> Any:
+    Args:
+        model: the model.
+        site: the name of its GP site, or None if it has just one.
+        kind: the kind of prior that the site has.
+    """
+
+    def __init__(self, model: Model, site: str | None, kind: Prior) -> None:
+        self.model = model
+        self.site = site
+        self.kind = kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with zeros for the function."""
         # A handler for each run, so that no traced value outlives it.
-        return HideGPSite(model, site, kind)(*args, **kwargs)
-
-    return hidden
+        return HideGPSite(self.model, self.site, self.kind)(*args, **kwargs)
 
 
 def find_gp_site(
@@ -150,13 +160,15 @@ def find_gp_site(
         model: the model.
         site: the name of its GP site, or None if it has just one.
         kind: the kind of prior that the site has.
-        values: values of the other latent sites.
+        values: values of the other latent sites, functions included; without one they are zeros.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         indices: of plates, as far as they are drawn already.
     """
-    hidden = HideGPSite(model, site, kind, hide_others=True)
-    given = handlers.seed(substituted(hidden, {}, values, indices), numpyro.prng_key())
+    # The values come first: a function that has one is no site to be hidden.
+    given = substituted(model, {}, values, indices)
+    hidden = HideGPSite(given, site, kind, hide_others=True)
     visible = ("param", "mutable", "plate")
-    handlers.block(given, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
+    seeded = handlers.seed(hidden, numpyro.prng_key())
+    handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
     return hidden.the_site()

@@ -57,7 +57,7 @@ class JointELBO(AbstractParticleELBO):
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
         model_key, guide_key = jax.random.split(key)
         seeded_guide = substituted(handlers.seed(guide, guide_key), params)
-        with _JointDraws() as draws:
+        with JointDraws() as draws:
             guide_trace = handlers.trace(seeded_guide).get_trace(*args, **kwargs)
         if not draws.found:
             raise ValueError(
@@ -74,18 +74,19 @@ class JointELBO(AbstractParticleELBO):
         }
 
 
-class _JointDraws(Messenger):
+class JointDraws(Messenger):
     """Draws the guide's GP sites from their processes instead of their marginals."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
 
-    def __enter__(self) -> "_JointDraws":
+    def __enter__(self) -> "JointDraws":
         super().__enter__()
         return self
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        """Draw at a site of the guide."""
         if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
             self.found.add(msg["name"])
             key = msg["kwargs"]["rng_key"]

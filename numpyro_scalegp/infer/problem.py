@@ -31,7 +31,13 @@ from numpyro_scalegp.estimators.quadruply_stochastic import Views
 from numpyro_scalegp.guides.additivity import check_additive, standing_in
 from numpyro_scalegp.guides.likelihood import log_density, log_terms
 from numpyro_scalegp.guides.substitution import substituted
-from numpyro_scalegp.infer.traces import Trace, elbo_terms, mutable_values, summed
+from numpyro_scalegp.infer.traces import (
+    Trace,
+    common_scale,
+    elbo_terms,
+    mutable_values,
+    summed,
+)
 
 # Likelihoods whose logarithm is concave in f where this parameter is affine in it, or, of
 # `Poisson`, the logarithm of its rate.
@@ -386,7 +392,7 @@ def trace_problem(
     model_trace = run(jnp.zeros_like(q.X[:, 0]))
     p = model_trace[name]["fn"]
     same = one_if_same("features", q.features, p.features)
-    scale = guide_trace[name]["scale"]
+    scale = common_scale(guide_trace[name], model_trace[name])
     mutable = {**mutable_values(guide_trace), **mutable_values(model_trace)}
     return Problem(
         name, q, p, same if scale is None else same * scale, guide_trace, model_trace, mutable, run

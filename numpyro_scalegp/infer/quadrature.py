@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from numpyro import handlers
+from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
@@ -16,6 +17,7 @@ from numpyro_scalegp.distributions import AbstractVariationalGP
 from numpyro_scalegp.guides.additivity import check_additive
 from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.infer.base import AbstractParticleELBO
+from numpyro_scalegp.infer.problem import flat_provenance
 from numpyro_scalegp.infer.traces import elbo_terms, mutable_values, summed
 
 
@@ -83,6 +85,8 @@ class QuadratureELBO(AbstractParticleELBO):
                 "`QuadratureELBO` found no GP site in the guide: use one of sgp.guides, or "
                 "NumPyro's own ELBOs for a guide without GP sites."
             )
+        if len(guide_trace) > 1:
+            _check_guide(handlers.seed(guide, guide_key), params, marginals, args, kwargs)
         mutable = mutable_values(guide_trace)
         given = {**params, **mutable}
 
@@ -93,14 +97,19 @@ class QuadratureELBO(AbstractParticleELBO):
             model_trace = handlers.trace(substituted(replayed, given)).get_trace(*args, **kwargs)
             return elbo_terms(model_trace, trace), mutable_values(model_trace)
 
-        means = {name: mean for name, (mean, _) in marginals.items()}
-        for name, mean in means.items():
+        # Not at the means of the other functions: with zeros there, a product shows nothing.
+        generator = np.random.default_rng(2)
+        others = {
+            name: jnp.asarray(generator.uniform(0.2, 0.8, mean.shape), mean.dtype)
+            for name, (mean, _) in marginals.items()
+        }
+        for name in marginals:
 
             def of_function(f: Array, name: str = name) -> dict[str, Array]:
-                terms = run({**means, name: f})[0]
-                return {other: term for other, term in terms.items() if other not in means}
+                terms = run({**others, name: f})[0]
+                return {other: term for other, term in terms.items() if other not in marginals}
 
-            check_additive(of_function, mean, name)
+            check_additive(of_function, others[name], name)
 
         def at_nodes(index: Array) -> tuple[Array, dict[str, Any]]:
             values = {}
@@ -118,11 +127,43 @@ class QuadratureELBO(AbstractParticleELBO):
         return jnp.sum(weights.astype(elbos.dtype) * elbos), mutable
 
 
-class _Marginals(Messenger):
-    """Computes the moments of the guide's GP sites, instead of drawing from them."""
+def _check_guide(
+    guide: Callable,
+    params: dict[str, Any],
+    marginals: dict[str, tuple[Array, Array]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise where the guide's distribution of one site depends on the function of another."""
 
-    def __init__(self) -> None:
+    def distributions(**values: Array) -> dict[str, list[Array]]:
+        given = jax.tree.map(lambda leaf: leaf, params)  # mutable state is written to
+        with _Marginals(values):
+            trace = handlers.trace(substituted(guide, given)).get_trace(*args, **kwargs)
+        sites = {name: site["fn"] for name, site in trace.items() if site["type"] == "sample"}
+        return {name: list(map(jnp.asarray, jax.tree.leaves(fn))) for name, fn in sites.items()}
+
+    means = {name: mean for name, (mean, _) in marginals.items()}
+    for name, leaves in eval_provenance(distributions, **means).items():
+        if functions := sorted(frozenset().union(*flat_provenance(leaves))):
+            raise ValueError(
+                f"the guide's distribution of the site `{name}` depends on the function "
+                f"`{functions[0]}`, as where one GP is a function of another: it has other moments "
+                "for each value of that function. Train with sgp.infer.JointELBO, which draws one "
+                "after the other."
+            )
+
+
+class _Marginals(Messenger):
+    """Computes the moments of the guide's GP sites, instead of drawing from them.
+
+    Args:
+        values: of these sites, in place of their means and without their moments.
+    """
+
+    def __init__(self, values: dict[str, Array] | None = None) -> None:
         super().__init__()
+        self.values = values
         self.marginals: dict[str, tuple[Array, Array]] = {}
 
     def __enter__(self) -> "_Marginals":
@@ -130,6 +171,10 @@ class _Marginals(Messenger):
         return self
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
+        if msg["type"] != "sample" or not isinstance(msg["fn"], AbstractVariationalGP):
+            return
+        if self.values is not None:
+            msg["value"] = self.values[msg["name"]]
+        else:
             self.marginals[msg["name"]] = msg["fn"].marginals()
             msg["value"] = self.marginals[msg["name"]][0]

@@ -3,9 +3,11 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 from numpyro.distributions.kl import kl_divergence
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.guides.likelihood import log_density, log_terms
 
 Trace = dict[str, Any]
@@ -22,8 +24,28 @@ def divergence(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Float[
         found = kl_divergence(guide_site["fn"], model_site["fn"])
     except NotImplementedError:
         return log_density(guide_site) - log_density(model_site)
-    scale = guide_site["scale"]
+    scale = common_scale(guide_site, model_site)
     return jnp.sum(found if scale is None else scale * found)
+
+
+def common_scale(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Any:
+    """The scale of a site whose divergence is taken by a rule: NaN where only one side has it.
+
+    Raises:
+        ValueError: if that is known already.
+    """
+    scales = [site["scale"] for site in (guide_site, model_site)]
+    if all(scale is None for scale in scales):
+        return None
+    own, prior = (1.0 if scale is None else scale for scale in scales)
+    if not checks.is_concrete((own, prior)):
+        return jnp.where(jnp.isclose(own, prior), own, jnp.nan)
+    if not np.isclose(own, prior):
+        raise ValueError(
+            f"the site `{model_site['name']}` has the scale {prior} in the model and {own} in the "
+            "guide: put `numpyro.handlers.scale` and plates around it in both."
+        )
+    return own
 
 
 def elbo_terms(model_trace: Trace, guide_trace: Trace) -> dict[str, Float[Array, "..."]]:

@@ -138,6 +138,27 @@ def test_two_kinds_of_function_in_one_model():
         SVI(both, wrong, optax.adam(0.05), QuadratureELBO(6)).init(KEY, X, y)
 
 
+def test_other_function_sites_stand_at_their_means(x64):
+    def both(X: Array, y: Array) -> None:
+        phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.9), M, seed=0)
+        f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
+        g = numpyro.sample("g", sgp.LatentGP(sgp.kernels.RBF(0.9), X))
+        numpyro.sample("y", dist.Normal(f + g, 0.3), obs=y)
+
+    X, y = inputs(), jnp.sin(jnp.arange(float(N)))
+    rest = functools.partial(sgp.guides.AutoSparseGP, inducing_points=X[:3])
+    guide = sgp.guides.AutoChevronGP(both, rank=RANK, rest=rest)
+    inner = {
+        "g_auto_inducing_points": X[:3],
+        "g_auto_loc": jnp.array([1.0, -2.0, 0.5]),
+        "g_auto_scale_tril": 0.5 * jnp.eye(3),
+    }
+    start = {**parameters(), **inner}
+    solved = guide.solve_mean(start, X, y).params
+    gradient = jax.grad(lambda params: QuadratureELBO(2).loss(KEY, params, both, guide, X, y))
+    np.testing.assert_allclose(gradient(solved)["f_auto_loc"], 0.0, atol=1e-8)
+
+
 def test_bad_arguments(unchecked):
     X, y = inputs(), jnp.zeros(N)
 

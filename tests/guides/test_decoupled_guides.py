@@ -208,6 +208,21 @@ def test_other_function_sites_stand_at_their_means(x64):
     np.testing.assert_allclose(guide.posterior(params, X, y).mean(X), exact.mean(X), atol=1e-4)
 
 
+def test_an_inner_guide_does_not_solve_without_the_outer_function():
+    def both(X: Array, y: Array) -> None:
+        f, g = (numpyro.sample(name, sgp.LatentGP(KERNEL, X)) for name in "fg")
+        numpyro.sample("y", dist.Normal(f + g, NOISE**0.5), obs=y)
+
+    X, y = data()
+    points = {"mean_points": X, "cov_points": X[:3]}
+    rest = functools.partial(AutoDecoupledGP, site="g", **points)
+    guide = AutoDecoupledGP(both, "f", rest=rest, **points)
+    svi, state = start(both, guide, X, y)
+    params = svi.get_params(state)
+    with pytest.raises(ValueError, match=r"guide of `g` is the `rest` of another.*site='g'"):
+        guide.rest.solve_mean(params, X, y)
+
+
 def test_replace_params_wants_an_optax_optimizer():
     X, y = data()
     guide = AutoSparseGP(fixed, inducing_points=X[:3])

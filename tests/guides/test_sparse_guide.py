@@ -294,6 +294,28 @@ class Network(nnx.Module):
         return jnp.tanh(self.linear(X))
 
 
+def test_a_function_of_a_function(x64):
+    """The outer function is taken at the values of the inner one."""
+
+    def deep(X: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+        numpyro.sample("g", sgp.LatentGP(sgp.kernels.RBF(1.0 + f[0] ** 2), f[:, None]))
+
+    Z = jnp.array([[-1.0], [1.0]])
+    rest = functools.partial(AutoSparseGP, site="f", inducing_points=Z)
+    guide = AutoSparseGP(deep, "g", rest=rest, inducing_points=Z)
+    X = jnp.array([[-1.0], [0.5], [2.0]])
+    with handlers.seed(rng_seed=0):
+        sites = handlers.trace(guide).get_trace(X)
+    np.testing.assert_array_equal(sites["g"]["fn"].X[:, 0], sites["f"]["value"])
+
+    params = {name: site["value"] for name, site in sites.items() if site["type"] == "param"}
+    params["f_auto_loc"] = jnp.array([1.0, -1.0])
+    inner = guide.rest.posterior(params, X).mean(X)
+    kernel = guide.posterior(params, X).kernel
+    np.testing.assert_allclose(kernel.lengthscale, 1.0 + inner[0] ** 2)
+
+
 def test_network_in_the_model_is_trained():
     X, y = data()
 

@@ -45,7 +45,7 @@ by_hand.median = lambda params: {"mu": params["mu_value"], "rows": jnp.zeros(2),
 RESTS = {
     "normal": AutoNormal,
     "joint": AutoMultivariateNormal,
-    "list": lambda: parts(sgp.guides.sites.hide_gp_site(model, "f", sgp.LatentGP)),
+    "list": lambda: parts(sgp.guides.sites.WithoutSite(model, "f", sgp.LatentGP)),
     "by_hand": lambda: by_hand,
 }
 

@@ -148,6 +148,61 @@ def test_a_guide_or_draws():
         Predictive(linear, guide=linear, params={}, posterior_samples=slopes(2))
 
 
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ({}, r"leading axis of draws, the same for all, got the shapes \{\}"),
+        ({"slope": 1.0}, r"got the shapes \{'slope': \(\)\}"),
+        ({**slopes(3), "line": jnp.zeros(4)}, r"'slope': \(3,\), 'line': \(4,\)"),
+        ({"slope": jnp.zeros((2, 5))}, r"a draw of the site `slope`.* \(5,\).* site \(\).*chain"),
+        ({"slop": jnp.zeros(2)}, r"has \['slop'\], and the model none of these.*\['slope'\]"),
+    ],
+)
+def test_draws_of_another_model_or_shape(samples, message):
+    with pytest.raises(ValueError, match=message):
+        Predictive(linear, posterior_samples=samples)(KEY, X, Y)
+
+
+def test_parameters_that_are_missing():
+    """A guide at its start is not the posterior."""
+    guide = sgp.guides.AutoSparseGP(gp_model, inducing_points=X[::2])
+    init = SVI(gp_model, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2)).init
+    jax.eval_shape(init, KEY, X, Y)
+    with pytest.raises(ValueError, match="`params` lacks `lengthscale_auto_loc`"):
+        Predictive(gp_model, guide=guide)(KEY, X)
+
+
+def test_a_function_without_draws_is_said_to_be_of_the_prior():
+    def model(X: Array) -> None:
+        noise = numpyro.sample("noise", dist.LogNormal())
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, noise))
+
+    predictive = Predictive(model, posterior_samples={"noise": jnp.ones(2)})
+    with pytest.warns(UserWarning, match="GP site `y` has neither observations nor draws.*prior"):
+        predictive(KEY, X)
+
+
+def test_sites_that_combine_rows():
+    """Draws of single rows give a sum the wrong spread; joint ones the right one."""
+    kernel = sgp.kernels.RBF(1.0)
+
+    def model() -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel, X))
+        numpyro.deterministic("square", f**2)
+        numpyro.deterministic("sum", jnp.sum(f))
+        numpyro.sample("y", dist.Normal(f[:-1] - f[1:], 1.0))
+
+    process = sgp.SparseGP(kernel, X, X[::3], jnp.array([0.3, 0.1, -0.3]), 0.5 * jnp.eye(3))
+    given = {"guide": lambda: numpyro.sample("f", process), "num_samples": 4000}
+    with pytest.warns(UserWarning, match="^`sum`, `y` combine rows of the function `f`.*joint="):
+        by_rows = Predictive(model, **given)(KEY)["sum"]
+    jointly = Predictive(model, joint=True, **given)(KEY)["sum"]
+    sums = process.posterior().sample(jax.random.key(5), X, 4000).sum(axis=1)
+    assert_same_law(jointly, sums)
+    with pytest.raises(AssertionError):
+        assert_same_law(by_rows, sums)
+
+
 def test_only_latent_sites_take_the_values_of_draws():
     """Deterministic sites are recomputed at new inputs, and observations stay."""
     samples = {**slopes(3), "line": jnp.full((3, N), 7.0), "y": jnp.full((3, 2), 7.0)}

@@ -1,5 +1,6 @@
 """The quadrature bound against closed forms, Monte Carlo and finite differences."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro.primitives import mutable
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.guides import AutoSparseGP
 from numpyro_scalegp.infer import QuadratureELBO
 
 N, M = 8, 4
@@ -345,6 +347,50 @@ def test_likelihood_that_couples_rows():
 
     with pytest.raises(ValueError, match="the site `y` combines rows of the function `f`"):
         trace_loss(model, guide)
+
+
+def test_product_that_couples_rows():
+    """Seen also where the other function is zero, as guides start."""
+
+    def model() -> None:
+        f, g = (numpyro.sample(name, prior()) for name in "fg")
+        numpyro.sample("y", dist.Normal(jnp.cumsum(f) * g, 1.0), obs=jnp.zeros(N))
+
+    def guide() -> None:
+        for name in "fg":
+            process = sgp.SparseGP(kernel(), inputs(), inducing_points(), jnp.zeros(M), scale())
+            numpyro.sample(name, process)
+
+    with pytest.raises(ValueError, match="the site `y` combines rows of the function `f`"):
+        QuadratureELBO(2).loss(KEY, {}, model, guide)
+
+
+def test_function_of_a_function():
+    def model() -> None:
+        f = numpyro.sample("f", prior())
+        g = numpyro.sample("g", sgp.LatentGP(kernel(), f[:, None]))
+        numpyro.sample("y", dist.Normal(g, 1.0), obs=jnp.zeros(N))
+
+    inner = functools.partial(AutoSparseGP, site="f", inducing_points=inducing_points())
+    auto = AutoSparseGP(model, "g", rest=inner, inducing_points=inducing_points())
+    message = "distribution of the site `g` depends on the function `f`.*JointELBO"
+    with pytest.raises(ValueError, match=message):
+        trace_loss(model, auto)
+
+
+def test_scale_around_one_side():
+    scaled = handlers.scale(model(lambda f: dist.Normal(f, 0.4), observations("real")), 0.1)
+    with pytest.raises(ValueError, match=r"site `f` has the scale 0.1 in the model and 1.0 in the"):
+        trace_loss(scaled, guide)
+    both = QuadratureELBO(2).loss(KEY, {}, scaled, handlers.scale(guide, 0.1))
+    alone = model(lambda f: dist.Normal(f, 0.4), observations("real"))
+    np.testing.assert_allclose(both, 0.1 * QuadratureELBO(2).loss(KEY, {}, alone, guide), rtol=1e-5)
+
+    def traced(scale: Array) -> Array:
+        with_scale = handlers.scale(alone, scale)
+        return QuadratureELBO(2).loss(KEY, {}, with_scale, guide)
+
+    assert jnp.isnan(jax.jit(traced)(0.1))
 
 
 def test_likelihood_declared_as_one_event_is_fine(x64):
