@@ -629,6 +629,11 @@ LATENT: list[Row] = [
     ("too many", lambda: sgp.ChevronNormal(y, y + 1, np.ones((6, 7))), "`scale_columns` must have"),
     ("columns nan", lambda: sgp.ChevronNormal(y, y + 1, gap), "`scale_columns` must be finite"),
     ("normal key", lambda: sgp.ChevronNormal(y, y + 1, X).sample(0), "`key` must be a JAX key"),
+    (
+        "normal value",
+        lambda: sgp.ChevronNormal(y, y + 1, X).log_prob(0.0),
+        r"`value` must have shape \(\.\.\., 6\), got \(\)",
+    ),
     ("plate name", lambda: sgp.plate(3, 6), "`name` must be a string, got 3"),
     ("plate size", lambda: sgp.plate("p", 6.0), "`size` must be an integer, got 6.0"),
     ("empty plate", lambda: sgp.plate("p", 0), "`size` must be at least 1, got 0"),
@@ -845,6 +850,7 @@ INFER: list[Row] = [
         lambda: I.median_distance(X, max_rows=1),
         "`max_rows` must be at least 2, got 1",
     ),
+    ("precision nan", lambda: sgp.relevance_vectors(gap), "`precision` must be positive, got"),
     ("precision", lambda: sgp.relevance_vectors("a"), "`precision` must be a number or an array"),
     (
         "threshold array",

@@ -111,7 +111,10 @@ class ChevronNormal(Distribution):
     ) -> Float[Array, "*batch"]:
         """The log density of weights of shape (..., m), in O(m k + k^3) each."""
         m, k = self.scale_columns.shape
-        residual = jnp.asarray(value) - self.loc
+        value = checks.as_float(value, "value")
+        if value.shape[-1:] != (m,):
+            raise ValueError(f"`value` must have shape (..., {m}), got {value.shape}.")
+        residual = value - self.loc
         columns = self._columns()
         head = jnp.vectorize(
             lambda r: jax.scipy.linalg.solve_triangular(columns[:k], r, lower=True),

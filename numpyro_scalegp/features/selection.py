@@ -111,7 +111,9 @@ def greedy_points(
     """
     checks.instance("kernel", kernel, AbstractKernel)
     X = _checked(X, num_points)
-    return X[pivoted_cholesky(kernel, X, num_points)[1]]
+    rows, pivots = pivoted_cholesky(kernel, X, num_points)
+    # Of a kernel that is NaN there are pivots as well, but no points.
+    return X[pivots] * jnp.where(jnp.all(jnp.isfinite(rows)), 1.0, jnp.nan)
 
 
 def _checked(X: ArrayLike, num_points: int) -> Float[Array, "n d"]:

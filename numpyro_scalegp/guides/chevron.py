@@ -1,5 +1,6 @@
 """The guide for Gaussian processes in weight space."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from numpyro_scalegp.core.linalg import factorise, matmul
 from numpyro_scalegp.distributions import ChevronGP, WeightSpaceGP
 from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
 from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
-from numpyro_scalegp.guides.likelihood import expected_slopes, pseudo_observations
-from numpyro_scalegp.guides.mean import SolvedMean, check_steps, report
+from numpyro_scalegp.guides.likelihood import ExpectedLikelihood, pseudo_observations
+from numpyro_scalegp.guides.mean import SolvedMean, check_all_rows, check_steps, report
 from numpyro_scalegp.guides.sites import GPSite, Model
 
 # The residual at which a direct solve counts as one.
@@ -115,7 +116,8 @@ class AutoChevronGP(AbstractGPGuide):
         Args:
             params: the guide's parameters, as from `SVI.get_params`.
             *args: the model's positional arguments, without mini-batches.
-            num_newton_steps: 1 is exact for a Gaussian likelihood; positive.
+            num_newton_steps: 1 is exact for a Gaussian likelihood; positive. Each step is cut to
+                the first of 1, 1/2, 1/4, ... of its length that does not lower the bound.
             num_nodes: quadrature nodes for the likelihood's derivatives.
             **kwargs: the model's keyword arguments.
 
@@ -128,38 +130,45 @@ class AutoChevronGP(AbstractGPGuide):
             jitted. Other sites stand at their medians.
 
         Raises:
-            ValueError: if the rest's guide has no medians, `num_newton_steps` is not positive, or
-                the likelihood combines rows of the function.
+            ValueError: if the rest's guide has no medians, `num_newton_steps` is not positive, the
+                likelihood combines rows of the function, or a plate takes a mini-batch.
 
         References:
             Rasmussen and Williams (2006), eq. 2.11; Khan and Lin (2017), Conjugate-Computation
             Variational Inference, for the pseudo-observations of a Newton step.
         """
         check_steps(num_newton_steps)
-        name = f"{self._site(params, None, args, kwargs).name}_{self.prefix}_loc"
+        site = self._site(params, None, args, kwargs)
+        check_all_rows(site)
+        name = f"{site.name}_{self.prefix}_loc"
+        few = site.prior.features.size(site.X) < site.X.shape[0] or site.prior.has_dense_precision
+        solve = _mean_by_features if few else _mean_by_rows
         for _ in range(num_newton_steps):
-            site, q, moments, slopes = self._expanded(params, args, kwargs, num_nodes)
-            observed = pseudo_observations(moments[0], *slopes)
-            few = q.loc.shape[0] < site.X.shape[0] or site.prior.has_dense_precision
-            solve = _mean_by_features if few else _mean_by_rows
-            loc, residual = solve(site, *observed)
+            site, q, (mean, variance), likelihood = self._expanded(params, args, kwargs, num_nodes)
+            targets = pseudo_observations(mean, *likelihood.slopes(mean, variance))
+            loc, residual = solve(site, *targets)
+            step = loc - q.loc
+            means = mean, mean + _projected(site, step)
+            divergence = functools.partial(_squared_norm, site, q.loc, step)
+            part = likelihood.step_length(means, variance, divergence)
+            loc = jnp.where(part == 1.0, loc, q.loc + part * step)
             params = {**params, name: loc.astype(q.loc.dtype)}
         return report(params, residual, jnp.zeros((), int), residual <= _TOLERANCE)
 
     def _expanded(
         self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_nodes: int
-    ) -> tuple[GPSite, ChevronGP, tuple[Array, Array], tuple[Array, Array]]:
-        """Site and family, moments of f at the rows, and the likelihood's slopes there."""
+    ) -> tuple[GPSite, ChevronGP, tuple[Array, Array], ExpectedLikelihood]:
+        """Site and family, moments of f at the rows, and the likelihood."""
         values = self._values(params, None, args, kwargs)
         site = self._site(params, None, args, kwargs)
         with self._parameters(params, None):
             q = self._family(site, training=False)
         posterior = q.posterior()
         moments = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
-        slopes = expected_slopes(
-            self.model, site.name, params, values, *moments, args, kwargs, num_nodes
+        likelihood = ExpectedLikelihood(
+            self.model, site.name, params, values, args, kwargs, num_nodes
         )
-        return site, q, moments, slopes
+        return site, q, moments, likelihood
 
     def solve_diagonal(
         self, params: dict[str, Any], *args: Any, num_nodes: int = 20, **kwargs: Any
@@ -190,7 +199,8 @@ class AutoChevronGP(AbstractGPGuide):
         References:
             Evans and Nair (2020), proposition 1, for the columns that are not dense.
         """
-        site, q, _, (_, curvature) = self._expanded(params, args, kwargs, num_nodes)
+        site, q, moments, likelihood = self._expanded(params, args, kwargs, num_nodes)
+        _, curvature = likelihood.slopes(*moments)
         # Where the likelihood is not concave, the prior's own scale is the limit.
         weights = jnp.maximum(-curvature, 0.0)
         a = _prior_precision(site) + _weighted_squares(site, weights)
@@ -209,6 +219,25 @@ def _prior_precision(site: GPSite) -> Float[Array, " m"]:
         return site.prior.precision
     features = site.prior.features
     return features.precision_diagonal(jnp.arange(features.size(site.X)))
+
+
+def _projected(site: GPSite, loc: Float[Array, " m"]) -> Float[Array, " n"]:
+    """Phi loc, in blocks of features and chunks of rows."""
+    zero = jnp.zeros_like(loc)
+    return projections(site.prior.features, site.X, Chevron(loc, zero, zero[:, None][:, :0]))[0][
+        :, 0
+    ]
+
+
+def _squared_norm(
+    site: GPSite, loc: Float[Array, " m"], step: Float[Array, " m"], part: Float[Array, ""]
+) -> Float[Array, ""]:
+    """W'S w / 2 after a part of a step."""
+    weights = loc + part * step
+    if not site.prior.has_dense_precision:
+        return 0.5 * jnp.sum(_prior_precision(site) * jnp.square(weights))
+    index = jnp.arange(loc.shape[0])
+    return 0.5 * weights.dot(matmul(site.prior.features.precision(index, index), weights))
 
 
 def _solved(

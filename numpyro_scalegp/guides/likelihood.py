@@ -14,65 +14,113 @@ from numpyro_scalegp.guides.sites import WithoutSite
 from numpyro_scalegp.guides.substitution import substituted
 
 
-def expected_slopes(
-    model: Callable[..., Any],
-    site: str,
-    params: dict[str, Any],
-    values: dict[str, Any],
-    mean: Float[Array, "*batch n"],
-    variance: Float[Array, "*batch n"],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    num_nodes: int = 20,
-) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-    """Expectations of the log-likelihood's first two derivatives in f(x_i), by quadrature.
+class ExpectedLikelihood:
+    """E[log p(y | f)] of a model for normal marginals of f, by quadrature.
 
     Args:
         model: the model.
         site: the name of the function site.
         params: values of parameters and mutable sites.
         values: values of all other latent sites.
-        mean: the mean of f at each row, shape (*batch, n).
-        variance: the variance of f at each row, shape (*batch, n).
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         num_nodes: nodes of the Gauss-Hermite rule.
 
-    Returns:
-        E[l'] and E[l''] at each row, with the scales of plates, from derivatives of E[l] in mean
-        and variance.
-
     Raises:
-        ValueError: if the likelihood combines rows of the function, or functions of a plate, or the
-            model is that of an inner guide, without the outer one's function.
-
-    References:
-        Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7 and 8.
+        ValueError: if the model is that of an inner guide, without the outer one's function.
     """
-    if isinstance(model, WithoutSite):
-        raise ValueError(
-            f"the guide of `{site}` is the `rest` of another guide, and does not see that guide's "
-            f"function: to solve for `{site}`, build a guide with site={site!r} and the other GP "
-            "guide as its `rest`; parameters have the same names."
-        )
-    nodes, weights = (jnp.asarray(one, mean.dtype) for one in normal_nodes(num_nodes))
 
-    def terms(f: Array) -> dict[str, Array]:
-        given = substituted(handlers.seed(model, jax.random.key(0)), params, {**values, site: f})
-        trace = handlers.trace(given).get_trace(*args, **kwargs)
-        return {name: log_terms(one) for name, one in trace.items() if _is_observed(one)}
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        site: str,
+        params: dict[str, Any],
+        values: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_nodes: int,
+    ) -> None:
+        if isinstance(model, WithoutSite):
+            raise ValueError(
+                f"the guide of `{site}` is the `rest` of another guide, and does not see that "
+                f"guide's function: to solve for `{site}`, build a guide with site={site!r} and "
+                "the other GP guide as its `rest`; parameters have the same names."
+            )
+        self.site = site
+        self.rule = normal_nodes(num_nodes)
 
-    def expected(mean: Array, variance: Array) -> Array:
+        def terms(f: Array) -> dict[str, Array]:
+            drawn = substituted(
+                handlers.seed(model, jax.random.key(0)), params, {**values, site: f}
+            )
+            trace = handlers.trace(drawn).get_trace(*args, **kwargs)
+            return {name: log_terms(one) for name, one in trace.items() if _is_observed(one)}
+
+        self.terms = terms
+
+    def __call__(
+        self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
+    ) -> Float[Array, ""]:
+        """The sum over rows, with the scales of plates, for moments of shape (*batch, n)."""
+        nodes, weights = (jnp.asarray(one, mean.dtype) for one in self.rule)
         scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
 
         def at_node(node: Array) -> Array:
-            return sum(map(jnp.sum, terms(mean + scale * node).values()), jnp.zeros(()))
+            return sum(map(jnp.sum, self.terms(mean + scale * node).values()), jnp.zeros(()))
 
         return weights.dot(jax.vmap(at_node)(nodes))
 
-    check_additive(terms, mean, site)
-    slope, half_curvature = jax.grad(expected, argnums=(0, 1))(mean, variance)
-    return slope, 2.0 * half_curvature
+    def slopes(
+        self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
+    ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
+        """Expectations of the log-likelihood's first two derivatives in f(x_i).
+
+        Returns:
+            E[l'] and E[l''] at each row, from derivatives of E[l] in mean and variance.
+
+        Raises:
+            ValueError: if the likelihood combines rows of the function, or functions of a plate.
+
+        References:
+            Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7
+            and 8.
+        """
+        check_additive(self.terms, mean, self.site)
+        slope, half_curvature = jax.grad(self, argnums=(0, 1))(mean, variance)
+        return slope, 2.0 * half_curvature
+
+    def step_length(
+        self,
+        means: tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]],
+        variance: Float[Array, "*batch n"],
+        divergence: Callable[[Float[Array, ""]], Float[Array, ""]],
+    ) -> Float[Array, ""]:
+        """How far to go from one mean to another, so that the bound does not fall.
+
+        A Newton step may be far too long where the curvature grows along it, as of a Poisson
+        likelihood; a part of it is not, and the whole of it is right for a Gaussian one.
+
+        Args:
+            means: of f at each row, now and after the whole step.
+            variance: of f at each row.
+            divergence: the divergence from the prior, up to a constant, after a part of the step.
+
+        Returns:
+            1, or the largest of 1/2, 1/4, ... that does.
+        """
+        now, after = means
+
+        def bound(part: Array) -> Array:
+            mean = jnp.where(part == 1.0, after, now + part * (after - now))
+            return self(mean, variance) - divergence(part)
+
+        start = bound(jnp.zeros((), now.dtype))
+        least = start - 100.0 * jnp.finfo(now.dtype).eps * jnp.abs(start)
+        return jax.lax.while_loop(
+            lambda part: ~(bound(part) >= least) & (part > 2.0**-30),
+            lambda part: 0.5 * part,
+            jnp.ones((), now.dtype),
+        )
 
 
 def pseudo_observations(

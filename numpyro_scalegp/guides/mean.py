@@ -11,10 +11,13 @@ import numpy as np
 import numpyro
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
+from numpyro_scalegp.core import chunks
+from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.growth import Basis, growing_bases
-from numpyro_scalegp.guides.likelihood import expected_slopes, pseudo_observations
+from numpyro_scalegp.guides.likelihood import ExpectedLikelihood, pseudo_observations
 from numpyro_scalegp.guides.sites import GPSite
+from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import RepresenterWeights, representer_weights
 
 
@@ -103,7 +106,8 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         they may go on moving.
 
         For a Gaussian likelihood the evidence bound is quadratic in the weights, and one linear
-        solve finds its maximum over *all* rows; other likelihoods take Newton steps. Steps of SVI
+        solve finds its maximum over *all* rows; other likelihoods take Newton steps, each cut to
+        the first of 1, 1/2, 1/4, ... of its length that does not lower the bound. Steps of SVI
         between solves then train the rest.
 
         Args:
@@ -123,8 +127,8 @@ class AbstractDecoupledGuide(AbstractGPGuide):
             M^3) for each step; it may be jitted.
 
         Raises:
-            ValueError: if the rest's guide has no medians, a number is not positive, or the
-                likelihood combines rows of the function.
+            ValueError: if the rest's guide has no medians, a number is not positive, the likelihood
+                combines rows of the function, or a plate takes a mini-batch.
 
         References:
             Rudi et al. (2017) for the solve; Khan and Lin (2017), Conjugate-Computation Variational
@@ -133,6 +137,7 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         check_steps(num_newton_steps)
         values = self._values(params, None, args, kwargs)
         site = self._site(params, None, args, kwargs)
+        check_all_rows(site)
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
         for _ in range(num_newton_steps):
             with self._parameters(params, None):
@@ -140,21 +145,75 @@ class AbstractDecoupledGuide(AbstractGPGuide):
                 basis, weights = self._basis(site, family)
             posterior = family.posterior()
             mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
-            slope, curvature = expected_slopes(
-                self.model, site.name, params, values, mean, variance, args, kwargs, num_nodes
+            likelihood = ExpectedLikelihood(
+                self.model, site.name, params, values, args, kwargs, num_nodes
             )
-            targets, precision = pseudo_observations(mean, slope, curvature)
+            targets, precision = pseudo_observations(mean, *likelihood.slopes(mean, variance))
+            rests = [self._rest_of_mean(family, one) for one in (site.X, basis.points)]
             solve = functools.partial(_solve, site, basis, options)
             solved = jnp.vectorize(solve, signature="(n),(n),(m),(n),(m)->(m),(),(),()")(
-                targets,
-                precision,
-                weights,
-                self._rest_of_mean(family, site.X),
-                self._rest_of_mean(family, basis.points),
+                targets, precision, weights, *rests
             )
+            line = _Line.between(site.kernel, basis.points, weights, solved[0], rests[1])
+            means = mean, mean + _sum_of_bases(site.kernel, site.X, basis.points, line.step)
+            part = likelihood.step_length(means, variance, line.divergence)
             name = f"{site.name}_{self.prefix}_{self.weights_name}"
-            params = {**params, name: solved[0] * prior_scale(site, basis.points)}
+            new = jnp.where(part == 1.0, solved[0], weights + part * line.step)
+            params = {**params, name: new * prior_scale(site, basis.points)}
         return report(params, *solved[1:])
+
+
+class _Line(NamedTuple):
+    """Weights along a step, and the divergence from the prior there."""
+
+    weights: Float[Array, "*batch M"]
+    step: Float[Array, "*batch M"]
+    slopes: tuple[Float[Array, "*batch M"], Float[Array, "*batch M"]]
+
+    @classmethod
+    def between(
+        cls,
+        kernel: AbstractKernel,
+        points: Float[Array, "M d"],
+        old: Float[Array, "*batch M"],
+        new: Float[Array, "*batch M"],
+        rest: Float[Array, "*batch M"],
+    ) -> "_Line":
+        """The line from old to new weights, with what else the mean is at the points."""
+        step = new - old
+        values = [_sum_of_bases(kernel, points, points, one) for one in (old, step)]
+        return cls(old, step, (0.5 * values[0] + rest, 0.5 * values[1]))
+
+    def divergence(self, part: Float[Array, ""]) -> Float[Array, ""]:
+        """A'K a / 2 + a'r, for rest r, after a part of the step."""
+        slope = self.slopes[0] + part * self.slopes[1]
+        return jnp.sum((self.weights + part * self.step) * slope)
+
+
+def _sum_of_bases(
+    kernel: AbstractKernel,
+    X: Float[Array, "n d"],
+    points: Float[Array, "M d"],
+    weights: Float[Array, "*batch M"],
+) -> Float[Array, "*batch n"]:
+    """K(X, Z) a, in chunks of rows."""
+    functions = weights.reshape(-1, weights.shape[-1]).T
+    values = chunks.map_rows(
+        lambda rows: matmul(kernel(rows, points), functions),
+        X,
+        chunks.rows_per_chunk(points.shape[0]),
+    )
+    return values.T.reshape(*weights.shape[:-1], X.shape[0])
+
+
+def check_all_rows(site: GPSite) -> None:
+    """Raise where the model takes a mini-batch."""
+    if site.partial:
+        names = ", ".join(f"`{name}`" for name in site.partial)
+        raise ValueError(
+            f"`solve_mean` solves for all rows at once, and the plate {names} takes a part of its "
+            "elements: give the model all of them, or random rows as if there were no others."
+        )
 
 
 def check_steps(num_newton_steps: int) -> None:

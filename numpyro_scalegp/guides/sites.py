@@ -25,6 +25,7 @@ class GPSite(NamedTuple):
     prior: Any  # `LatentGP` or `WeightSpaceGP`, as the guide wants
     batch_shape: tuple[int, ...]  # of independent functions, by plates
     plates: tuple[CondIndepStackFrame, ...]
+    partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements
 
     @property
     def kernel(self) -> AbstractKernel:
@@ -119,7 +120,7 @@ class HideGPSite(Messenger):
                 f"the model has the GP sites {names}: name the one that this guide owns with "
                 "`site=`, and give a GP guide for the others as `rest=`."
             )
-        return self.found[0]
+        return self.found[0]._replace(partial=tuple(sorted(self.partial)))
 
 
 class WithoutSite:

@@ -47,13 +47,16 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
     """
     checks.count("max_rows", max_rows, 2)
     X = checks.inputs("X", X)
-    checks.count("max_rows", max_rows, 2)
     if X.shape[0] < 2:
         raise ValueError(f"`X` must have two rows or more, got {X.shape[0]}.")
     if X.shape[0] > max_rows:
         X = X[stratified_indices(jax.random.key(0), X.shape[0], max_rows)]
-    squared = squared_distances(X, X)[jnp.triu_indices(X.shape[0], 1)]
-    return jnp.sqrt(jnp.median(squared))
+    # Squares of large or small numbers would leave the range of the type.
+    X = X - X[0]
+    scale = jnp.max(jnp.abs(X))
+    scale = jnp.where(scale > 0, scale, 1.0)
+    squared = squared_distances(X / scale, X / scale)[jnp.triu_indices(X.shape[0], 1)]
+    return scale * jnp.sqrt(jnp.median(squared))
 
 
 class _Exact(Messenger):

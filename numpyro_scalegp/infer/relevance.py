@@ -1,5 +1,6 @@
 """Which features of a relevance vector machine are switched on."""
 
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from numpyro_scalegp.core import checks
@@ -24,7 +25,7 @@ def relevance_vectors(
         True for each relevance vector, shape (m,).
 
     Raises:
-        ValueError: if `threshold` is not positive.
+        ValueError: if `threshold` or a precision is not positive.
 
     References:
         Tipping (2001), Sparse Bayesian Learning and the Relevance Vector Machine; the threshold is
@@ -37,4 +38,11 @@ def relevance_vectors(
         [True, False, True]
     """
     checks.number("threshold", threshold, "(0, inf]")
-    return checks.as_float(precision, "precision") < threshold
+    precision = checks.as_float(precision, "precision")
+    if checks.is_concrete(precision) and not (wanted := np.asarray(precision) > 0).all():
+        bad = int(np.argmin(wanted))
+        raise ValueError(
+            f"`precision` must be positive, got {precision.reshape(-1)[bad]} at {bad}."
+        )
+    # A traced NaN stays: what is made of such a feature shows it.
+    return ~(precision >= threshold)

@@ -150,6 +150,12 @@ def test_greedy_takes_distinct_rows_however_smooth_the_kernel(dtype):
     assert distinct_rows(greedy(RBF(1.0), X, 60)) == 60
 
 
+def test_greedy_points_of_no_kernel_are_none():
+    X = jnp.linspace(0.0, 1.0, 6)[:, None]
+    assert jnp.all(jnp.isnan(jax.jit(lambda value: greedy_points(RBF(value), X, 2))(-1.0)))
+    assert jnp.all(jnp.isnan(jax.jit(lambda value: greedy_points(RBF(1.0, value), X, 2))(-1.0)))
+
+
 def test_greedy_with_all_rows(dtype):
     X = jnp.array(rows(12, 2))
     points = greedy(Matern32(1.0), X, 12)

@@ -112,6 +112,32 @@ def test_the_solved_mean_is_where_the_bound_is_flat(name, model, x64):
 
 
 @every_guide
+def test_newton_steps_that_would_be_too_long(name, x64):
+    """From zero to the logarithm of large counts: the whole step ends at exp(50)."""
+    X, y = data()[0], jnp.full(N, 200)
+    guide = guides(X)[name](counts)
+    svi, state = start(counts, guide, X, y)
+    params = svi.get_params(state)
+
+    def bound(params: dict[str, Array]) -> Array:
+        return sgp.infer.QuadratureELBO(20).loss(KEY, params, counts, guide, X, y)
+
+    solved = guide.solve_mean(params, X, y, num_newton_steps=1).params
+    assert bound(solved) < bound(params)
+    solved = guide.solve_mean(params, X, y, num_newton_steps=20, tolerance=1e-8).params
+    gradient = jax.grad(bound)(solved)[f"f_auto_{guide.weights_name}"]
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-3)
+
+
+def test_a_mini_batch_is_not_all_rows():
+    X, y = data()
+    guide = guides(X)["decoupled"](learned)
+    svi, state = start(learned, guide, X, y)
+    with pytest.raises(ValueError, match="the plate `rows` takes a part of its elements: give the"):
+        guide.solve_mean(svi.get_params(state), X[:9], y[:9])
+
+
+@every_guide
 def test_a_solve_cut_short_does_no_harm(name, x64):
     X, y = data()
     guide = guides(X)[name](fixed)
@@ -275,7 +301,7 @@ def test_residual_points_grow():
     for other in of_each[1:]:  # the points beyond those that are there count for nothing
         np.testing.assert_allclose(of_each[0].mean(X), other.mean(X), atol=1e-7)
     # What is there is solved for, and the rest left at zero.
-    solved = guide.solve_mean(params, X, y).params
+    solved = guide.solve_mean(params, X, y, size=len(X)).params
     assert np.all(solved["f_auto_residual_weights"][5:] == 0.0)
     assert np.all(solved["f_auto_residual_weights"][:5] != 0.0)
     with pytest.raises(ValueError, match=r"`params` lacks the mutable site `f_auto_bases`"):

@@ -84,6 +84,9 @@ def test_median_distance():
     X = np.random.default_rng(0).normal(size=(60, 5))
     expected = np.median(scipy.spatial.distance.pdist(X))
     np.testing.assert_allclose(sgp.infer.median_distance(X), expected, rtol=1e-5)
+    # Squares of these are no numbers of float32.
+    far = sgp.infer.median_distance(1e25 * jnp.asarray(X, "float32"))
+    np.testing.assert_allclose(far / 1e25, expected, rtol=1e-5)
     # A few rows come from all over X: the first of a sorted X lie close together.
     X = np.sort(X, axis=0)
     some = sgp.infer.median_distance(X, max_rows=12)
