@@ -35,7 +35,8 @@ def pivoted_cholesky(
         pivot = jnp.argmax(remaining)
         row = kernel(X[pivot][None], X)[0] - matmul(rows[:, pivot], rows)
         left = jnp.maximum(remaining[pivot], negligible)
-        row = jnp.where(remaining[pivot] > negligible, row * jax.lax.rsqrt(left), 0.0)
+        # So that NaN stays.
+        row = jnp.where(remaining[pivot] <= negligible, 0.0, row * jax.lax.rsqrt(left))
         remaining = (remaining - jnp.square(row)).at[pivot].set(-jnp.inf)
         return remaining, rows.at[i].set(row), pivots.at[i].set(pivot)
 
