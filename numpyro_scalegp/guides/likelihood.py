@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 from numpyro import handlers
 
@@ -143,10 +144,26 @@ def _is_observed(site: dict[str, Any]) -> bool:
 
 
 def log_terms(site: dict[str, Any]) -> Float[Array, "..."]:
-    """The log density of a traced site's value, scaled, for each of its entries."""
+    """The log density of a traced site's value, scaled, for each of its entries.
+
+    Raises:
+        ValueError: if value and distribution make each other larger, as a column and a row do.
+    """
+    check_value(site)
     intermediates = [site["intermediates"]] if site["intermediates"] else []
     terms = site["fn"].log_prob(site["value"], *intermediates)
     return terms if site["scale"] is None else site["scale"] * terms
+
+
+def check_value(site: dict[str, Any]) -> None:
+    """Raise where a site's value and its distribution make each other larger."""
+    found, wanted = jnp.shape(site["value"]), tuple(site["fn"].shape())
+    if np.broadcast_shapes(found, wanted) not in (found, wanted):
+        raise ValueError(
+            f"the site `{site['name']}` has a value of shape {found} and a distribution of shape "
+            f"{wanted}: each entry of one would be paired with all of the other. Give observations "
+            "the shape of the distribution, such as y[:, 0] of a column."
+        )
 
 
 def log_density(site: dict[str, Any]) -> Float[Array, ""]:

@@ -19,7 +19,7 @@ from numpyro_scalegp.distributions.prior import AbstractPriorGP
 from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.guides.additivity import combining_rows
 from numpyro_scalegp.guides.base import Given, set_up
-from numpyro_scalegp.guides.likelihood import log_terms
+from numpyro_scalegp.guides.likelihood import check_value, log_terms
 from numpyro_scalegp.guides.substitution import substituted
 from numpyro_scalegp.infer.joint import JointDraws
 from numpyro_scalegp.infer.problem import Stopped
@@ -295,6 +295,7 @@ def _replicate(draws: Draws, key: Array, name: str, site: dict[str, Any]) -> Non
         draws.log_likelihood[name] = posterior.leave_one_out().log_prob(value)
         draws.diagnostics[name] = posterior.diagnostics
     else:
+        check_value(site)
         draws.predictive[name] = fn.sample(key)
         draws.log_likelihood[name] = fn.log_prob(value)
     draws.observed[name] = value

@@ -393,6 +393,17 @@ def test_scale_around_one_side():
     assert jnp.isnan(jax.jit(traced)(0.1))
 
 
+def test_observations_that_are_a_column():
+    """With a row of functions they would make a matrix of terms."""
+    column = model(lambda f: dist.Normal(f, 0.4), observations("real")[:, None])
+    with pytest.raises(
+        ValueError, match=r"site `y` has a value of shape \(8, 1\) and a dist.*\(8,\)"
+    ):
+        trace_loss(column, guide)
+    one_value = model(lambda f: dist.Normal(f, 0.4), jnp.array(0.3))
+    assert trace_loss(one_value, guide).shape == ()
+
+
 def test_likelihood_declared_as_one_event_is_fine(x64):
     y = observations("real")
 
