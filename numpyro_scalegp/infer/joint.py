@@ -17,7 +17,8 @@ from numpyro_scalegp.infer.traces import elbo_terms, mutable_values, summed
 class JointELBO(AbstractParticleELBO):
     """An ELBO at draws of the function, jointly at all of its rows.
 
-    For likelihoods that combine rows: a cumulative sum, an integral, a difference from the mean.
+    For likelihoods that combine rows, such as a cumulative sum, an integral or a difference from
+    the mean, and for functions of functions. Draw from the fit by `Predictive(..., joint=True)`.
     `QuadratureELBO` has no noise from f, at a cost linear in the rows: take it wherever each entry
     of the likelihood depends on one row. (NumPyro's `TraceMeanField_ELBO` draws each row by itself:
     it is right for such likelihoods only.) All sites' divergences are as in `QuadratureELBO`.

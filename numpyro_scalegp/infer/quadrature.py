@@ -43,8 +43,9 @@ class QuadratureELBO(AbstractParticleELBO):
         vectorize_particles: as in NumPyro's ELBOs.
 
     Raises:
-        ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site, or a
-            term of the bound combines rows of the function or functions of a plate.
+        ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site, a site
+            of it depends on the function of another, a term of the bound combines rows of the
+            function or functions of a plate, or a site has other scales in model and guide.
 
     References:
         Hensman, Matthews and Ghahramani (2015), section 4. The likelihood is evaluated
