@@ -42,7 +42,8 @@ class PriorDraws(eqx.Module):
     ) -> Float[Array, "n num_draws"]:
         """The draws at X, shape (n, num_draws), in chunks of rows: O(n num_features num_draws).
 
-        The waves begin at `origin`: the same functions have the same one, a row near the data.
+        The waves begin at `origin`: the same functions have the same one, a row near the data, and
+        inputs of the same dtype, in which the weights are drawn.
         """
         num_groups = -(-self.num_draws // _GROUP)
         width = min(_GROUP, self.num_draws)
@@ -68,9 +69,10 @@ class PriorDraws(eqx.Module):
     ) -> Float[Array, "n num_draws"]:
         """Noisy values of the draws at X, xi_j = f_j(X) + sqrt(noise) w_j ~ N(0, H).
 
-        The draws' waves begin at the first row.
+        The draws' waves begin at the first row, and the noise's dtype is that of the draws.
         """
-        return self(kernel, X, X[0]) + self.errors(noise.astype(X.dtype))
+        X = X.astype(noise.dtype)
+        return self(kernel, X, X[0]) + self.errors(noise)
 
     def errors(self, noise: Float[Array, " n"]) -> Float[Array, "n num_draws"]:
         """The observations' errors, sqrt(noise) w_j, shape (n, num_draws)."""

@@ -210,7 +210,7 @@ class SolverState:
         same = memory.step > 0
         if _is_alike(system, before) and memory.solutions.dtype == operator.dtype:
             for a, b in zip(jax.tree.leaves(system), jax.tree.leaves(before), strict=True):
-                same &= jnp.all(a == b)
+                same &= (a.dtype == b.dtype) & jnp.all(a == b)
         else:
             same = jnp.zeros((), bool)
         place = (memory.step - 1) % self.num_records

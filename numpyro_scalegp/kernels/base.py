@@ -270,8 +270,10 @@ class Product(AbstractKernel):
         keys = jax.random.split(key, 4)
         left = self.left.random_features(keys[0], X, num_features, origin=origin)
         right = self.right.random_features(keys[1], X, num_features, origin=origin)
-        G = jax.random.normal(keys[2], (left.shape[1], num_features), left.dtype)
-        H = jax.random.normal(keys[3], (right.shape[1], num_features), right.dtype)
+        # In the hyperparameters' dtype, as frequencies are: inputs of another get the same features.
+        dtype = jnp.result_type(*jax.tree.leaves(eqx.filter(self, eqx.is_inexact_array)))
+        G = jax.random.normal(keys[2], (left.shape[1], num_features), dtype)
+        H = jax.random.normal(keys[3], (right.shape[1], num_features), dtype)
         return matmul(left, G) * matmul(right, H) / math.sqrt(num_features)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:

@@ -95,9 +95,11 @@ class PathwisePosterior(AbstractConditioned):
     def _deviations(self, Xs: Array, chunk_size: int) -> Float[Array, "m s"]:
         """The samples without the mean, f_j - k(., X) u_j."""
         U = self.solution.value[:, 1:]
+        # In another dtype the draws would be other functions.
+        X, Xs = (rows.astype(U.dtype) for rows in (self.X, Xs))
 
         def chunk(rows: Array) -> Array:
-            return self.draws(self.kernel, rows, self.X[0]) - matmul(self.kernel(rows, self.X), U)
+            return self.draws(self.kernel, rows, X[0]) - matmul(self.kernel(rows, X), U)
 
         return chunks.map_rows(chunk, Xs, chunk_size)
 
@@ -180,6 +182,7 @@ class PathwisePosterior(AbstractConditioned):
         K v = (y - m(X)) - noise v gives moments without another evaluation of the kernel, O(n s).
         """
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
+        noise = noise.astype(self.solution.value.dtype)
         # Likewise f_j(X) - K u_j = noise u_j - sqrt(noise) w_j: the draws themselves cancel.
         deviations = noise[:, None] * self.solution.value[:, 1:] - self.draws.errors(noise)
         mean = self.y - noise * self.representer_weights

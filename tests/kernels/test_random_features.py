@@ -211,6 +211,13 @@ def test_a_trend_beside_a_stationary_kernel_is_exact(x64):
     np.testing.assert_allclose(features @ features.T, kernel(X, X), atol=1 + 1e-6)
 
 
+def test_features_of_a_product_do_not_depend_on_the_dtype_of_the_inputs(x64):
+    kernel, X, key = RBF(1.0) * Linear(2.0, 0.3), rows(4), jax.random.key(0)
+    features = kernel.random_features(key, X, 8)
+    other = kernel.random_features(key, X.astype(jnp.float32), 8)
+    np.testing.assert_allclose(other, features, rtol=1e-4, atol=1e-5)
+
+
 # Kernels without features
 
 

@@ -176,6 +176,21 @@ def test_samples_are_functions(x64):
     assert not np.allclose(one.sample(jax.random.key(1), Xs, 3), draws)
 
 
+@pytest.mark.parametrize(
+    "of_X, of_noise", [(np.float64, np.float32), (np.float32, np.float64)], ids=["noise", "X"]
+)
+def test_inputs_of_another_dtype_are_those_of_the_same_functions(of_X, of_noise, x64):
+    X, y, Xs = data()
+    kernel = sgp.kernels.Matern32(0.8)
+    noise = jnp.asarray(PER_ROW, of_noise)
+    gp = sgp.GaussianProcess(kernel, X.astype(of_X), noise, estimator=pathwise(), key=KEY)
+    one = gp.condition(y)
+    np.testing.assert_allclose(one.at_data().variance - noise, one.variance(X), rtol=1e-4)
+    other = Xs.astype(jnp.float32)
+    np.testing.assert_allclose(one.variance(other), one.variance(Xs), rtol=1e-4)
+    np.testing.assert_allclose(one.sample(KEY, other), one.sample(KEY, Xs), rtol=1e-4, atol=1e-4)
+
+
 def test_stored_samples_come_without_repetition(x64):
     Xs = data()[2]
     one = posterior(FEW)
