@@ -12,6 +12,7 @@ from numpyro_scalegp.estimators.weight_space import (
     Weights,
     log_densities,
     posterior,
+    refined,
     statistics,
 )
 from numpyro_scalegp.kernels import AbstractKernel
@@ -50,7 +51,8 @@ class RandomFourier(AbstractEstimator):
     References:
         Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; for the bias,
         Potapczynski et al. (2021), theorem 2. Time O(n p^2 + p^3), memory O(n d + p^2). Its
-        quadratic form is a difference of terms of size y'y / noise: for little noise, in float64.
+        quadratic form is a difference of terms of size y'y / noise, and where float32 has too few
+        digits for it, a warning says so: for little noise, or very many rows, in float64.
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -117,7 +119,10 @@ class RandomFourier(AbstractEstimator):
             ValueError: if there is no key, or the kernel has no random features.
         """
         features, found = self._statistics(operator, residual[:, None], key)
-        return features, posterior(found)
+        dtype = operator.dtype
+        map_rows = lambda rows: features(rows).astype(dtype)  # noqa: E731
+        rows = operator.X, operator.noise(), residual.astype(dtype)
+        return features, refined(posterior(found), map_rows, *rows)
 
     def _statistics(
         self, operator: KernelOperator, residual: Float[Array, "n m"], key: Key[Array, ""] | None

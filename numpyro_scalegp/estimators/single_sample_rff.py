@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.derivatives import with_pullback
+from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
 from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
@@ -24,8 +24,9 @@ from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.truncation import StoppingLaw
 
 _REFUSAL = (
-    "`SingleSampleRFF` has first derivatives in reverse mode alone (`jax.grad`): for `jax.jvp` or "
-    "`jax.jacfwd` take `sgp.estimators.Cholesky()`."
+    "`SingleSampleRFF` has first derivatives in reverse mode alone (`jax.grad`): second ones of a "
+    "single draw have next to nothing to do with those of its mean. For `jax.hessian`, `jax.jvp` "
+    "or a Laplace approximation take `sgp.estimators.Cholesky()`."
 )
 
 
@@ -54,8 +55,8 @@ class SingleSampleRFF(AbstractEstimator):
         Potapczynski et al. (2021), section 4.2, eq. 20. Time O(n m^2 + m^3) and memory O(n d + m^2)
         with the number m of features drawn, rounded up by at most a factor of two; O(n^3) and
         O(n^2) where the last term is drawn. In float32, noise variances below a thousandth of the
-        data's leave rounding errors of the order of one, before the weights. Under `jax.vmap` every
-        size is computed for every draw: map over keys with `jax.lax.map`.
+        data's leave rounding errors of the order of one, before the weights, with a warning. Under
+        `jax.vmap` every size is computed for every draw: map over keys with `jax.lax.map`.
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -96,7 +97,7 @@ class SingleSampleRFF(AbstractEstimator):
 
         Raises:
             ValueError: if there is no key, or the kernel is not stationary.
-            TypeError: in forward-mode differentiation.
+            TypeError: in forward-mode differentiation, and in second derivatives.
         """
         if not kernel.is_stationary:
             raise ValueError(
@@ -206,6 +207,7 @@ def _pull_back(
     A switch that is differentiated keeps what every branch needs, the largest included.
     """
     estimator, *others = fixed
+    inputs = refuse_derivatives(_REFUSAL, inputs)
     n = inputs[1].shape[1]
 
     def pull_back(branch: Callable, operator: KernelOperator, rows: Array, fixed: tuple) -> Any:

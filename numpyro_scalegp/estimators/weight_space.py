@@ -1,15 +1,23 @@
 """The log marginal likelihood of a GP whose kernel is an inner product of p features."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.linalg import matmul
+
+# Rounding errors of A, beside its smallest eigenvalue of one, from which a density is warned of:
+# from there on its derivatives are off by 1 %, and soon the value by more than one.
+_FEW_DIGITS = 0.01
+# Errors of a posterior mean, in posterior standard deviations, from which it is warned of.
+_LARGE_ERROR = 0.1
 
 
 class Statistics(NamedTuple):
@@ -62,20 +70,29 @@ def refined(
     noise: Float[Array, " n"],
     residual: Float[Array, " n"],
 ) -> Weights:
-    """The weights with a mean to more digits, by one more pass over the rows, in O(n p + p^2).
+    """The weights with a mean to more digits, by two more passes over the rows, in O(n p + p^2).
 
     Phi'D^-1 Phi in single precision has lost what little noise leaves uncertain; the residuals
-    y - Phi w have not.
+    y - Phi w have not. Warns where that is not enough.
     """
-    w, W = weights.mean, weights.whitening
+    W = weights.whitening
 
-    def of_chunk(rows: tuple[Array, Array, Array]) -> Array:
-        X, precision, y = rows
-        Phi = features(X)
-        return matmul(Phi.T, precision * (y - matmul(Phi, w)))
+    def step(w: Array, _: None) -> tuple[Array, Array]:
+        def of_chunk(rows: tuple[Array, Array, Array]) -> Array:
+            X, precision, y = rows
+            Phi = features(X)
+            return matmul(Phi.T, precision * (y - matmul(Phi, w)))
 
-    gradient = sum_rows(of_chunk, (X, 1.0 / noise, residual), rows_per_chunk(w.size)) - w
-    return weights._replace(mean=w + matmul(W.T, matmul(W, gradient)))
+        gradient = sum_rows(of_chunk, (X, 1.0 / noise, residual), rows_per_chunk(w.size)) - w
+        white = matmul(W, gradient)
+        return w + matmul(W.T, white), jnp.linalg.norm(jax.lax.stop_gradient(white))
+
+    mean, moves = jax.lax.scan(step, weights.mean, length=2)
+    # A third pass would move it by the same factor less.
+    left = jnp.square(moves[1]) / jnp.maximum(moves[0], jnp.finfo(moves.dtype).tiny)
+    far = left > _LARGE_ERROR
+    jax.lax.cond(far, lambda: jax.debug.callback(_warn_of_mean, far), lambda: None)
+    return weights._replace(mean=mean)
 
 
 def _precision(statistics: Statistics) -> Float[Array, "p p"]:
@@ -87,10 +104,38 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
     """Log N(y; 0, Phi Phi' + D) for each data vector.
 
     With A = I + Phi'D^-1 Phi and b = Phi'D^-1 y, the quadratic form is y'D^-1 y - b'A^-1 b and the
-    log-determinant log|A| + log|D|. Time O(p^3).
+    log-determinant log|A| + log|D|. Time O(p^3). Warns where rounding errors of A swamp what the
+    data leave uncertain.
     """
-    W = linalg.inverse_cholesky(_precision(statistics))
+    A = _precision(statistics)
+    rounding = jnp.finfo(A.dtype).eps * jnp.linalg.norm(jax.lax.stop_gradient(A))
+    few = rounding > _FEW_DIGITS
+    jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_rounding, few), lambda: None)
+    W = linalg.inverse_cholesky(A)
     explained = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
     log_determinant = jnp.sum(jnp.log(noise)) - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
     constant = noise.size * math.log(2.0 * math.pi)
     return -0.5 * (statistics.squares - explained + log_determinant + constant)
+
+
+def _warn_of_rounding(few: ArrayLike) -> None:
+    if few:  # under `jax.vmap` both branches of a condition run
+        warnings.warn(
+            "the log marginal likelihood of random features has few digits left in this "
+            "precision: the data determine some weights too well beside the others. Work in "
+            "float64 (numpyro.enable_x64()), raise the noise variance, or take "
+            "`sgp.estimators.Pathwise`.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
+def _warn_of_mean(far: ArrayLike) -> None:
+    if far:
+        warnings.warn(
+            "the posterior mean of features is off by a share of its standard deviation in this "
+            "precision: the data determine some weights too well beside the others. Work in "
+            "float64 (numpyro.enable_x64()), or raise the noise variance.",
+            RuntimeWarning,
+            stacklevel=1,
+        )

@@ -270,7 +270,7 @@ class Product(AbstractKernel):
         keys = jax.random.split(key, 4)
         left = self.left.random_features(keys[0], X, num_features, origin=origin)
         right = self.right.random_features(keys[1], X, num_features, origin=origin)
-        # In the hyperparameters' dtype, as frequencies are: inputs of another get the same features.
+        # In the hyperparameters' dtype, as frequencies are: the same for inputs of another one.
         dtype = jnp.result_type(*jax.tree.leaves(eqx.filter(self, eqx.is_inexact_array)))
         G = jax.random.normal(keys[2], (left.shape[1], num_features), dtype)
         H = jax.random.normal(keys[3], (right.shape[1], num_features), dtype)

@@ -10,7 +10,7 @@ from numpyro_scalegp.core.linalg import matmul
 # Below this many columns explicit differences cost no more than a matrix product.
 MAX_COLUMNS_OF_DIFFERENCES = 3
 # Errors of a squared distance up to which it is left to a matrix product.
-_MAX_ERROR = 1e-2
+_MAX_ERROR = 1e-3
 
 
 @jax.custom_jvp
@@ -39,7 +39,7 @@ def squared_distances(
     centred and the distances come from one matrix product, ||x||^2 + ||z||^2 - 2 x'z, with an error
     of about `eps` times the squared spread of the data in lengthscales: small beside a smooth
     kernel's own scale, however far the data lie from the origin. Where that error would be larger
-    than 1e-2, for rows hundreds of lengthscales wide in float32, differences are taken after all.
+    than 1e-3, for rows a hundred lengthscales wide in float32, differences are taken after all.
 
     Args:
         X: points, shape (n, d).

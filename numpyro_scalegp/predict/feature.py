@@ -127,7 +127,8 @@ def feature_posterior(
 ) -> FeaturePosterior:
     """The exact posterior of f(x) = phi(x)'w, w ~ N(0, I), given all observations.
 
-    Two passes over the rows, in chunks, of which the second refines the mean.
+    Three passes over the rows, in chunks, of which two refine the mean; a warning says where that
+    is not enough in this precision.
 
     Args:
         feature_map: phi: features of `sgp.features` with independent weights, or any function from

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -54,6 +55,39 @@ def test_value_and_gradient_are_those_of_the_features(chunk_size, monkeypatch):
     found = jax.value_and_grad(log_prob)(parameters(), RandomFourier(40), KEY)
     expected = jax.value_and_grad(dense_log_prob)(parameters(), 40)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-7), found, expected)
+
+
+@pytest.mark.parametrize("estimator", [RandomFourier(40), SingleSampleRFF(40, 20)])
+@pytest.mark.parametrize("noise", [0.1, 1e-4])
+def test_too_few_digits_are_warned_of(estimator, noise):
+    X, y = (jnp.asarray(some, jnp.float32) for some in data())
+    gp = sgp.GaussianProcess(
+        sgp.kernels.RBF(jnp.float32(3.0)), X, noise, estimator=estimator, key=KEY
+    )
+    expected = "of random features has few digits left" if noise < 0.1 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.block_until_ready(gp.log_prob(y))
+        jax.effects_barrier()
+    assert any(expected in str(one.message) for one in caught) if expected else not caught
+
+
+@pytest.mark.parametrize("noise", [5e-4, 1e-5])
+def test_posterior_of_little_noise_in_single_precision(noise):
+    X, y = (jnp.asarray(some, jnp.float32) for some in data())
+    kernel = sgp.kernels.RBF(jnp.float32(3.0))
+    gp = sgp.GaussianProcess(kernel, X, noise, estimator=RandomFourier(40), key=KEY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = gp.condition(y).mean(X)
+        jax.effects_barrier()
+    Phi = np.asarray(kernel.random_features(KEY, X, 40, origin=X[0]), float)
+    A = np.eye(40) + Phi.T @ Phi / noise
+    expected = Phi @ np.linalg.solve(A, Phi.T @ y) / noise
+    deviation = np.sqrt(np.sum(Phi * np.linalg.solve(A, Phi.T).T, axis=1))
+    says_so = any("posterior mean of features is off" in str(one.message) for one in caught)
+    assert says_so == (noise < 5e-4)
+    assert says_so or np.max(np.abs(found - expected) / deviation) < 0.01
 
 
 def test_posterior_is_that_of_the_features():
@@ -133,6 +167,15 @@ def scores(estimator: Any) -> dict[str, np.ndarray]:
         jax.tree_util.keystr(path): score
         for path, score in jax.tree_util.tree_leaves_with_path(found)
     }
+
+
+@pytest.mark.parametrize("derivative", [jax.hessian, jax.jacfwd])
+def test_derivatives_of_one_draw_that_mislead_are_refused(derivative):
+    def density(noise: Any) -> Any:
+        return log_prob({**parameters(), "noise": noise}, SingleSampleRFF(4, 100), KEY)
+
+    with pytest.raises(TypeError, match=r"first derivatives in reverse mode alone.*Laplace"):
+        jax.jit(derivative(density))(0.05)
 
 
 @pytest.mark.monte_carlo

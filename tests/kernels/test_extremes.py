@@ -137,3 +137,11 @@ def test_frequencies_of_a_periodic_kernel_with_a_small_lengthscale(lengthscale):
     expected = np.exp(-2 * np.square(np.sin(angles / 2) / lengthscale))
     cosines = np.mean(np.cos(harmonics[:, None] * angles), axis=0)
     np.testing.assert_allclose(cosines, expected, atol=4 / 4000**0.5)
+
+
+def test_close_rows_in_two_clusters_far_apart():
+    """In single precision, a product of rows would take them for as much as 0.05 apart."""
+    X = np.random.default_rng(0).uniform(0.0, 0.02, (20, 5)).astype(np.float32)
+    X[:, 0] += np.where(np.arange(20) % 2, 100.0, -100.0).astype(np.float32)
+    squared = np.sum(np.square(X[:, None].astype(float) - X[None]), axis=2)
+    np.testing.assert_allclose(RBF(1.0)(X, X), np.exp(-0.5 * squared), atol=1e-6)
