@@ -9,6 +9,11 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core.linalg import factorise, gaussian_log_density, inverse_cholesky, matmul
 from numpyro_scalegp.estimators.log_determinant import AbstractLogDeterminant, Batch
+from numpyro_scalegp.estimators.weight_space import warn_of_few_digits
+
+# Rounding errors of F, relative to the noise, that the bound bears: errors of w and W count in it
+# by their squares alone.
+_FEW_DIGITS = 1.0
 
 
 class MiniBatch(AbstractLogDeterminant):
@@ -20,7 +25,8 @@ class MiniBatch(AbstractLogDeterminant):
     References:
         Chen et al. (2020), Stochastic Gradient Descent in Correlated Settings: A Study on Gaussian
         Processes. Time O(b d min(b, d)) for each step: it works with b x b or d x d matrices,
-        whichever are smaller, so that little noise costs no more digits than it must.
+        whichever are smaller, so that little noise costs no more digits than it must. A warning
+        says where too few are left.
     """
 
     def log_prob(
@@ -64,7 +70,9 @@ def _(
 
 def _optimum(Phi: Array, noise: Array, y: Array) -> tuple[Array, Array]:
     """The best weights w = F^-1 Phi'y, and W with F^-1 = W'W."""
-    W = inverse_cholesky(matmul(Phi.T, Phi) + noise * jnp.eye(Phi.shape[1], dtype=Phi.dtype))
+    F = matmul(Phi.T, Phi) + noise * jnp.eye(Phi.shape[1], dtype=Phi.dtype)
+    warn_of_few_digits(F, jax.lax.stop_gradient(noise), _FEW_DIGITS)
+    W = inverse_cholesky(F)
     apply = lambda v: matmul(W.T, matmul(W, v))  # noqa: E731
     w = apply(matmul(Phi.T, y))
     return w + apply(matmul(Phi.T, y - matmul(Phi, w)) - noise * w), W

@@ -13,8 +13,8 @@ from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.linalg import matmul
 
-# Rounding errors of A, beside its smallest eigenvalue of one, from which a density is warned of:
-# from there on its derivatives are off by 1 %, and soon the value by more than one.
+# Rounding errors of A, relative to its least eigenvalue, up to which a density is left without a
+# warning: from there on its derivatives are off by 1 %, and soon the value by more than one.
 _FEW_DIGITS = 0.01
 # Errors of a posterior mean, in posterior standard deviations, from which it is warned of.
 _LARGE_ERROR = 0.1
@@ -108,9 +108,7 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
     data leave uncertain.
     """
     A = _precision(statistics)
-    rounding = jnp.finfo(A.dtype).eps * jnp.linalg.norm(jax.lax.stop_gradient(A))
-    few = rounding > _FEW_DIGITS
-    jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_rounding, few), lambda: None)
+    warn_of_few_digits(A, 1.0, _FEW_DIGITS)
     W = linalg.inverse_cholesky(A)
     explained = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
     log_determinant = jnp.sum(jnp.log(noise)) - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
@@ -118,12 +116,18 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
     return -0.5 * (statistics.squares - explained + log_determinant + constant)
 
 
+def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limit: float) -> None:
+    """Warn where rounding errors of A are more than `limit` times its `least` eigenvalue."""
+    few = jnp.finfo(A.dtype).eps * jnp.linalg.norm(jax.lax.stop_gradient(A)) > limit * least
+    jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_rounding, few), lambda: None)
+
+
 def _warn_of_rounding(few: ArrayLike) -> None:
     if few:  # under `jax.vmap` both branches of a condition run
         warnings.warn(
-            "the log marginal likelihood of random features has few digits left in this "
-            "precision: the data determine some weights too well beside the others. Work in "
-            "float64 (numpyro.enable_x64()), raise the noise variance, or take "
+            "the log marginal likelihood of features has few digits left in this precision: the "
+            "data determine some weights too well beside the others. Work in float64 "
+            "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
             "`sgp.estimators.Pathwise`.",
             RuntimeWarning,
             stacklevel=1,

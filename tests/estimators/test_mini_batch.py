@@ -49,6 +49,15 @@ def test_little_noise_in_single_precision(b, d, x64):
     assert np.max(errors(MiniBatch(), b, d)) < (1e-5 if b < d else 5e-4)
 
 
+def test_too_few_digits_are_warned_of():
+    X = jnp.linspace(-3.0, 3.0, 100)[:, None]
+    Phi = sgp.kernels.RBF(2.0).random_features(jax.random.key(0), X, 20)
+    gp = sgp.FeatureSpaceGP(Phi, 6e-6, jnp.zeros(20), num_data=100, logdet=MiniBatch())
+    with pytest.warns(RuntimeWarning, match="of features has few digits left"):
+        jax.block_until_ready(gp.log_prob(jnp.sin(X[:, 0])))
+        jax.effects_barrier()
+
+
 def test_all_rows_in_single_precision_where_there_are_fewer_than_features(x64):
     value, _, of_noise, *_ = errors(Variational(), 32, 128)
     assert value < 1e-5

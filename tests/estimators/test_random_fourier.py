@@ -64,7 +64,7 @@ def test_too_few_digits_are_warned_of(estimator, noise):
     gp = sgp.GaussianProcess(
         sgp.kernels.RBF(jnp.float32(3.0)), X, noise, estimator=estimator, key=KEY
     )
-    expected = "of random features has few digits left" if noise < 0.1 else None
+    expected = "of features has few digits left" if noise < 0.1 else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.block_until_ready(gp.log_prob(y))
