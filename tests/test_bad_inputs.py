@@ -666,6 +666,11 @@ POSTERIORS: list[Row] = [
     ),
     ("noise text", lambda: exact.predictive(X, "a"), "`noise_variance` must be a number or an arr"),
     (
+        "noise of other rows",
+        lambda: exact.predictive(X, np.ones(2)),
+        r"`noise_variance` must have shape \(\) or \(.*got \(2,\)",
+    ),
+    (
         "noise negative",
         lambda: exact.predictive(X, -1.0),
         "`noise_variance` must be finite and not",

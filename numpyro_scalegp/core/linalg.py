@@ -22,6 +22,8 @@ from numpyro_scalegp.core.derivatives import lasting_jvp
 
 # Factorisations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
+# Conditional variances of an observation, in units of rounding, that have few digits.
+_FEW_ROUNDINGS = 30.0
 # Recursive splittings stop at blocks of this size, or at a sixteenth of the matrix.
 _LEAF = 256
 _MAX_LEAVES = 16
@@ -65,7 +67,8 @@ def factorise(
         K: symmetric positive definite matrix, shape (n, n).
         escalate: whether to try the further steps of `JITTER_LADDER` where K itself fails.
         warn: whether to warn where jitter was added or nothing helped.
-        noise: noise variances that are part of the diagonal, with whose mean the warning compares.
+        noise: noise variances that are part of the diagonal, with whose mean the warning compares;
+            given these, it also warns of pivots that are little more than rounding.
 
     Returns:
         The factor and the jitter that it took, in O(n^3) time for each attempt.
@@ -91,17 +94,20 @@ def factorise(
     step, tril = jax.lax.while_loop(failed, attempt, untried)
     works = is_factor(tril)
     if warn:
-        untouched = works & (step == 0)
-        ratio = jnp.nan if noise is None else ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
+        ratio, few = jnp.nan, jnp.zeros((), bool)
+        if noise is not None:
+            ratio = ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
+            few = jnp.min(jnp.square(jnp.diagonal(tril))) < _FEW_ROUNDINGS * scale
+        untouched = works & (step == 0) & ~few
         jax.lax.cond(
             untouched,
             lambda: None,
-            lambda: jax.debug.callback(_warn_of_jitter, works, step, ratio),
+            lambda: jax.debug.callback(_warn_of_jitter, works, step, ratio, few),
         )
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
 
 
-def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike) -> None:
+def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: ArrayLike) -> None:
     """Warn on the host, once for each message under Python's default filter.
 
     The ratio to the noise is told as a power of ten, so that there are few messages.
@@ -122,6 +128,14 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike) -> None
             "a covariance matrix was not positive definite in this precision, so jitter was added "
             f"to its diagonal{beside} (see `diagnostics`). Raise the noise variance or the "
             "`jitter` argument, or work in float64, unless a sampler that warms up only tried it.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+    elif few:
+        warnings.warn(
+            "a covariance matrix is so close to singular that its log density and gradient have "
+            "few digits left in this precision. Raise the noise variance or the `jitter` argument, "
+            "or work in float64, unless a sampler that warms up only tried it.",
             RuntimeWarning,
             stacklevel=1,
         )

@@ -77,11 +77,19 @@ class AbstractPosterior(eqx.Module):
 
         Returns:
             A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
+
+        Raises:
+            ValueError: if `noise_variance` has another shape, or a negative entry.
         """
         noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.positive("noise_variance", noise, or_zero=True)
-        variance = self.variance(Xs, chunk_size=chunk_size) + noise
-        return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance))
+        variance = self.variance(Xs, chunk_size=chunk_size)
+        if noise.ndim and noise.shape[-1] not in (1, variance.shape[-1]):
+            raise ValueError(
+                f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
+                f"{noise.shape}: one value, or one for each row of `Xs`."
+            )
+        return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance + noise))
 
     @staticmethod
     def _joint_sample(

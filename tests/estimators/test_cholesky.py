@@ -198,7 +198,10 @@ def test_duplicate_rows_with_tiny_noise_take_reported_jitter():
     steps = jitter / (np.finfo(np.float32).eps * 2.0)
     assert any(np.isclose(steps, step, rtol=1e-3) for step in (1e1, 1e2, 1e3, 1e4)), steps
     # What was reported is what was used.
-    np.testing.assert_allclose(value, evaluate(X, y, 1e-9 + float(jitter))[0], rtol=1e-2)
+    with pytest.warns(RuntimeWarning, match="few digits left"):
+        again = evaluate(X, y, 1e-9 + float(jitter))[0]
+        jax.effects_barrier()
+    np.testing.assert_allclose(value, again, rtol=1e-2)
 
 
 def test_duplicate_rows_in_double_precision_need_no_jitter(x64):
@@ -264,3 +267,16 @@ def test_nan_hyperparameter_inside_jit_gives_nan():
         assert np.isnan(value(jnp.nan))
         jax.effects_barrier()
     assert np.isfinite(value(1.0))
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-7])
+def test_pivots_that_are_rounding_are_warned_of(noise):
+    """In single precision the factor exists, and the gradient is off by a factor of two to 200."""
+    X = np.random.default_rng(5).uniform(-2.0, 2.0, (60, 2)).astype(np.float32)
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, noise)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.block_until_ready(gp.log_prob(jnp.sin(2.0 * X[:, 0])))
+        jax.effects_barrier()
+    assert len(caught) == (noise < 1e-4)
+    assert all("few digits left" in str(one.message) for one in caught)
