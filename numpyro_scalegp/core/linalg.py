@@ -94,7 +94,8 @@ def factorise(
     step, tril = jax.lax.while_loop(failed, attempt, untried)
     works = is_factor(tril)
     if warn:
-        ratio, few = jnp.nan, jnp.zeros((), bool)
+        ratio: ArrayLike = jnp.nan
+        few = jnp.zeros((), bool)
         if noise is not None:
             ratio = ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
             few = jnp.min(jnp.square(jnp.diagonal(tril))) < _FEW_ROUNDINGS * scale
