@@ -98,7 +98,8 @@ def factorise(
         few = jnp.zeros((), bool)
         if noise is not None:
             ratio = ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
-            few = jnp.min(jnp.square(jnp.diagonal(tril))) < _FEW_ROUNDINGS * scale
+            rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
+            few = jnp.any(jnp.square(jnp.diagonal(tril)) < _FEW_ROUNDINGS * rounding)
         untouched = works & (step == 0) & ~few
         jax.lax.cond(
             untouched,
