@@ -278,6 +278,7 @@ def estimators_and_solvers() -> list[Any]:
     return found
 
 
+@pytest.mark.one_interpreter
 @pytest.mark.filterwarnings("ignore:a covariance matrix is not positive:RuntimeWarning")
 @pytest.mark.parametrize("factory", estimators_and_solvers())
 def test_bad_hyperparameters_under_jit_give_nan(factory):
