@@ -11,7 +11,7 @@ from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.distributions.frozen import is_potential_energy
+from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.estimators import AbstractLogDeterminant
 from numpyro_scalegp.estimators.learned import learned
 from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
@@ -102,12 +102,13 @@ class FeatureSpaceGP(Distribution):
                 "`logdet` must be one of `sgp.estimators.Variational`, `Compositional`, `Minimax` "
                 f"and `MiniBatch`, got {type(logdet).__name__}."
             )
-        if is_potential_energy() and (isinstance(logdet, AbstractBound) or num < num_data):
+        if is_key_frozen() and (isinstance(logdet, AbstractBound) or num < num_data):
             raise ValueError(
-                "a `FeatureSpaceGP` under NUTS, HMC and other users of a potential energy takes "
+                "a `FeatureSpaceGP` under NUTS, HMC and other users of a potential energy, or in a "
+                "line search such as that of `numpyro.optim.Minimize`, takes "
                 f"`logdet=MiniBatch()` and all rows, got `{type(logdet).__name__}` and {num} of "
-                f"{num_data} rows: NumPyro holds parameters, mini-batches and what is learned of "
-                "the log-determinant at their first values there."
+                f"{num_data} rows: mini-batches and what is learned of the log-determinant are "
+                "held at their first values there."
             )
         self.num_data = num_data
         self.logdet = logdet

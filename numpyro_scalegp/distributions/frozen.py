@@ -1,4 +1,6 @@
-"""Whether a model is evaluated as a potential energy, where nothing random is drawn anew."""
+"""Whether a model is evaluated again and again with one key, so that nothing random is new."""
+
+import traceback
 
 from numpyro import handlers, primitives
 
@@ -7,15 +9,25 @@ from numpyro import handlers, primitives
 _CONSTANT_KEY = "_substitute_default_key"
 
 
-def is_potential_energy() -> bool:
-    """Whether a sampler such as NUTS evaluates the model that is running.
+def is_key_frozen() -> bool:
+    """Whether a sampler such as NUTS or a minimizer with a line search evaluates the model.
 
-    Keys, parameters and mutable sites are then the same at each evaluation. The set-up of NumPyro's
-    autoguides, which evaluates a potential energy once behind a `block`, does not count.
+    Keys and mini-batches are then the same at each evaluation. The set-up of NumPyro's autoguides,
+    which evaluates a potential energy once behind a `block`, does not count.
     """
+    return _is_potential_energy() or _is_line_search()
+
+
+def _is_potential_energy() -> bool:
     for handler in primitives._PYRO_STACK:
         if isinstance(handler, handlers.block):
             return False
         if type(handler).__name__ == _CONSTANT_KEY:
             return True
     return False
+
+
+def _is_line_search() -> bool:
+    """Whether `scipy.optimize`, JAX's or its own, is calling: `numpyro.optim.Minimize` is JAX's."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
+    return any("scipy.optimize" in module for module in modules)

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks, functions, linalg
-from numpyro_scalegp.distributions.frozen import is_potential_energy
+from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import (
     AbstractEstimator,
@@ -95,7 +95,7 @@ class GaussianProcess(RowsDistribution):
         checks.instance("estimator", self.estimator, AbstractEstimator)
         if state is not None:
             checks.instance("state", state, SolverState, "an `sgp.solver_state(name)`")
-        if is_potential_energy():
+        if is_key_frozen():
             self.estimator.check_frozen_key()
         if key is None and self.estimator.is_stochastic:
             # Outside of a model there is none, and NumPyro would warn.

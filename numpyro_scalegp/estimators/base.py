@@ -44,17 +44,20 @@ class AbstractEstimator(eqx.Module):
         """
 
     def check_frozen_key(self) -> None:
-        """Refuse or warn of a key that is the same at each evaluation, as in a potential energy.
+        """Refuse or warn of a key that is the same at each evaluation.
 
-        There an estimate is one frozen draw, and its gradient is not that of its value.
+        So it is in a potential energy and in a line search: there an estimate is one frozen draw,
+        and its gradient is not that of its value.
         """
         if self.is_stochastic:
             warnings.warn(
-                f"`{type(self).__name__}` draws at random, but NumPyro evaluates this model under "
-                "a constant key, as NUTS, HMC and other users of a potential energy do: they see "
-                "one frozen draw of the log density, and a gradient that is not its own. Take "
-                "`estimator=sgp.estimators.Cholesky()`, or train by `SVI`; for stochastic-gradient "
-                "MCMC seed the model anew at each step, by `numpyro.handlers.seed`.",
+                f"`{type(self).__name__}` draws at random, but this model is evaluated under a "
+                "constant key, as NUTS, HMC and other users of a potential energy do, and line "
+                "searches such as that of `numpyro.optim.Minimize`: they see one frozen draw of "
+                "the log density, and a gradient that is not its own. Take "
+                "`estimator=sgp.estimators.Cholesky()`, or train by `SVI` with optax; for "
+                "stochastic-gradient MCMC seed the model anew at each step, by "
+                "`numpyro.handlers.seed`.",
                 RuntimeWarning,
                 stacklevel=2,
             )

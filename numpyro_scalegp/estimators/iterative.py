@@ -86,9 +86,10 @@ class AbstractIterative(AbstractEstimator):
         if self.num_logdet_probes == 0:
             raise ValueError(
                 f"`num_logdet_probes=0` of `{type(self).__name__}` leaves the log-determinant out "
-                "of the value, which serves `SVI`, where the gradient alone counts. NUTS, HMC and "
-                "other users of a potential energy would sample from another density: take "
-                "`estimator=sgp.estimators.Cholesky()` there."
+                "of the value, which serves `SVI` with optax, where the gradient alone counts. "
+                "NUTS, HMC and other users of a potential energy would sample from another "
+                "density, and line searches such as that of `numpyro.optim.Minimize` would "
+                "minimize it: take `estimator=sgp.estimators.Cholesky()` there."
             )
         super().check_frozen_key()
 

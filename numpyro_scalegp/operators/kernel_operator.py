@@ -219,7 +219,7 @@ class _Blocks:
 
     def join(self, blocks: Float[Array, "num_blocks block k"]) -> Float[Array, "n k"]:
         """The inverse of `split`."""
-        return blocks.reshape(-1, blocks.shape[-1])[: self.size]
+        return jax.lax.collapse(blocks, 0, 2)[: self.size]
 
     def pairs(self) -> tuple[Int[Array, " pairs"], Int[Array, " pairs"]]:
         """All pairs of two different blocks."""

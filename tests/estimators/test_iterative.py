@@ -476,6 +476,27 @@ def test_samplers_refuse_a_value_without_its_log_determinant(kernel):
         mcmc.run(KEY if chains == 1 else jax.random.split(KEY, 2), 0)
 
 
+def test_a_line_search_warns_of_one_draw_and_refuses_a_value_without_its_log_determinant():
+    X = data(12)[0]
+
+    def loss(noise, num_logdet_probes=2):
+        estimator = make("pathwise", num_probes=2, num_logdet_probes=num_logdet_probes)
+        sgp.GaussianProcess(ard(), X, noise[0] ** 2 + 1.0, estimator=estimator, key=KEY)
+        return jnp.sum(noise**2)
+
+    with pytest.warns(RuntimeWarning, match=r"`Pathwise` draws at random.*optim.Minimize"):
+        jax.scipy.optimize.minimize(loss, jnp.ones(1), method="BFGS", options={"maxiter": 1})
+
+    def model():
+        noise = numpyro.param("noise", jnp.ones(1))
+        numpyro.factor("loss", -loss(noise, num_logdet_probes=0))
+
+    svi = SVI(model, lambda: None, numpyro.optim.Minimize(), Trace_ELBO())
+    state = svi.init(KEY)
+    with pytest.raises(ValueError, match=r"leaves the log-det.*optim.Minimize` would"):
+        svi.update(state)
+
+
 def test_an_autoguide_is_set_up_without_a_warning():
     """Its set-up evaluates a potential energy, which nothing is made of."""
     X, y = data(12)

@@ -492,7 +492,9 @@ def test_nuts_over_a_model_with_a_state():
         numpyro.sample("y", gp, obs=y)
 
     mcmc = MCMC(NUTS(model, max_tree_depth=2), num_warmup=3, num_samples=3, progress_bar=False)
-    with pytest.warns(RuntimeWarning, match="`Pathwise` draws at random, but NumPyro evaluates"):
+    with pytest.warns(
+        RuntimeWarning, match="`Pathwise` draws at random, but this model is evaluated"
+    ):
         mcmc.run(KEY, X, y, extra_fields=("potential_energy",))
     # Value and gradient are those of different probes, so whether a proposal is accepted is no
     # matter here.

@@ -533,6 +533,13 @@ def test_bad_guesses(name, unchecked):
             jax.eval_shape(solve, solver, operator(), targets(), guess)
 
 
+@every_solver
+def test_no_right_hand_sides(name):
+    solution = SOLVERS[name](1e-2, 1).solve(operator(n=3), jnp.zeros((3, 0)), key=jax.random.key(7))
+    assert solution.value.shape == (3, 0)
+    assert solution.converged
+
+
 def test_sgd_needs_a_key():
     with pytest.raises(ValueError, match="`key` must be given: the batches are drawn at random"):
         StochasticGradientDescent(max_epochs=100.0).solve(operator(), targets())
