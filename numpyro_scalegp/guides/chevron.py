@@ -143,8 +143,10 @@ class AutoChevronGP(AbstractGPGuide):
         name = f"{site.name}_{self.prefix}_loc"
         few = site.prior.features.size(site.X) < site.X.shape[0] or site.prior.has_dense_precision
         solve = _mean_by_features if few else _mean_by_rows
-        for _ in range(num_newton_steps):
+        for number in range(num_newton_steps):
             site, q, (mean, variance), likelihood = self._expanded(params, args, kwargs, num_nodes)
+            if number == 0:
+                likelihood.check_rows(mean)
             targets = pseudo_observations(mean, *likelihood.slopes(mean, variance))
             loc, residual = solve(site, *targets)
             step = loc - q.loc
@@ -200,6 +202,7 @@ class AutoChevronGP(AbstractGPGuide):
             Evans and Nair (2020), proposition 1, for the columns that are not dense.
         """
         site, q, moments, likelihood = self._expanded(params, args, kwargs, num_nodes)
+        likelihood.check_rows(moments[0])
         _, curvature = likelihood.slopes(*moments)
         # Where the likelihood is not concave, the prior's own scale is the limit.
         weights = jnp.maximum(-curvature, 0.0)

@@ -59,6 +59,14 @@ class ExpectedLikelihood:
 
         self.terms = terms
 
+    def check_rows(self, like: Float[Array, "*batch n"]) -> None:
+        """Raise if the likelihood combines rows of the function, or functions of a plate.
+
+        Args:
+            like: an f, of which shape and type count.
+        """
+        check_additive(self.terms, like, self.site)
+
     def __call__(
         self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
     ) -> Float[Array, ""]:
@@ -74,19 +82,15 @@ class ExpectedLikelihood:
     def slopes(
         self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
     ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-        """Expectations of the log-likelihood's first two derivatives in f(x_i).
+        """Expectations of the log-likelihood's first two derivatives in f(x_i); see `check_rows`.
 
         Returns:
             E[l'] and E[l''] at each row, from derivatives of E[l] in mean and variance.
-
-        Raises:
-            ValueError: if the likelihood combines rows of the function, or functions of a plate.
 
         References:
             Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7
             and 8.
         """
-        check_additive(self.terms, mean, self.site)
         slope, half_curvature = jax.grad(self, argnums=(0, 1))(mean, variance)
         return slope, 2.0 * half_curvature
 

@@ -139,15 +139,17 @@ class AbstractDecoupledGuide(AbstractGPGuide):
         site = self._site(params, None, args, kwargs)
         check_all_rows(site)
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
-        for _ in range(num_newton_steps):
+        likelihood = ExpectedLikelihood(
+            self.model, site.name, params, values, args, kwargs, num_nodes
+        )
+        for number in range(num_newton_steps):
             with self._parameters(params, None):
                 family = self._family(site, training=False)
                 basis, weights = self._basis(site, family)
             posterior = family.posterior()
             mean, variance = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
-            likelihood = ExpectedLikelihood(
-                self.model, site.name, params, values, args, kwargs, num_nodes
-            )
+            if number == 0:
+                likelihood.check_rows(mean)
             targets, precision = pseudo_observations(mean, *likelihood.slopes(mean, variance))
             rests = [self._rest_of_mean(family, one) for one in (site.X, basis.points)]
             solve = functools.partial(_solve, site, basis, options)
