@@ -31,16 +31,16 @@ from numpyro.infer import SVI, Trace_ELBO
 from sparse import score
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators.learned import FitRecord, norms
-from numpyro_scalegp.estimators.log_determinant import Batch
+from numpyro_scalegp.log_determinants.learned import FitRecord, norms
+from numpyro_scalegp.log_determinants.log_determinant import Batch
 
 WIDTH = 128
 TREATMENTS = {
-    "variational": sgp.estimators.Variational(),
-    "compositional": sgp.estimators.Compositional(decay=0.98),
-    "compositional-0.9": sgp.estimators.Compositional(),
-    "minimax": sgp.estimators.Minimax(),
-    "mini-batch": sgp.estimators.MiniBatch(),
+    "variational": sgp.log_determinants.Variational(),
+    "compositional": sgp.log_determinants.Compositional(decay=0.98),
+    "compositional-0.9": sgp.log_determinants.Compositional(),
+    "minimax": sgp.log_determinants.Minimax(),
+    "mini-batch": sgp.log_determinants.MiniBatch(),
 }
 METHODS = [*TREATMENTS, "sparse"]
 

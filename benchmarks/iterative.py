@@ -140,7 +140,7 @@ def product(arguments):
     n = arguments.n
     X = jax.random.normal(jax.random.key(0), (n, 18))
     V = jax.random.normal(jax.random.key(1), (n, 65))
-    H = sgp.operators.KernelOperator(sgp.kernels.Matern32(jnp.full(18, 2.0)), X, 0.1)
+    H = sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.full(18, 2.0)), X, 0.1)
     multiply = jax.jit(lambda H, V: H.matmul(V)).lower(H, V).compile()
     before = resident_memory()
     # The high-water mark is that of the product only where it rises: imports and compilation have
@@ -195,7 +195,7 @@ def value(arguments):
     kernel = sgp.kernels.Matern32(arguments.lengthscale)
     solver = make_solver(arguments, "cg")
     estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=arguments.num_logdet_probes)
-    operator = sgp.operators.KernelOperator(kernel, X, arguments.noise)
+    operator = sgp.solvers.KernelOperator(kernel, X, arguments.noise)
     run = jax.jit(lambda H, y, key: estimator.estimate(H, y[:, None], key=key))
     start = time.perf_counter()
     estimates = [run(operator, y, jax.random.key(i)) for i in range(arguments.draws)]
@@ -233,7 +233,7 @@ def step(arguments):
     compiled = function.lower(parameters, jax.random.key(0)).compile()
     compiling = time.perf_counter() - start
     times = seconds(compiled, parameters, jax.random.key(1), repeats=2)
-    operator = sgp.operators.KernelOperator(
+    operator = sgp.solvers.KernelOperator(
         sgp.kernels.Matern32(parameters["lengthscale"]), X, arguments.noise
     )
     estimate = jax.jit(functools.partial(estimator.estimate, residual=y[:, None]))

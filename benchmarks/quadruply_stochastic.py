@@ -32,16 +32,12 @@ import optax
 from decoupled import fit_exactly
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_value
+from numpyro_scalegp.quadruply_stochastic.control_variates import ControlVariate
 from sparse import GPyTorch, made_up, score
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators.chevron import Chevron
-from numpyro_scalegp.estimators.quadruply_stochastic import (
-    ControlVariate,
-    draw_sets,
-    views,
-    weight_rows,
-)
+from numpyro_scalegp.features.chevron import Chevron, views, weight_rows
+from numpyro_scalegp.quadruply_stochastic.elbo import draw_sets
 
 BATCH = 500
 

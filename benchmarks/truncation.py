@@ -44,7 +44,7 @@ def preconditioner(arguments):
 
 def roulette(arguments, expected, n):
     """Russian-roulette CG with E[J] = `expected`, as `with_mean` makes it but for the share."""
-    decay, minimum = sgp.truncation.decay_and_minimum(expected, n, share=arguments.share)
+    decay, minimum = sgp.solvers.stopping.decay_and_minimum(expected, n, share=arguments.share)
     solver = sgp.solvers.RussianRouletteCG(
         decay, minimum, n, preconditioner(arguments), arguments.group_size
     )
@@ -202,7 +202,7 @@ def toy_data():
 
 def toy_roulette(expected):
     """Textbook iterations, without a preconditioner; after 16 of them nothing is left here."""
-    decay, minimum = sgp.truncation.decay_and_minimum(expected, 16, share=0.17)
+    decay, minimum = sgp.solvers.stopping.decay_and_minimum(expected, 16, share=0.17)
     return sgp.solvers.RussianRouletteCG(decay, minimum, 16, group_size=1)
 
 

@@ -73,7 +73,7 @@ def load(name):
 def main(data="bike", epochs=30, folder="outputs/network_features"):
     """Train, condition and score; returns the error in standardised units."""
     X, y, X_test, y_test = (jnp.asarray(part, jnp.float32) for part in load(data))
-    batch_size, logdet = 32, sgp.estimators.Variational()
+    batch_size, logdet = 32, sgp.log_determinants.Variational()
     num_steps = epochs * len(X) // batch_size
     svi = SVI(
         model,
@@ -89,7 +89,7 @@ def main(data="bike", epochs=30, folder="outputs/network_features"):
     given = numpyro.handlers.substitute(numpyro.handlers.seed(model, 0), data=result.params)
     network = given(*args)
     noise_variance = jnp.square(result.params["noise"])
-    posterior = sgp.predict.feature_posterior(network, X, y, noise_variance)
+    posterior = sgp.posteriors.feature_posterior(network, X, y, noise_variance)
     predicted = posterior.predictive(X_test)
     error = float(jnp.sqrt(jnp.mean(jnp.square(predicted.mean - y_test))))
     print(f"test RMSE {error:.3f}, log density {float(predicted.log_prob(y_test).mean()):.3f}")

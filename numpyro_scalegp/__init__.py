@@ -4,31 +4,34 @@ from numpyro_scalegp import (
     datasets,
     distributions,
     estimators,
+    families,
     features,
     guides,
     infer,
     kernels,
-    operators,
-    preconditioners,
-    predict,
+    log_determinants,
+    posteriors,
     solvers,
 )
 from numpyro_scalegp.distributions import (
-    ChevronGP,
     ChevronNormal,
-    DecoupledGP,
     FeatureSpaceGP,
     GaussianProcess,
-    HybridGP,
-    LatentGP,
-    SparseGP,
-    WeightSpaceGP,
     plate,
     solver_state,
 )
 from numpyro_scalegp.export import to_arviz
+from numpyro_scalegp.families import (
+    ChevronGP,
+    DecoupledGP,
+    HybridGP,
+    LatentGP,
+    SparseGP,
+    WeightSpaceGP,
+)
 from numpyro_scalegp.infer import relevance_vectors
 from numpyro_scalegp.saving import load, save
+from numpyro_scalegp.solvers import preconditioners
 
 __all__ = [
     "ChevronGP",
@@ -43,15 +46,16 @@ __all__ = [
     "datasets",
     "distributions",
     "estimators",
+    "families",
     "features",
     "guides",
     "infer",
     "kernels",
     "load",
-    "operators",
+    "log_determinants",
     "plate",
+    "posteriors",
     "preconditioners",
-    "predict",
     "relevance_vectors",
     "save",
     "solver_state",

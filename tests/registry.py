@@ -15,15 +15,15 @@ from jaxtyping import Array
 from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators import AbstractEstimator, AbstractLogDeterminant
+from numpyro_scalegp.estimators import AbstractEstimator
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
-from numpyro_scalegp.infer.base import AbstractParticleELBO
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import AbstractPreconditioner
-from numpyro_scalegp.predict import AbstractPosterior
-from numpyro_scalegp.solvers import AbstractSolver
+from numpyro_scalegp.log_determinants import AbstractLogDeterminant
+from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
+from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO
 
 # Input columns that the kernels below expect.
 NUM_COLUMNS = 4
@@ -223,11 +223,14 @@ FEATURES: list[tuple[str, Callable[[AbstractKernel, Array], AbstractFeatures]]] 
 
 # logdet = factory(): treatments of a log-determinant from mini-batches.
 LOG_DETERMINANTS: list[tuple[str, Callable[[], AbstractLogDeterminant]]] = [
-    ("variational", sgp.estimators.Variational),
-    ("variational_schedule", lambda: sgp.estimators.Variational(lambda step: 1.0 / (step + 2))),
-    ("compositional", sgp.estimators.Compositional),
-    ("minimax", sgp.estimators.Minimax),
-    ("mini_batch", sgp.estimators.MiniBatch),
+    ("variational", sgp.log_determinants.Variational),
+    (
+        "variational_schedule",
+        lambda: sgp.log_determinants.Variational(lambda step: 1.0 / (step + 2)),
+    ),
+    ("compositional", sgp.log_determinants.Compositional),
+    ("minimax", sgp.log_determinants.Minimax),
+    ("mini_batch", sgp.log_determinants.MiniBatch),
 ]
 
 # family = factory(kernel, X): variational families for a function site.
@@ -258,7 +261,7 @@ def _conditioned(estimator: Callable[[], AbstractEstimator], **options: int) -> 
 
 
 def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
-    weights, logdet = jnp.ones(NUM_COLUMNS), sgp.estimators.MiniBatch()
+    weights, logdet = jnp.ones(NUM_COLUMNS), sgp.log_determinants.MiniBatch()
     return sgp.FeatureSpaceGP(kernel.lengthscale * X, 0.5, weights, num_data=20, logdet=logdet)
 
 
@@ -298,7 +301,7 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     (
         "sparse_batch",
-        lambda kernel, X: sgp.predict.SparsePosterior(
+        lambda kernel, X: sgp.families.SparsePosterior(
             kernel, X[:3], jnp.eye(2, 3), jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)])
         ),
     ),

@@ -18,12 +18,13 @@ import pandas as pd
 import pytest
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp import truncation
 from numpyro_scalegp.core.linalg import Factor
+from numpyro_scalegp.solvers import stopping as truncation
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 E, F, G, I, K = sgp.estimators, sgp.features, sgp.guides, sgp.infer, sgp.kernels  # noqa: E741
+L = sgp.log_determinants
 P, S = sgp.preconditioners, sgp.solvers
 KEY = jax.random.key(0)
 KEYS = jax.random.split(KEY, 3)
@@ -36,7 +37,7 @@ gap = X.copy()
 gap[2, 0] = np.nan
 rbf = K.RBF(0.5)
 phi = F.RandomFourier(rbf, 4, seed=0)
-Operator = sgp.operators.KernelOperator
+Operator = sgp.solvers.KernelOperator
 H = Operator(rbf, X, 0.1)
 CG = S.ConjugateGradients(preconditioner=P.Identity())
 
@@ -51,13 +52,13 @@ def model(X: Any, y: Any = None) -> None:
 gp = functools.partial(sgp.GaussianProcess, rbf)
 decoupled = functools.partial(sgp.DecoupledGP, rbf, X)
 hybrid = functools.partial(sgp.HybridGP, rbf, X, Z, np.zeros(3), eye)
-weights = functools.partial(sgp.FeatureSpaceGP, X, num_data=6, logdet=E.MiniBatch())
+weights = functools.partial(sgp.FeatureSpaceGP, X, num_data=6, logdet=L.MiniBatch())
 chevron = functools.partial(sgp.ChevronGP, phi, X)
 sparse = sgp.SparseGP(rbf, X, Z, np.zeros(3), eye).posterior()
 audit = functools.partial(E.audit, E.Cholesky(), rbf, X, y, 0.1, key=KEY)
 start = functools.partial(I.initial_hyperparameters, KEY, model, X, y)
 svi = functools.partial(I.SparseSVI, model, model, optax.adam(0.1), I.QuadruplyStochasticELBO(2))
-exact = sgp.predict.ExactPosterior(
+exact = sgp.posteriors.ExactPosterior(
     kernel=rbf,
     X=jnp.asarray(X),
     y=jnp.asarray(y),
@@ -320,7 +321,7 @@ SOLVERS: list[Row] = [
     (
         "operand",
         lambda: S.Cholesky().solve(rbf, np.ones((6, 1))),
-        "`operator` must be one of `sgp.operators`",
+        "`operator` must be one of `sgp.solvers`",
     ),
     (
         "rows of B",
@@ -381,19 +382,59 @@ ESTIMATORS: list[Row] = [
     ("float features", lambda: E.RandomFourier(4.0), "`num_features` must be an integer"),
     ("least features", lambda: E.SingleSampleRFF(0), "`min_features` must be even and at least 2"),
     ("odd step", lambda: E.SingleSampleRFF(50, 5), "`step` must be even and at least 2, got 5"),
-    ("average", lambda: E.Compositional(1.0), r"`decay` must be in \[0, 1\), got 1.0"),
-    ("average text", lambda: E.Compositional("a"), "`decay` must be a number, got 'a'"),
-    ("average class", lambda: E.Compositional(K.RBF), "`decay` must be a number, got the class"),
-    ("average name", lambda: E.Compositional(name=3), "`name` must be a string, got 3"),
-    ("step zero", lambda: E.Variational(0.0), r"`step_size` must be in \(0, 1\], got 0.0"),
-    ("step None", lambda: E.Variational(None), "`step_size` must be a number, got None"),
-    ("step name", lambda: E.Variational(name=None), "`name` must be a string, got None"),
-    ("penalty", lambda: E.Minimax(0.0), "`penalty` must be positive and finite, got 0.0"),
-    ("growth", lambda: E.Minimax(growth=-1.0), "`growth` must be finite and not negative"),
-    ("minimax step", lambda: E.Minimax(step_size=2.0), r"`step_size` must be in \(0, 1\], got 2.0"),
+    (
+        "average",
+        lambda: L.Compositional(1.0),
+        r"`decay` must be in \[0, 1\), got 1.0",
+    ),
+    (
+        "average text",
+        lambda: L.Compositional("a"),
+        "`decay` must be a number, got 'a'",
+    ),
+    (
+        "average class",
+        lambda: L.Compositional(K.RBF),
+        "`decay` must be a number, got the class",
+    ),
+    (
+        "average name",
+        lambda: L.Compositional(name=3),
+        "`name` must be a string, got 3",
+    ),
+    (
+        "step zero",
+        lambda: L.Variational(0.0),
+        r"`step_size` must be in \(0, 1\], got 0.0",
+    ),
+    (
+        "step None",
+        lambda: L.Variational(None),
+        "`step_size` must be a number, got None",
+    ),
+    (
+        "step name",
+        lambda: L.Variational(name=None),
+        "`name` must be a string, got None",
+    ),
+    (
+        "penalty",
+        lambda: L.Minimax(0.0),
+        "`penalty` must be positive and finite, got 0.0",
+    ),
+    (
+        "growth",
+        lambda: L.Minimax(growth=-1.0),
+        "`growth` must be finite and not negative",
+    ),
+    (
+        "minimax step",
+        lambda: L.Minimax(step_size=2.0),
+        r"`step_size` must be in \(0, 1\], got 2.0",
+    ),
     (
         "multiplier",
-        lambda: E.Minimax(multiplier_step_size="a"),
+        lambda: L.Minimax(multiplier_step_size="a"),
         "`multiplier_step_size` must be a number, got 'a'",
     ),
     ("records", lambda: E.SolverState(0), "`num_records` must be at least 1, got 0"),
@@ -466,7 +507,11 @@ COLLAPSED: list[Row] = [
         lambda: gp(X, 1.0, estimator=E.Cholesky),
         "`estimator` must be an instance",
     ),
-    ("estimator logdet", lambda: gp(X, 1.0, estimator=E.MiniBatch()), "`estimator` .* `MiniBatch`"),
+    (
+        "estimator logdet",
+        lambda: gp(X, 1.0, estimator=L.MiniBatch()),
+        "`estimator` .* `MiniBatch`",
+    ),
     ("estimator features", lambda: gp(X, 1.0, estimator=phi), "`estimator` must be one of"),
     ("key zero", lambda: gp(X, 1.0, key=0), "`key` must be a JAX key.* got 0"),
     ("key text", lambda: gp(X, 1.0, key="a"), "`key` must be a JAX key.* got 'a'"),
@@ -509,7 +554,11 @@ COLLAPSED: list[Row] = [
         lambda: weights(0.1, [1.0], logdet=E.Cholesky()),
         "`logdet` must be one of",
     ),
-    ("logdet class", lambda: weights(0.1, [1.0], logdet=E.MiniBatch), "`logdet` must be"),
+    (
+        "logdet class",
+        lambda: weights(0.1, [1.0], logdet=L.MiniBatch),
+        "`logdet` must be",
+    ),
     ("features y", lambda: weights(0.1, [1.0]).log_prob(y[1:]), r"`y` must have shape \(6,\)"),
     ("features y nan", lambda: weights(0.1, [1.0]).log_prob(gap[:, 0]), "`y` must be finite"),
     ("features key", lambda: weights(0.1, [1.0]).sample(0), "`key` must be a JAX key.* got 0"),
@@ -687,32 +736,32 @@ POSTERIORS: list[Row] = [
     ("sparse noise", lambda: sparse.predictive(X, nan), "`noise_variance` must be finite and not"),
     (
         "features of a kernel",
-        lambda: sgp.predict.feature_posterior(rbf, X, y, 0.1),
+        lambda: sgp.posteriors.feature_posterior(rbf, X, y, 0.1),
         "`feature_map` must be a function of inputs, got the kernel",
     ),
     (
         "features of text",
-        lambda: sgp.predict.feature_posterior("a", X, y, 0.1),
+        lambda: sgp.posteriors.feature_posterior("a", X, y, 0.1),
         "`feature_map` must be callable, got 'a'",
     ),
     (
         "features of points",
-        lambda: sgp.predict.feature_posterior(F.InducingPoints(rbf, Z), X, y, 0.1),
+        lambda: sgp.posteriors.feature_posterior(F.InducingPoints(rbf, Z), X, y, 0.1),
         "`feature_map` must have independent weights",
     ),
     (
         "features y",
-        lambda: sgp.predict.feature_posterior(jnp.tanh, X, y[1:], 0.1),
+        lambda: sgp.posteriors.feature_posterior(jnp.tanh, X, y[1:], 0.1),
         r"`y` must have shape \(6,\), got \(5,\)",
     ),
     (
         "features y nan",
-        lambda: sgp.predict.feature_posterior(jnp.tanh, X, gap[:, 0], 0.1),
+        lambda: sgp.posteriors.feature_posterior(jnp.tanh, X, gap[:, 0], 0.1),
         "`y` must be finite",
     ),
     (
         "features noise",
-        lambda: sgp.predict.feature_posterior(jnp.tanh, X, y, 0.0),
+        lambda: sgp.posteriors.feature_posterior(jnp.tanh, X, y, 0.0),
         "`noise_variance` must be positive and finite",
     ),
     (

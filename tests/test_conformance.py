@@ -18,9 +18,9 @@ from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractIterative, SolverState
-from numpyro_scalegp.infer.traces import mutable_values
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.solvers import KernelOperator
+from numpyro_scalegp.tracing.elbo import mutable_values
 from tests.conformance import (
     Compiled,
     assert_all_finite,

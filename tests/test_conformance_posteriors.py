@@ -16,7 +16,7 @@ from jaxtyping import Array
 from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.predict import AbstractPosterior
+from numpyro_scalegp.posteriors import AbstractPosterior
 from tests.conformance import (
     Compiled,
     assert_all_finite,
@@ -116,7 +116,7 @@ def test_preconditioner_is_one_matrix(factory, dtype):
     assert hash(factory()) == hash(preconditioner)
 
     def everything(lengthscale: Array) -> Any:
-        H = sgp.operators.KernelOperator(kernel(lengthscale), X, jnp.linspace(0.2, 0.9, 7))
+        H = sgp.solvers.KernelOperator(kernel(lengthscale), X, jnp.linspace(0.2, 0.9, 7))
         factor = preconditioner.factorise(H)
         samples = factor.sample(jax.random.key(0), 2000)
         A = H.kernel.covariance(X) + jnp.diag(H.noise())

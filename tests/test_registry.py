@@ -31,7 +31,6 @@ EXCEPTIONS = {
         "infer.Predictive",
         "infer.RowOptimizer",
         "infer.SparseSVI",
-        "truncation.StoppingLaw",
     ),
 }
 

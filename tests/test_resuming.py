@@ -117,7 +117,7 @@ def mini_batch() -> Any:
     def model(X: Array, y: Array) -> None:
         phi = jnp.tanh(X @ numpyro.param("network", jnp.eye(2)))
         weights = numpyro.param("weights", jnp.ones(2))
-        logdet = sgp.estimators.Minimax()
+        logdet = sgp.log_determinants.Minimax()
         gp = sgp.FeatureSpaceGP(phi, 0.1, weights, num_data=30, logdet=logdet)
         numpyro.sample("y", gp, obs=y)
 

@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
-from numpyro_scalegp.preconditioners import PivotedCholesky
 from numpyro_scalegp.solvers import ConjugateGradients
+from numpyro_scalegp.solvers.preconditioners import PivotedCholesky
 from tests.registry import ESTIMATORS, KERNELS, NUM_COLUMNS
 
 N = 20
@@ -49,7 +49,7 @@ def deep() -> sgp.kernels.AbstractKernel:
 
 
 @functools.cache
-def pathwise() -> tuple[sgp.predict.PathwisePosterior, SolverState]:
+def pathwise() -> tuple[sgp.posteriors.PathwisePosterior, SolverState]:
     """A posterior with a deep kernel, and the state that its fit left."""
     X, y, _ = data()
     estimator = Pathwise(CG, 4, num_features=16, num_logdet_probes=0)

@@ -12,11 +12,11 @@ from numpyro.primitives import mutable
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions.frozen import is_key_frozen
-from numpyro_scalegp.estimators import AbstractLogDeterminant
-from numpyro_scalegp.estimators.learned import learned
-from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
-from numpyro_scalegp.predict import FeaturePosterior
-from numpyro_scalegp.predict.feature import feature_posterior, itself
+from numpyro_scalegp.log_determinants import AbstractLogDeterminant
+from numpyro_scalegp.log_determinants.learned import learned
+from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.posteriors import FeaturePosterior
+from numpyro_scalegp.posteriors.feature import feature_posterior, itself
 
 
 class FeatureSpaceGP(Distribution):
@@ -64,7 +64,7 @@ class FeatureSpaceGP(Distribution):
         ...     weights = numpyro.param("weights", jnp.zeros(50))
         ...     with sgp.plate("rows", len(X), batch_size) as index:
         ...         X_batch, y_batch = X[index], y[index]
-        ...     logdet = sgp.estimators.Variational()
+        ...     logdet = sgp.log_determinants.Variational()
         ...     gp = sgp.FeatureSpaceGP(phi(X_batch), 0.1, weights, num_data=len(X), logdet=logdet)
         ...     numpyro.sample("y", gp, obs=y_batch)
     """
@@ -99,8 +99,8 @@ class FeatureSpaceGP(Distribution):
             )
         if not isinstance(logdet, AbstractLogDeterminant):
             raise TypeError(
-                "`logdet` must be one of `sgp.estimators.Variational`, `Compositional`, `Minimax` "
-                f"and `MiniBatch`, got {type(logdet).__name__}."
+                "`logdet` must be one of `sgp.log_determinants`: `Variational`, `Compositional`, "
+                f"`Minimax` or `MiniBatch`, got {type(logdet).__name__}."
             )
         if is_key_frozen() and (isinstance(logdet, AbstractBound) or num < num_data):
             raise ValueError(
@@ -191,7 +191,7 @@ class FeatureSpaceGP(Distribution):
     def condition(self, y: Float[ArrayLike, " n"]) -> FeaturePosterior:
         """The posterior given the observations of all rows; its inputs are features.
 
-        With features that a function computes, `sgp.predict.feature_posterior` goes through the
+        With features that a function computes, `sgp.posteriors.feature_posterior` goes through the
         rows in chunks.
 
         Args:
@@ -207,7 +207,7 @@ class FeatureSpaceGP(Distribution):
         if self.features.shape[0] != self.num_data:
             raise ValueError(
                 f"`features` must be those of all {self.num_data} rows for a posterior, got "
-                f"{self.features.shape[0]}: see `sgp.predict.feature_posterior`."
+                f"{self.features.shape[0]}: see `sgp.posteriors.feature_posterior`."
             )
         y = checks.observations(y, self.event_shape, "features")
         checks.shape("y", y, self.event_shape)

@@ -19,11 +19,11 @@ from numpyro_scalegp.estimators import (
     RandomFourier,
     SolverState,
 )
-from numpyro_scalegp.estimators.prior_draws import PriorDraws
+from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.base import refuse_kernel
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.predict import ExactPosterior, FeaturePosterior, PathwisePosterior
+from numpyro_scalegp.kernels.kernel import refuse_kernel
+from numpyro_scalegp.posteriors import ExactPosterior, FeaturePosterior, PathwisePosterior
+from numpyro_scalegp.solvers import KernelOperator
 
 
 class GaussianProcess(RowsDistribution):
@@ -236,7 +236,7 @@ class GaussianProcess(RowsDistribution):
                 y=jnp.asarray(y),
                 noise_variance=self.noise_variance,
                 mean_function=self.mean_function,
-                estimator=self.estimator,
+                solver=self.estimator.solver,
                 solution=solution,
                 draws=draws,
             )

@@ -6,7 +6,7 @@ from jaxtyping import Array, Int, Key
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.estimators.index_sampling import stratified_indices
+from numpyro_scalegp.core.index_sampling import stratified_indices
 
 
 class _StratifiedDraw(Messenger):

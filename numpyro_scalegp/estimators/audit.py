@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.estimators.base import AbstractEstimator
 from numpyro_scalegp.estimators.cholesky import Cholesky
+from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.iterative import AbstractIterative
 from numpyro_scalegp.kernels import AbstractKernel
 

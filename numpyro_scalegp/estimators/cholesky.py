@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, linalg, memory
-from numpyro_scalegp.estimators.base import AbstractEstimator
-from numpyro_scalegp.estimators.state import SolverState
+from numpyro_scalegp.estimators.estimator import AbstractEstimator
+from numpyro_scalegp.estimators.solver_state import SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 
 

@@ -6,8 +6,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.iterative import AbstractIterative
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.solvers import AbstractSolver
+from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
 
 
 class Hutchinson(AbstractIterative):

@@ -3,35 +3,30 @@
 import abc
 import dataclasses
 import math
-import warnings
 import zlib
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Key, UInt
+from jaxtyping import Array, Bool, Float, Key, UInt
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
-from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
-from numpyro_scalegp.estimators.prior_draws import PriorDraws
-from numpyro_scalegp.estimators.quadrature import (
-    LogDeterminant,
-    log_determinant,
-    stopping_variance,
-)
-from numpyro_scalegp.estimators.state import Records, SolverState
+from numpyro_scalegp.estimators.estimator import AbstractEstimator, key_of
+from numpyro_scalegp.estimators.lanczos import LogDeterminant, log_determinant, stopping_variance
+from numpyro_scalegp.estimators.solver_state import Records, SolverState
+from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.operators import KernelOperator
 from numpyro_scalegp.solvers import (
     AbstractSolver,
     ConjugateGradients,
+    KernelOperator,
     RussianRouletteCG,
     Solution,
     StopReason,
 )
+from numpyro_scalegp.solvers.solver import warn_unless_converged
 
 _REFUSAL = (
     "`Hutchinson` and `Pathwise` have first derivatives in reverse mode alone (`jax.grad`): the "
@@ -402,38 +397,3 @@ def _pull_back(
 def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -> Array:
     columns = jnp.moveaxis(squares, 0, 1).reshape(len(probes), -1)
     return jnp.concatenate([columns, probes], axis=1)
-
-
-_WARNINGS = {
-    StopReason.BUDGET: (
-        "a linear solve ended above its tolerance, and a result rests on it: the budget ended "
-        "first. Raise the solver's `max_epochs`, start from a `sgp.solver_state`, use a stronger "
-        "preconditioner, or keep the noise variance from becoming very small (a prior does that). "
-        "Residuals are in the posterior's `diagnostics` and the state's `history()`."
-    ),
-    StopReason.PRECISION: (
-        "a linear solve ended above its tolerance, and a result rests on it: rounding errors leave "
-        "no more to gain, whatever the budget. Keep the noise variance from becoming very small (a "
-        "prior does that), remove duplicate rows, use a stronger preconditioner, raise the "
-        "solver's `tolerance` to what it can reach, or work in float64. Residuals are in the "
-        "posterior's `diagnostics` and the state's `history()`."
-    ),
-    StopReason.FAILED: (
-        "a linear solve failed: the covariance matrix is not positive definite or not finite, or "
-        "the observations are not finite, and the result is NaN. Check them for NaN; an optimizer "
-        "or a sampler that only tried such hyperparameters needs nothing mended."
-    ),
-}
-
-
-def warn_unless_converged(solution: Solution) -> None:
-    """Warn on the host, once under Python's default filter, that a result rests on bad solves."""
-    jax.lax.cond(
-        solution.converged, lambda: None, lambda: jax.debug.callback(_warn, solution.reason)
-    )
-
-
-def _warn(reason: ArrayLike) -> None:
-    text = _WARNINGS.get(StopReason(int(np.asarray(reason))))
-    if text is not None:  # under `jax.vmap` the callback runs for solves that converged, too
-        warnings.warn(text, RuntimeWarning, stacklevel=1)

@@ -5,9 +5,8 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.iterative import AbstractIterative
-from numpyro_scalegp.estimators.prior_draws import PriorDraws
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.solvers import AbstractSolver
+from numpyro_scalegp.features.prior_draws import PriorDraws
+from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
 
 
 class Pathwise(AbstractIterative):

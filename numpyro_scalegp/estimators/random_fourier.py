@@ -5,9 +5,9 @@ import jax
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
-from numpyro_scalegp.estimators.state import SolverState
-from numpyro_scalegp.estimators.weight_space import (
+from numpyro_scalegp.estimators.estimator import AbstractEstimator, key_of
+from numpyro_scalegp.estimators.solver_state import SolverState
+from numpyro_scalegp.features.linear_model import (
     Statistics,
     Weights,
     log_densities,
@@ -16,7 +16,7 @@ from numpyro_scalegp.estimators.weight_space import (
     statistics,
 )
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.operators import KernelOperator
+from numpyro_scalegp.solvers import KernelOperator
 
 
 class KernelFeatures(eqx.Module):

@@ -15,13 +15,13 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
-from numpyro_scalegp.estimators.base import AbstractEstimator, key_of
 from numpyro_scalegp.estimators.cholesky import Cholesky
-from numpyro_scalegp.estimators.state import SolverState
-from numpyro_scalegp.estimators.weight_space import Statistics, log_densities, statistics
+from numpyro_scalegp.estimators.estimator import AbstractEstimator, key_of
+from numpyro_scalegp.estimators.solver_state import SolverState
+from numpyro_scalegp.features.linear_model import Statistics, log_densities, statistics
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.truncation import StoppingLaw
+from numpyro_scalegp.solvers import KernelOperator
+from numpyro_scalegp.solvers.stopping import StoppingLaw
 
 _REFUSAL = (
     "`SingleSampleRFF` has first derivatives in reverse mode alone (`jax.grad`): second ones of a "

@@ -1,6 +1,6 @@
 """Finite descriptions of a function space, and where to put their points."""
 
-from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.features.inducing_points import InducingPoints
 from numpyro_scalegp.features.learned import Learned
 from numpyro_scalegp.features.random_fourier import RandomFourier

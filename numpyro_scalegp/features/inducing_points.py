@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import default_jitter
-from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
 
 

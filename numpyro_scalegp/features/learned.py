@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.features.base import AbstractFeatures
-from numpyro_scalegp.kernels.base import refuse_kernel
+from numpyro_scalegp.features.feature_map import AbstractFeatures
+from numpyro_scalegp.kernels.kernel import refuse_kernel
 
 
 class Learned(AbstractFeatures):

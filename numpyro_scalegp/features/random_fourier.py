@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
-from numpyro_scalegp.features.base import AbstractFeatures
+from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
-from numpyro_scalegp.kernels.base import Scaled
+from numpyro_scalegp.kernels.kernel import Scaled
 
 
 class RandomFourier(AbstractFeatures):

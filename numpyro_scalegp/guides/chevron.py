@@ -12,12 +12,12 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.linalg import factorise, matmul
-from numpyro_scalegp.distributions import ChevronGP, WeightSpaceGP
-from numpyro_scalegp.estimators.chevron import BLOCK, Chevron, blocks_of, projections
-from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
-from numpyro_scalegp.guides.likelihood import ExpectedLikelihood, pseudo_observations
+from numpyro_scalegp.families import ChevronGP, WeightSpaceGP
+from numpyro_scalegp.features.chevron import BLOCK, Chevron, blocks_of, projections
+from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.guides.mean import SolvedMean, check_all_rows, check_steps, report
-from numpyro_scalegp.guides.sites import GPSite, Model
+from numpyro_scalegp.tracing.likelihood import ExpectedLikelihood, pseudo_observations
+from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # The residual at which a direct solve counts as one.
 _TOLERANCE = 3e-3

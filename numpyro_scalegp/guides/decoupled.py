@@ -9,11 +9,11 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import DecoupledGP
-from numpyro_scalegp.guides.base import Rest
+from numpyro_scalegp.families import DecoupledGP
 from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
-from numpyro_scalegp.guides.sites import GPSite, Model
+from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # A row of L starts at so much on its diagonal: it takes its square off the prior's variance.
 _SMALL_SCALE = 1e-2

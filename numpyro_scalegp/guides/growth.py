@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from numpyro.primitives import mutable
 
-from numpyro_scalegp.estimators.index_sampling import stratified_indices
+from numpyro_scalegp.core.index_sampling import stratified_indices
 
 
 class Basis(NamedTuple):

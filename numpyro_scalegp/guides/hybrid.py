@@ -10,13 +10,13 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import HybridGP
-from numpyro_scalegp.estimators.index_sampling import stratified_indices
-from numpyro_scalegp.guides.base import Rest
+from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.families import HybridGP
 from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
-from numpyro_scalegp.guides.sites import GPSite, Model
 from numpyro_scalegp.guides.sparse import AutoSparseGP
+from numpyro_scalegp.tracing.sites import GPSite, Model
 
 
 class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):

@@ -13,12 +13,12 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import chunks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.guides.base import AbstractGPGuide
 from numpyro_scalegp.guides.growth import Basis, growing_bases
-from numpyro_scalegp.guides.likelihood import ExpectedLikelihood, pseudo_observations
-from numpyro_scalegp.guides.sites import GPSite
+from numpyro_scalegp.guides.guide import AbstractGPGuide
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import RepresenterWeights, representer_weights
+from numpyro_scalegp.tracing.likelihood import ExpectedLikelihood, pseudo_observations
+from numpyro_scalegp.tracing.sites import GPSite
 
 
 class SolvedMean(NamedTuple):

@@ -9,10 +9,10 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import SparseGP
+from numpyro_scalegp.families import SparseGP
 from numpyro_scalegp.features import kmeans_points
-from numpyro_scalegp.guides.base import AbstractGPGuide, Rest
-from numpyro_scalegp.guides.sites import GPSite, Model
+from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
+from numpyro_scalegp.tracing.sites import GPSite, Model
 
 
 class AutoSparseGP(AbstractGPGuide):

@@ -1,7 +1,7 @@
 """Objectives for variational inference, and draws from its result."""
 
 from numpyro_scalegp.infer.initial_pass import initial_pass
-from numpyro_scalegp.infer.initialisation import initial_hyperparameters, median_distance
+from numpyro_scalegp.infer.initialization import initial_hyperparameters, median_distance
 from numpyro_scalegp.infer.joint import JointELBO
 from numpyro_scalegp.infer.log_determinant_diagnostics import (
     LogDeterminantDiagnostics,
@@ -10,10 +10,10 @@ from numpyro_scalegp.infer.log_determinant_diagnostics import (
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
-from numpyro_scalegp.infer.quadruply_stochastic import QuadruplyStochasticELBO
-from numpyro_scalegp.infer.relevance import relevance_vectors
-from numpyro_scalegp.infer.row_optimizers import RowOptimizer, row_adagrad, row_adam
-from numpyro_scalegp.infer.sparse_svi import SparseSVI
+from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
+from numpyro_scalegp.quadruply_stochastic.relevance import relevance_vectors
+from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
+from numpyro_scalegp.quadruply_stochastic.row_svi import SparseSVI
 
 __all__ = [
     "Draws",

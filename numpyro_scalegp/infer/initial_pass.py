@@ -11,10 +11,10 @@ from numpyro.infer.svi import SVIState
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
-from numpyro_scalegp.estimators.learned import started
-from numpyro_scalegp.estimators.log_determinant import AbstractBound, Batch
-from numpyro_scalegp.guides.substitution import substituted
-from numpyro_scalegp.infer.traces import Trace
+from numpyro_scalegp.log_determinants.learned import started
+from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.tracing.elbo import Trace
+from numpyro_scalegp.tracing.substitution import substituted
 
 
 def initial_pass(

@@ -8,10 +8,9 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.distributions import AbstractVariationalGP
-from numpyro_scalegp.guides.substitution import substituted
-from numpyro_scalegp.infer.base import AbstractParticleELBO
-from numpyro_scalegp.infer.traces import elbo_terms, mutable_values, summed
+from numpyro_scalegp.families import AbstractVariationalGP
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms, mutable_values, summed
+from numpyro_scalegp.tracing.substitution import substituted
 
 
 class JointELBO(AbstractParticleELBO):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 from numpyro.infer.svi import SVIState
 
-from numpyro_scalegp.estimators.learned import Learned
+from numpyro_scalegp.log_determinants.learned import Learned
 
 
 class LogDeterminantDiagnostics(NamedTuple):
@@ -46,7 +46,7 @@ def log_determinant_diagnostics(svi_state: SVIState) -> dict[str, LogDeterminant
         ...     with sgp.plate("rows", len(X), 4) as index:
         ...         Phi, batch = X[index], y[index]
         ...     scale, weights = numpyro.param("scale", 1.0), numpyro.param("w", jnp.zeros(3))
-        ...     logdet = sgp.estimators.Variational()
+        ...     logdet = sgp.log_determinants.Variational()
         ...     gp = sgp.FeatureSpaceGP(scale * Phi, 0.1, weights, num_data=len(X), logdet=logdet)
         ...     numpyro.sample("y", gp, obs=batch)
         >>> X = jax.random.normal(jax.random.key(0), (20, 3))

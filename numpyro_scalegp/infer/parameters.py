@@ -10,7 +10,7 @@ from numpyro.infer.svi import SVIState
 from numpyro.infer.util import transform_fn
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.estimators.quadruply_stochastic import ControlVariate
+from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 
 
 def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIState:

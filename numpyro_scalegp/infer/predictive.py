@@ -15,15 +15,15 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
-from numpyro_scalegp.distributions.prior import AbstractPriorGP
 from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.guides.additivity import combining_rows
-from numpyro_scalegp.guides.base import Given, set_up
-from numpyro_scalegp.guides.likelihood import check_value, log_terms
-from numpyro_scalegp.guides.substitution import substituted
+from numpyro_scalegp.families.family import AbstractPriorGP
+from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.joint import JointDraws
-from numpyro_scalegp.infer.problem import Stopped
-from numpyro_scalegp.infer.traces import Trace
+from numpyro_scalegp.quadruply_stochastic.problem import Stopped
+from numpyro_scalegp.tracing.additivity import combining_rows
+from numpyro_scalegp.tracing.elbo import Trace
+from numpyro_scalegp.tracing.likelihood import check_value, log_terms
+from numpyro_scalegp.tracing.substitution import substituted
 
 
 class Draws(NamedTuple):

@@ -13,12 +13,11 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.quadrature import normal_nodes
-from numpyro_scalegp.distributions import AbstractVariationalGP
-from numpyro_scalegp.guides.additivity import check_additive
-from numpyro_scalegp.guides.substitution import substituted
-from numpyro_scalegp.infer.base import AbstractParticleELBO
-from numpyro_scalegp.infer.problem import flat_provenance
-from numpyro_scalegp.infer.traces import elbo_terms, mutable_values, summed
+from numpyro_scalegp.families import AbstractVariationalGP
+from numpyro_scalegp.quadruply_stochastic.problem import flat_provenance
+from numpyro_scalegp.tracing.additivity import check_additive
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms, mutable_values, summed
+from numpyro_scalegp.tracing.substitution import substituted
 
 
 class QuadratureELBO(AbstractParticleELBO):

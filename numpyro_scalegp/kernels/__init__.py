@@ -1,6 +1,6 @@
 """Covariance functions and their spectral densities."""
 
-from numpyro_scalegp.kernels.base import AbstractKernel, ActiveDims, Product, Scaled, Sum
+from numpyro_scalegp.kernels.kernel import AbstractKernel, ActiveDims, Product, Scaled, Sum
 from numpyro_scalegp.kernels.multiscale import MultiscaleRBF
 from numpyro_scalegp.kernels.nonstationary import FeatureMapped, Linear
 from numpyro_scalegp.kernels.stationary import (

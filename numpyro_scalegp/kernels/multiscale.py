@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.base import AbstractKernel
 from numpyro_scalegp.kernels.distances import squared_distances
+from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.stationary import check_lengthscale_and_variance
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels.base import AbstractKernel, refuse_kernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel, refuse_kernel
 
 
 class Linear(AbstractKernel):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels.base import AbstractKernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel
 
 
 def pivoted_cholesky(

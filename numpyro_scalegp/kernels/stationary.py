@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.base import AbstractKernel
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
+from numpyro_scalegp.kernels.kernel import AbstractKernel
 
 # Means above which a difference of two Poisson numbers is drawn as a rounded normal one: JAX's
 # Poisson numbers lose accuracy in float32, and above 2^31 there are none.

@@ -31,7 +31,7 @@ _FUNCTIONS: dict[str, str] = {
     "jax.lax": _ELEMENTWISE,
     "jax.scipy.special": _SPECIAL,
     "numpyro_scalegp.core.functions": "_repeat",
-    "numpyro_scalegp.estimators.variational": "slowly_decaying",
+    "numpyro_scalegp.log_determinants.variational": "slowly_decaying",
 }
 
 

@@ -1,11 +1,12 @@
 """Solutions of H V = B for blocks of right-hand sides, and of penalised least squares."""
 
 from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
-from numpyro_scalegp.solvers.base import AbstractSolver, Solution, StopReason
 from numpyro_scalegp.solvers.cholesky import Cholesky
 from numpyro_scalegp.solvers.conjugate_gradients import Coefficients, ConjugateGradients
+from numpyro_scalegp.solvers.operator import KernelOperator, kernel_matmul
 from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
 from numpyro_scalegp.solvers.russian_roulette import RussianRouletteCG
+from numpyro_scalegp.solvers.solver import AbstractSolver, Solution, StopReason
 from numpyro_scalegp.solvers.stochastic_gradient_descent import StochasticGradientDescent
 
 __all__ = [
@@ -14,10 +15,12 @@ __all__ = [
     "Cholesky",
     "Coefficients",
     "ConjugateGradients",
+    "KernelOperator",
     "RepresenterWeights",
     "RussianRouletteCG",
     "Solution",
     "StochasticGradientDescent",
     "StopReason",
+    "kernel_matmul",
     "representer_weights",
 ]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, linalg
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.solvers.base import (
+from numpyro_scalegp.solvers.operator import KernelOperator
+from numpyro_scalegp.solvers.solver import (
     AbstractSolver,
     Course,
     Solution,

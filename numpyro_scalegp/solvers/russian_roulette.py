@@ -7,22 +7,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import AbstractPreconditioner, Identity
-from numpyro_scalegp.solvers.base import (
-    AbstractSolver,
-    Solution,
-    StopReason,
-    check_num_averaged,
-    largest,
-)
 from numpyro_scalegp.solvers.conjugate_gradients import (
     Coefficients,
     ConjugateGradients,
     Roulette,
     run,
 )
-from numpyro_scalegp.truncation import StoppingLaw, decay_and_minimum
+from numpyro_scalegp.solvers.operator import KernelOperator
+from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner, Identity
+from numpyro_scalegp.solvers.solver import (
+    AbstractSolver,
+    Solution,
+    StopReason,
+    check_num_averaged,
+    largest,
+)
+from numpyro_scalegp.solvers.stopping import StoppingLaw, decay_and_minimum
 
 # The residual above which a run that rounding errors ended is no solution.
 _TOLERANCE = 1e-2

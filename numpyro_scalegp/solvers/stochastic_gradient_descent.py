@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.solvers.base import (
+from numpyro_scalegp.solvers.operator import KernelOperator
+from numpyro_scalegp.solvers.solver import (
     AbstractSolver,
     Solution,
     check_budget,

@@ -14,8 +14,8 @@ from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators import Compositional, MiniBatch, Minimax, Variational
-from numpyro_scalegp.estimators.log_determinant import Batch
+from numpyro_scalegp.log_determinants import Compositional, MiniBatch, Minimax, Variational
+from numpyro_scalegp.log_determinants.log_determinant import Batch
 from tests.feature_problem import BATCH, D, N, best_weights, data, exact, features
 
 KEY = jax.random.key(0)
@@ -215,7 +215,7 @@ def test_posterior(x64, tmp_path):
     mean = k @ jnp.linalg.solve(K, y)
     covariance = feature_map(Xs) @ feature_map(Xs).T - k @ jnp.linalg.solve(K, k.T)
 
-    posterior = sgp.predict.feature_posterior(feature_map, X, y, 0.3)
+    posterior = sgp.posteriors.feature_posterior(feature_map, X, y, 0.3)
     np.testing.assert_allclose(posterior.mean(Xs), mean, rtol=1e-8)
     np.testing.assert_allclose(posterior.covariance(Xs), covariance, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(posterior.variance(Xs), jnp.diagonal(covariance), rtol=1e-6)
@@ -232,7 +232,7 @@ def test_posterior(x64, tmp_path):
 def test_leave_one_out_warns_where_digits_are_lost():
     Phi = jnp.array(np.random.default_rng(0).normal(size=(30, 60)), jnp.float32)
     with pytest.warns(RuntimeWarning, match="posterior mean of features is off"):
-        posterior = sgp.predict.feature_posterior(lambda X: X, Phi, Phi[:, 0], 1e-5)
+        posterior = sgp.posteriors.feature_posterior(lambda X: X, Phi, Phi[:, 0], 1e-5)
         jax.block_until_ready(posterior.weights.mean)
         jax.effects_barrier()
     with pytest.warns(RuntimeWarning, match="leave-one-out densities of features are inaccurate"):
@@ -247,7 +247,7 @@ def test_the_posterior_mean_in_single_precision_with_little_noise(x64):
     means = []
     for dtype in ("float32", "float64"):
         arrays = [jnp.asarray(a.astype(np.float32), dtype) for a in (Phi, y, np.asarray(1e-5))]
-        posterior = sgp.predict.feature_posterior(lambda X: X, *arrays)
+        posterior = sgp.posteriors.feature_posterior(lambda X: X, *arrays)
         means.append(posterior.mean(jnp.asarray(Xs.astype(np.float32), dtype)))
     single, double = means
     np.testing.assert_allclose(single, double, atol=5e-3 * float(jnp.max(jnp.abs(double))))

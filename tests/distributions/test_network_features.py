@@ -23,7 +23,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro.infer.util import log_density
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators import Compositional, MiniBatch, Variational
+from numpyro_scalegp.log_determinants import Compositional, MiniBatch, Variational
 
 N, WIDTH, NOISE = 40, 6, 0.2
 KEY = jax.random.key(0)
@@ -103,7 +103,7 @@ def test_networks_with_priors_in_svi_and_arviz(kind, x64):
         features, noise = given(X, y, kind)
         wanted = left_out(features(X), noise, y).log_prob(y)
         np.testing.assert_allclose(density[draw], wanted, rtol=1e-6)
-        posterior = sgp.predict.feature_posterior(features, X, y, noise)
+        posterior = sgp.posteriors.feature_posterior(features, X, y, noise)
         np.testing.assert_allclose(posterior.leave_one_out().log_prob(y), wanted, rtol=1e-6)
     # Replicates come from the posterior, not from the prior, whose mean is zero.
     replicates = np.asarray(found["posterior_predictive"]["y"])[0]
@@ -146,7 +146,7 @@ def test_random_features_of_a_network_make_a_deep_kernel(x64):
 def test_posteriors_of_networks_are_saved(x64, tmp_path):
     X, y = data()
     # An Equinox network maps one row, and is saved with its posterior.
-    posterior = sgp.predict.feature_posterior(equinox_network(), X, y, NOISE)
+    posterior = sgp.posteriors.feature_posterior(equinox_network(), X, y, NOISE)
     sgp.save(tmp_path / "fit.npz", posterior)
     np.testing.assert_array_equal(sgp.load(tmp_path / "fit.npz").mean(X), posterior.mean(X))
 

@@ -9,8 +9,8 @@ import pytest
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Audit, Pathwise
-from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import ConjugateGradients
+from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
 
 
 def data() -> tuple[jax.Array, jax.Array]:

@@ -21,14 +21,14 @@ from numpyro.infer.autoguide import AutoDelta, AutoNormal
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise
 from numpyro_scalegp.estimators.iterative import warn_unless_converged
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import (
     AlternatingProjections,
     ConjugateGradients,
+    KernelOperator,
     StochasticGradientDescent,
     StopReason,
 )
+from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
 
 N, D, NUM_KEYS = 60, 2, 200
 KEY = jax.random.key(0)

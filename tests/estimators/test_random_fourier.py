@@ -13,8 +13,8 @@ import pytest
 import numpyro_scalegp as sgp
 from numpyro_scalegp.core import chunks
 from numpyro_scalegp.estimators import Cholesky, Hutchinson, RandomFourier, SingleSampleRFF
-from numpyro_scalegp.preconditioners import Identity
 from numpyro_scalegp.solvers import ConjugateGradients
+from numpyro_scalegp.solvers.preconditioners import Identity
 
 N, NUM_DRAWS = 60, 1000
 KEY = jax.random.key(3)

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators import iterative, quadrature
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
-from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG, conjugate_gradients
+from numpyro_scalegp.estimators import iterative, lanczos
+from numpyro_scalegp.solvers import (
+    ConjugateGradients,
+    KernelOperator,
+    RussianRouletteCG,
+    conjugate_gradients,
+)
+from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
 from tests.compilation import optimised
 
 N, NUM_DRAWS = 200, 2000
@@ -114,7 +118,7 @@ def test_log_determinant_by_telescoped_quadrature_is_unbiased(x64):
     exact = jnp.linalg.slogdet(kernel.covariance(X) + p["noise"] * jnp.eye(N))[1]
 
     def log_determinant(solver: Any, num_probes: int, key: Any) -> Any:
-        # One probe for the value, whose quadrature has as many nodes as there are iterations.
+        # One probe for the value, whose lanczos has as many nodes as there are iterations.
         one = sgp.estimators.Hutchinson(solver, num_probes, num_logdet_probes=1)
         gp = sgp.GaussianProcess(kernel, X, p["noise"], estimator=one, key=key)
         return -2.0 * gp.log_prob(jnp.zeros(N)) - N * math.log(2.0 * math.pi)
@@ -127,7 +131,7 @@ def test_log_determinant_by_telescoped_quadrature_is_unbiased(x64):
 
     # The data are zero, so that plain conjugate gradients last as long as the probes for the trace.
     assert abs(score(RussianRouletteCG(0.3, 4, 60, group_size=1), NUM_DRAWS)) < 4.0
-    # Here these share a Krylov space and are solved long before the quadrature is good.
+    # Here these share a Krylov space and are solved long before the lanczos is good.
     assert abs(score(RussianRouletteCG(0.1, 6), 500, 40)) < 4.0
     assert score(ConjugateGradients(0.0, 8, Identity(), group_size=1), 600) > 10.0
 
@@ -147,7 +151,7 @@ def small_estimates(
 
     Args:
         y: forty observations.
-        max_order: what there is room for in the quadrature.
+        max_order: what there is room for in the lanczos.
         num_draws: how many keys.
         probes_alone: whether standard errors leave the random stop out.
     """
@@ -163,7 +167,7 @@ def small_estimates(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conjugate_gradients, "_MAX_ORDER", max_order)
         if probes_alone:
-            for module in (iterative, quadrature):
+            for module in (iterative, lanczos):
                 patch.setattr(module, "stopping_variance", lambda _, terms: 0.0 * terms[0])
         keys = jax.random.split(jax.random.key(1), num_draws)
         values, errors = optimised(functools.partial(jax.lax.map, evaluate))(keys)

@@ -18,13 +18,13 @@ from numpyro.infer.autoguide import AutoDelta, AutoNormal
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import PivotedCholesky
 from numpyro_scalegp.solvers import (
     AlternatingProjections,
     ConjugateGradients,
+    KernelOperator,
     StochasticGradientDescent,
 )
+from numpyro_scalegp.solvers.preconditioners import PivotedCholesky
 
 N, PROBES, TOLERANCE = 20, 4, 1e-4
 KEY = jax.random.PRNGKey(0)  # a raw key: NumPy can save it

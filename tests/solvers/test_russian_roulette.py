@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from numpyro_scalegp.kernels import Matern32
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
-from numpyro_scalegp.solvers import ConjugateGradients, RussianRouletteCG
-from numpyro_scalegp.truncation import StoppingLaw
+from numpyro_scalegp.solvers import ConjugateGradients, KernelOperator, RussianRouletteCG
+from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers.stopping import StoppingLaw
 from tests.compilation import optimised
 
 N, NUM_DRAWS = 200, 2000

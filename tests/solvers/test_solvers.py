@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_scalegp.estimators.quadrature import log_determinant
+from numpyro_scalegp.estimators.lanczos import log_determinant
 from numpyro_scalegp.kernels import Matern32
-from numpyro_scalegp.operators import KernelOperator
-from numpyro_scalegp.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers import (
     AlternatingProjections,
     Cholesky,
     ConjugateGradients,
+    KernelOperator,
     RussianRouletteCG,
     StochasticGradientDescent,
     StopReason,
 )
+from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
 
 N = 50  # no multiple of a block
 BLOCK = 16

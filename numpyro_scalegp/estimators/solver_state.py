@@ -1,0 +1,263 @@
+"""What an iterative estimator carries from one step of an optimiser to the next."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.carried import refuse_batches
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.solvers import KernelOperator, Solution, StopReason
+
+
+class Records(NamedTuple):
+    """What each step took; a ring of the last `num_records` steps."""
+
+    residual: Float[Array, " records"]  # of the data's column, relative
+    probe_residual: Float[Array, " records"]  # mean over the probes' columns
+    epochs: Float[Array, " records"]
+    converged: Bool[Array, " records"]
+    standard_error: Float[Array, " records"]  # of the value of log p(y)
+
+
+class Memory(NamedTuple):
+    """The leaves of a state: arrays alone, so that any way to save a pytree saves them."""
+
+    solutions: Float[Array, "p n k"]  # the newest first; the data's column, then the probes'
+    target: Float[Array, " n"]  # the right-hand side of the newest's first column
+    kernel: AbstractKernel  # the hyperparameters that the newest belongs to
+    noise_variance: Float[Array, "..."]
+    X: Float[Array, "n d"]  # its inputs
+    estimator: UInt[Array, ""]  # a fingerprint of what else the probes' columns depend on
+    seed: UInt[Array, " 2"]  # of the probes
+    step: Int[Array, ""]
+    records: Records
+
+    def key(self) -> Key[Array, ""]:
+        """The key of the probes."""
+        return jax.random.wrap_key_data(self.seed, impl="threefry2x32")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class SolverState:
+    """The solution, the probes' seed and the records of an iterative estimator.
+
+    It is written to where `log_prob` runs and read where the next step begins: all that a step
+    reads is what it was given, and what it wrote is what the object flattens to. So a model can be
+    traced any number of times with one and the same state.
+
+    Args:
+        num_records: for how many of the last steps residuals and epochs are kept.
+        fresh_probes: whether probes are drawn anew at each step, so that the data's column alone
+            starts from the last solutions.
+        num_solutions: how many of the last solutions are kept; a step starts from their best linear
+            combination.
+        memory: what the state holds; None until a `GaussianProcess` gives it its shape.
+
+    Raises:
+        ValueError: if `num_records` or `num_solutions` is less than 1.
+    """
+
+    def __init__(
+        self,
+        num_records: int = 10_000,
+        *,
+        fresh_probes: bool = False,
+        num_solutions: int = 2,
+        memory: Memory | None = None,
+    ) -> None:
+        self.num_records = checks.count("num_records", num_records)
+        self.fresh_probes = checks.instance("fresh_probes", fresh_probes, bool, "True or False")
+        self.num_solutions = checks.count("num_solutions", num_solutions)
+        self.begin = memory
+        self._written: Memory | None = None
+
+    @property
+    def _newest(self) -> Memory | None:
+        return self.begin if self._written is None else self._written
+
+    @property
+    def memory(self) -> Memory:
+        """What the last step wrote, or else what the state was given.
+
+        Raises:
+            ValueError: if the state is empty.
+        """
+        return _present(self._newest)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Flatten to what the last step wrote."""
+        key = jax.tree_util.GetAttrKey("memory")
+        static = (self.num_records, self.fresh_probes, self.num_solutions)
+        return ((key, self._newest),), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "SolverState":
+        """The inverse of flattening."""
+        state = object.__new__(cls)
+        state.num_records, state.fresh_probes, state.num_solutions = static
+        (state.begin,) = children
+        state._written = None
+        return state
+
+    def prepare(
+        self,
+        operator: KernelOperator,
+        num_columns: int,
+        key: Key[Array, ""] | None,
+    ) -> None:
+        """Give an empty state its shape: zeros, no records, and a seed for the probes."""
+        if self.begin is not None:
+            return
+        if key is None:
+            raise ValueError(
+                "a new solver state needs a `key` for its probes: pass `key=` to the "
+                "`GaussianProcess`, or run the model under `numpyro.handlers.seed`."
+            )
+        n, dtype = operator.size, operator.dtype
+        nothing = jnp.full(self.num_records, jnp.nan, dtype)
+        records = Records(nothing, nothing, nothing, jnp.zeros(self.num_records, bool), nothing)
+        operator = jax.lax.stop_gradient(operator)
+        self.begin = Memory(
+            jnp.zeros((self.num_solutions, n, num_columns), dtype),
+            jnp.zeros(n, dtype),
+            operator.kernel,
+            operator.noise_variance,
+            operator.X,
+            jnp.zeros((), jnp.uint32),
+            jax.random.bits(key, (2,), jnp.uint32),
+            jnp.zeros((), jnp.int32),
+            records,
+        )
+
+    def read(self, shape: tuple[int, int], *, last: bool = False) -> Memory:
+        """What the step starts from or, if `last`, what the last step wrote.
+
+        Raises:
+            ValueError: if the state belongs to data or probes of another shape.
+        """
+        memory = _present(self._newest if last else self.begin)
+        if memory.solutions.shape[1:] != shape:
+            raise ValueError(
+                f"the solver state holds a solution of shape {memory.solutions.shape[1:]}, but the "
+                f"data and the estimator ask for {shape} (rows, 1 + num_probes): a state serves "
+                "one data set and one estimator."
+            )
+        return memory
+
+    def write(
+        self,
+        operator: KernelOperator,
+        estimator: UInt[Array, ""],
+        solution: Float[Array, "n k"],
+        target: Float[Array, " n"],
+        record: Records,
+        key: Key[Array, ""] | None,
+    ) -> None:
+        """Keep a step's solution, unless it has an entry that is not finite, and its record.
+
+        Args:
+            operator: the system that was solved.
+            estimator: the fingerprint of what else the probes' columns depend on.
+            solution: shape (n, k).
+            target: the right-hand side of its first column, shape (n,).
+            record: what the step took, each of shape ().
+            key: the step's key if it had one, as another sign of whether the step is batched.
+
+        Raises:
+            ValueError: if the step runs under `jax.vmap`, as with `num_particles > 1`, or the state
+                was made with another kind of kernel.
+        """
+        begin = _present(self.begin)
+        system = operator.kernel, operator.noise_variance, operator.X
+        before = begin.kernel, begin.noise_variance, begin.X
+        if not _is_alike(system, before):
+            raise ValueError(
+                f"the solver state was made with {_described(before)}, and is used with "
+                f"{_described(system)}: a state serves one model. Give this one a state of its own."
+            )
+        finite = jnp.all(jnp.isfinite(solution))
+        solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
+        new = (solutions, target, *system, estimator)
+        old = (begin.solutions, begin.target, *before, begin.estimator)
+        kept: Any = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        place = begin.step % self.num_records
+        # What is not finite counts as infinite, so that no NaN is ever kept.
+        records = Records(
+            *(
+                ring.at[place].set(
+                    jnp.where(jnp.isfinite(entry), entry, jnp.inf).astype(ring.dtype)
+                )
+                for ring, entry in zip(begin.records, record, strict=True)
+            )
+        )
+        names = "solutions", "target", "kernel", "noise_variance", "X", "estimator"
+        memory = begin._replace(
+            **dict(zip(names, kept, strict=True)), step=begin.step + 1, records=records
+        )
+        self._written, _ = refuse_batches(jax.lax.stop_gradient((memory, key)))
+
+    def last(
+        self, operator: KernelOperator, target: Float[Array, " n"]
+    ) -> tuple[Bool[Array, ""], Solution]:
+        """The last solution, and whether its first column is the one for this system."""
+        memory = self.memory
+        system = operator.kernel, operator.noise_variance, operator.X, target
+        before = memory.kernel, memory.noise_variance, memory.X, memory.target
+        same = memory.step > 0
+        if _is_alike(system, before) and memory.solutions.dtype == operator.dtype:
+            for a, b in zip(jax.tree.leaves(system), jax.tree.leaves(before), strict=True):
+                same &= (a.dtype == b.dtype) & jnp.all(a == b)
+        else:
+            same = jnp.zeros((), bool)
+        place = (memory.step - 1) % self.num_records
+        record = jax.tree.map(lambda ring: ring[place], memory.records)
+        newest = memory.solutions[0].astype(operator.dtype)
+        residual = jnp.full(newest.shape[1], record.probe_residual, newest.dtype)
+        residual = residual.at[0].set(record.residual)
+        zero = jnp.zeros((), newest.dtype)
+        reason = jnp.full((), StopReason.CONVERGED, int)
+        none = jnp.zeros((), int)
+        return same, Solution(newest, residual, none, zero, jnp.ones((), bool), reason)
+
+    def history(self) -> dict[str, Array]:
+        """The records of the steps made, oldest first; concrete states only.
+
+        Returns:
+            `residual`, `probe_residual`, `epochs`, `converged` and `standard_error`, each of shape
+            (min(steps, num_records),).
+        """
+        memory = self.memory
+        steps = int(memory.step)
+        shift = -(steps % self.num_records) if steps > self.num_records else 0
+        kept = min(steps, self.num_records)
+        return {
+            name: jnp.roll(ring, shift)[:kept]
+            for name, ring in zip(Records._fields, memory.records, strict=True)
+        }
+
+
+def _present(memory: Memory | None) -> Memory:
+    if memory is None:
+        raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
+    return memory
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two pytrees have the same structure, and their leaves the same shapes."""
+
+    def described(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+        return jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+
+    return described(one) == described(other)
+
+
+def _described(system: tuple[AbstractKernel, Array, Array]) -> str:
+    kernel, noise_variance, X = system
+    shapes = ", ".join(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(kernel))
+    return (
+        f"a `{type(kernel).__name__}` (hyperparameters of shape {shapes}), a noise variance of "
+        f"shape {noise_variance.shape} and inputs of shape {X.shape}"
+    )

@@ -1,0 +1,235 @@
+"""A variational family with one basis for its mean and one for its covariance."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
+from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.families.family import AbstractVariationalGP
+from numpyro_scalegp.families.latent import LatentGP
+from numpyro_scalegp.families.same import one_if_same
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
+
+
+def squared_norm(
+    kernel: AbstractKernel,
+    points: Float[Array, "M d"],
+    weights: Float[Array, "*batch M"],
+    *,
+    num_columns: int | None = None,
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch"]:
+    """The squared norm a'K(Z, Z) a, or an unbiased estimate of it from some columns of K.
+
+    Args:
+        kernel: covariance function.
+        points: Z, shape (M, d).
+        weights: a, shape (M,), or (*batch, M) for several functions.
+        num_columns: how many columns are drawn, by `stratified_indices`; None for all.
+        key: a typed JAX key for them.
+
+    Returns:
+        One number for each function, whose gradient is unbiased, too. They share the columns.
+        O(M num_columns d), in chunks.
+
+    Raises:
+        ValueError: if columns are to be drawn, and there is no key or not so many of them.
+
+    References:
+        Cheng and Boots (2017), section 3.4, for the subset of columns.
+    """
+    M = points.shape[0]
+    functions = weights.reshape(-1, M).T
+    columns, factors, scale = points, functions, 1.0
+    if num_columns is not None and num_columns != M:
+        if key is None:
+            raise ValueError("`key` must be given where `num_columns` are drawn at random.")
+        index = stratified_indices(key, M, num_columns)
+        columns, factors, scale = points[index], functions[index], M / num_columns
+
+    def of_chunk(rows: tuple[Array, Array]) -> Array:
+        Z, a = rows
+        return jnp.sum(a * matmul(kernel(Z, columns), factors), axis=0)
+
+    total = sum_rows(of_chunk, (points, functions), rows_per_chunk(columns.shape[0]))
+    return scale * total.reshape(weights.shape[:-1])
+
+
+class DecoupledPosterior(AbstractKernelPosterior):
+    """A Gaussian process with mean k(x, P) a and covariance k(x, x') - k(x, Q) G k(Q, x').
+
+    With L the scale, B = L L' and M = I + L'K(Q, Q) L: G = (B^-1 + K(Q, Q))^-1 = L M^-1 L'.
+
+    Moments at m inputs cost O(m (M_p d + M_q^2) + M_q^3) with M_p mean and M_q covariance points.
+
+    Args:
+        kernel: covariance function of the prior.
+        mean_points: P, shape (M_p, d).
+        mean_weights: a, shape (M_p,), or (*batch, M_p) for several functions.
+        cov_points: Q, shape (M_q, d).
+        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
+
+    References:
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, eq. 8.
+    """
+
+    kernel: AbstractKernel
+    mean_points: Float[Array, "M_p d"]
+    mean_weights: Float[Array, "*batch M_p"]
+    cov_points: Float[Array, "M_q d"]
+    cov_scale_tril: Float[Array, "*batch M_q M_q"]
+
+    @property
+    def _num_columns(self) -> int:
+        return self.mean_points.shape[1]
+
+    @property
+    def _row_width(self) -> int:
+        return self.mean_points.shape[0] + self.cov_points.shape[0]
+
+    def _weights(self) -> tuple[Any, ...]:
+        return self.mean_weights, self.cov_scale_tril
+
+    def whitening(self) -> Float[Array, "*batch M_q M_q"]:
+        """The inverse C^-1 of the lower Cholesky factor of M, in O(M_q^3)."""
+        return self._each(lambda one: one._whitening())
+
+    def _whitening(self) -> Float[Array, "M_q M_q"]:
+        L = self.cov_scale_tril
+        if L.size == 0:
+            return L
+        M = matmul(L.T, matmul(self.kernel.covariance(self.cov_points), L))
+        # Eigenvalues of one or more: there is nothing to warn of, for which a batch would have to
+        # ask the host.
+        return linalg.inverse_cholesky(M + jnp.eye(len(L), dtype=L.dtype), warn=False)
+
+    def _factorise(self) -> Float[Array, "M_q M_q"]:
+        return matmul(self._whitening(), self.cov_scale_tril.T)
+
+    def _mean(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return matmul(self.kernel(X, self.mean_points), self.mean_weights)
+
+    def _moments(
+        self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        explained = jnp.sum(jnp.square(matmul(factors, self.kernel(self.cov_points, X))), axis=0)
+        return self._mean(X), jnp.maximum(self.kernel.diag(X) - explained, 0.0)
+
+    def _joint(
+        self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        white = matmul(factors, self.kernel(self.cov_points, X))
+        return self._mean(X), self.kernel.covariance(X) - matmul(white.T, white)
+
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.kernel.diag(X)
+
+
+class DecoupledGP(AbstractVariationalGP):
+    """A variational process with many basis functions for its mean and few for its covariance.
+
+    Mean k(x, P) a and covariance k(x, x') - k(x, Q) (B^-1 + K(Q, Q))^-1 k(Q, x') with B = L L',
+    never more than the prior's: with L = 0 it is the prior's own. How the site behaves in a model
+    is told by `AbstractVariationalGP`.
+
+    With M = I + L'K(Q, Q) L, the divergence from the prior process is a'K(P, P) a / 2
+    + (log|M| - tr(I - M^-1)) / 2. With `num_columns`, its first term is estimated from so many
+    random columns of K(P, P), without bias, and a step is linear in the number of mean points.
+
+    Args:
+        kernel: covariance function of the prior.
+        X: inputs, shape (n, d).
+        mean_points: P, shape (M_p, d).
+        mean_weights: a, shape (M_p,), or (*batch, M_p) for independent functions.
+        cov_points: Q, shape (M_q, d); without any (M_q = 0) the mean at its optimum is kernel ridge
+            regression.
+        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
+        num_columns: columns of K(P, P) that the divergence draws; None for all.
+        key: a typed JAX key for the columns.
+
+    Raises:
+        ValueError: if a shape does not fit, inputs hold NaN or infinity, or `num_columns` is given
+            without `key` or out of range when the divergence is computed.
+
+    References:
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, eq. 7 to 9. Time O(n (d M_p + M_q^2) + M_q^3 + d M_p num_columns).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 20)[:, None]
+        >>> kernel = sgp.kernels.RBF(0.3)
+        >>> guide = sgp.DecoupledGP(kernel, X, X, jnp.zeros(20), X[::4], jnp.eye(5))
+        >>> guide.mean.shape, guide.variance.shape
+        ((20,), (20,))
+    """
+
+    arg_constraints = {
+        "mean_points": constraints.real_matrix,
+        "mean_weights": constraints.real_vector,
+        "cov_points": constraints.real_matrix,
+        "cov_scale_tril": constraints.real_matrix,
+    }
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
+    pytree_aux_fields = ("num_columns",)
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        X: Float[ArrayLike, "n d"],
+        mean_points: Float[ArrayLike, "M_p d"],
+        mean_weights: Float[ArrayLike, "*batch M_p"],
+        cov_points: Float[ArrayLike, "M_q d"],
+        cov_scale_tril: Float[ArrayLike, "*batch M_q M_q"],
+        *,
+        num_columns: int | None = None,
+        key: Key[Array, ""] | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.X = checks.inputs("X", X)
+        self.mean_points = checks.inputs("mean_points", mean_points, self.X.shape[1])
+        self.mean_weights = checks.as_float(mean_weights, "mean_weights")
+        batch = self.mean_weights.shape[:-1]
+        expected = (*batch, len(self.mean_points))
+        checks.shape("mean_weights", self.mean_weights, expected, why="one for each mean point")
+        checks.finite("mean_weights", self.mean_weights)
+        self.cov_points = checks.inputs(
+            "cov_points", cov_points, self.X.shape[1], may_be_empty=True
+        )
+        M = self.cov_points.shape[0]
+        self.cov_scale_tril = checks.as_float(cov_scale_tril, "cov_scale_tril")
+        checks.shape("cov_scale_tril", self.cov_scale_tril, (*batch, M, M), why="a row a point")
+        checks.finite("cov_scale_tril", self.cov_scale_tril)
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
+        self.key = key if key is None else checks.as_key(key)
+        super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
+
+    def posterior(self) -> DecoupledPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        return DecoupledPosterior(
+            self.kernel, self.mean_points, self.mean_weights, self.cov_points, self.cov_scale_tril
+        )
+
+
+@kl_divergence.register(DecoupledGP, LatentGP)
+def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
+    """The divergence of the processes, whatever rows the two sites are evaluated at."""
+    W = q.posterior().whitening()
+    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
+    log_determinant = -2.0 * jnp.sum(jnp.log(diagonal), axis=-1)
+    covariance = log_determinant - W.shape[-1] + jnp.sum(jnp.square(W), axis=(-2, -1))
+    norm = squared_norm(
+        q.kernel, q.mean_points, q.mean_weights, num_columns=q.num_columns, key=q.key
+    )
+    return one_if_same("kernel", q.kernel, p.kernel) * 0.5 * (norm + covariance)

@@ -1,0 +1,107 @@
+"""What priors over a function's values, and variational families for them, have in common."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float
+
+from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.distributions.rows import RowsDistribution
+from numpyro_scalegp.posteriors import AbstractVariationalPosterior
+
+
+class AbstractPriorGP(RowsDistribution):
+    """A zero-mean Gaussian process at the rows of X, with an explicit covariance."""
+
+    def covariance(self) -> Float[Array, "n n"]:
+        """The covariance at the rows, jitter included, shape (n, n)."""
+        raise NotImplementedError
+
+    @property
+    def mean(self) -> Float[Array, " n"]:
+        """The mean, zero everywhere."""
+        return jnp.zeros_like(self.variance)
+
+    def log_prob(
+        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
+    ) -> Float[Array, "*batch"]:
+        """The log density of function values of shape (..., n), in O(n^3) given the covariance."""
+        value = checks.as_float(value, "value")
+        if value.shape[-1:] != self.event_shape:
+            raise ValueError(
+                f"`value` must have shape (..., {self.event_shape[0]}), got {value.shape}: one "
+                "value for each row of `X`."
+            )
+        K = self.covariance()
+        return linalg.gaussian_log_density(K, value, linalg.factorise(K))
+
+
+class AbstractVariationalGP(RowsDistribution):
+    """A variational process at the rows X, the guide's side of a function site.
+
+    The value of the site is the function at the rows of one mini-batch. `sample` and `log_prob` are
+    those of the *marginals*, independent across rows: all that a likelihood needs that factorises
+    over rows, at a cost linear in n. Joint draws come from `posterior().sample`.
+
+    Weights with leading dimensions make it a batch of independent functions that share kernel and
+    points: a plate over outputs.
+
+    Use it with an objective that knows the divergence between processes, `QuadratureELBO` or
+    NumPyro's `TraceMeanField_ELBO`. The density at the rows of a mini-batch, which `Trace_ELBO`
+    would use, bounds nothing.
+    """
+
+    X: Float[Array, "n d"]
+
+    def posterior(self) -> AbstractVariationalPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        raise NotImplementedError
+
+    def marginals(self) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
+        """The mean and the variance of f at each row of X, from one factorisation."""
+        return self.posterior().marginals(self.X)
+
+    @property
+    def mean(self) -> Float[Array, "*batch n"]:
+        """The mean of f at each row."""
+        return self.marginals()[0]
+
+    @property
+    def variance(self) -> Float[Array, "*batch n"]:
+        """The variance of f at each row."""
+        return self.marginals()[1]
+
+    def _normal(self) -> dist.Normal:
+        mean, variance = self.marginals()
+        # The square root's derivative stays finite where nothing is left unexplained.
+        tiny = jnp.finfo(variance.dtype).tiny
+        return dist.Normal(mean, jnp.sqrt(jnp.maximum(variance, tiny)))
+
+    def sample(
+        self, key: Array, sample_shape: tuple[int, ...] = ()
+    ) -> Float[Array, "*sample_shape_and_batch n"]:
+        """Draw from the marginals, independently across rows: shape (*sample_shape, *batch, n)."""
+        law = self._normal()
+        # Not the law's own `sample`, which draws in JAX's default type.
+        noise = jax.random.normal(
+            checks.as_key(key), (*sample_shape, *law.batch_shape), law.loc.dtype
+        )
+        return law.loc + law.scale * noise
+
+    def log_prob(
+        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
+    ) -> Float[Array, "*batch"]:
+        """The log density of values under the independent marginals, shape (...).
+
+        No part of a variational bound: it warns, because an objective that calls it is wrong.
+        """
+        warnings.warn(
+            "the density of a GP at the rows of a mini-batch gives no variational bound: "
+            "use loss=numpyro_scalegp.infer.QuadratureELBO() or numpyro.infer.TraceMeanField_ELBO "
+            "with the family's prior in the model, which take the divergence of the processes.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return jnp.sum(self._normal().log_prob(value), axis=-1)

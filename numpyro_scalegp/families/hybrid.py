@@ -1,0 +1,176 @@
+"""A sparse variational family with further basis functions for its mean."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.families.decoupled import squared_norm
+from numpyro_scalegp.families.family import AbstractVariationalGP
+from numpyro_scalegp.families.latent import LatentGP
+from numpyro_scalegp.families.same import one_if_same
+from numpyro_scalegp.families.sparse import SparsePosterior, whitened_divergence, whitened_parts
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
+
+
+class HybridPosterior(AbstractKernelPosterior):
+    """A sparse posterior plus k(x, R) a in the mean, for residual points R with weights a.
+
+    Moments at m inputs cost O(m (M^2 + d M_r) + M^3) with M inducing and M_r residual points.
+
+    Args:
+        sparse: the posterior without the residual part.
+        residual_points: R, shape (M_r, d).
+        residual_weights: a, shape (M_r,), or (*batch, M_r) for several functions.
+
+    References:
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, appendix A.3.
+    """
+
+    sparse: SparsePosterior
+    residual_points: Float[Array, "M_r d"]
+    residual_weights: Float[Array, "*batch M_r"]
+
+    @property
+    def _num_columns(self) -> int:
+        return self.sparse._num_columns
+
+    @property
+    def _row_width(self) -> int:
+        return self.sparse._row_width + self.residual_points.shape[0]
+
+    def _weights(self) -> tuple[Any, ...]:
+        return self.residual_weights, *self.sparse._weights()
+
+    def _factorise(self) -> Any:
+        return self.sparse._factorise()
+
+    def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return matmul(self.sparse.kernel(X, self.residual_points), self.residual_weights)
+
+    def _moments(
+        self, factors: Any, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        mean, variance = self.sparse._moments(factors, X)
+        return mean + self._residual(X), variance
+
+    def _joint(
+        self, factors: Any, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        mean, covariance = self.sparse._joint(factors, X)
+        return mean + self._residual(X), covariance
+
+    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        return self.sparse._prior_variance(X)
+
+
+class HybridGP(AbstractVariationalGP):
+    """A `SparseGP` plus k(x, R) a in the mean: many residual points R that cost linear time.
+
+    With Z the inducing points, K(Z, Z) = L L' and q(v) = N(loc, S S') over v = L^-1 f(Z), the mean
+    is A'loc + k(x, R) a with A = L^-1 k(Z, x); the covariance is that of `SparseGP`, as is the
+    whole with a = 0. How the site behaves in a model is told by `AbstractVariationalGP`.
+
+    The divergence from the prior process is that of `SparseGP` plus loc'L^-1 K(Z, R) a
+    + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from so many random columns of
+    K(R, R), without bias.
+
+    Args:
+        kernel: covariance function of the prior.
+        X: inputs, shape (n, d).
+        inducing_points: Z, shape (M, d).
+        loc: mean of v without the residual part, shape (M,), or (*batch, M) for independent
+            functions.
+        scale_tril: S, lower triangular with a positive diagonal, shape (*batch, M, M).
+        residual_points: R, shape (M_r, d).
+        residual_weights: a, shape (*batch, M_r).
+        num_columns: columns of K(R, R) that the divergence draws; None for all.
+        key: a typed JAX key for the columns.
+        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+
+    Raises:
+        ValueError: if a shape does not fit, inputs hold NaN or infinity, or `num_columns` is given
+            without `key` or out of range when the divergence is computed.
+
+    References:
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, appendix A.3 (eq. 14 lacks a factor of one half: the term is
+        -log|K_Z^-1 S| / 2). Time O(n (M^2 + d M_r) + M^3 + d M_r num_columns).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 20)[:, None]
+        >>> guide = sgp.HybridGP(
+        ...     sgp.kernels.RBF(0.3), X, X[::4], jnp.zeros(5), jnp.eye(5), X, jnp.zeros(20)
+        ... )
+        >>> guide.mean.shape
+        (20,)
+    """
+
+    arg_constraints = {
+        "inducing_points": constraints.real_matrix,
+        "loc": constraints.real_vector,
+        "scale_tril": constraints.lower_cholesky,
+        "residual_points": constraints.real_matrix,
+        "residual_weights": constraints.real_vector,
+    }
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
+    pytree_aux_fields = ("num_columns", "jitter")
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        X: Float[ArrayLike, "n d"],
+        inducing_points: Float[ArrayLike, "M d"],
+        loc: Float[ArrayLike, "*batch M"],
+        scale_tril: Float[ArrayLike, "*batch M M"],
+        residual_points: Float[ArrayLike, "M_r d"],
+        residual_weights: Float[ArrayLike, "*batch M_r"],
+        *,
+        num_columns: int | None = None,
+        key: Key[Array, ""] | None = None,
+        jitter: float | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.X = checks.inputs("X", X)
+        width = self.X.shape[1]
+        self.inducing_points = checks.inputs("inducing_points", inducing_points, width)
+        self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
+        self.residual_points = checks.inputs("residual_points", residual_points, width)
+        self.residual_weights = checks.as_float(residual_weights, "residual_weights")
+        batch = self.loc.shape[:-1]
+        expected = (*batch, len(self.residual_points))
+        checks.shape("residual_weights", self.residual_weights, expected, why="one a point")
+        checks.finite("residual_weights", self.residual_weights)
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
+        self.key = key if key is None else checks.as_key(key)
+        self.jitter = checks.jitter(jitter)
+        super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
+
+    def posterior(self) -> HybridPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        sparse = SparsePosterior(
+            self.kernel, self.inducing_points, self.loc, self.scale_tril, self.jitter
+        )
+        return HybridPosterior(sparse, self.residual_points, self.residual_weights)
+
+
+@kl_divergence.register(HybridGP, LatentGP)
+def _kl_hybrid_latent(q: HybridGP, p: LatentGP) -> Float[Array, "*batch"]:
+    """The divergence of the processes, whatever rows the two sites are evaluated at."""
+    a = q.residual_weights
+    K = linalg.add_jitter(q.kernel.covariance(q.inducing_points), q.jitter)
+    at_inducing = matmul(a, q.kernel(q.residual_points, q.inducing_points))
+    across = jnp.sum(q.loc * matmul(at_inducing, linalg.inverse_cholesky(K).T), axis=-1)
+    norm = squared_norm(q.kernel, q.residual_points, a, num_columns=q.num_columns, key=q.key)
+    divergence = whitened_divergence(q.loc, q.scale_tril) + across + 0.5 * norm
+    return one_if_same("kernel", q.kernel, p.kernel) * divergence

@@ -1,0 +1,147 @@
+"""The log marginal likelihood of a GP whose kernel is an inner product of p features."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
+from numpyro_scalegp.core.linalg import matmul
+
+# Rounding errors of A, relative to its least eigenvalue, up to which a density is left without a
+# warning: from there on its derivatives are off by 1 %, and soon the value by more than one.
+_FEW_DIGITS = 0.01
+
+
+# Errors of a posterior mean, in posterior standard deviations, from which it is warned of.
+_LARGE_ERROR = 0.1
+
+
+class Statistics(NamedTuple):
+    """What observations y = Phi w + e, e ~ N(0, D), say about the weights, for m data vectors."""
+
+    gram: Float[Array, "p p"]  # Phi'D^-1 Phi
+    moments: Float[Array, "p m"]  # Phi'D^-1 y
+    squares: Float[Array, " m"]  # y'D^-1 y
+
+
+class Weights(NamedTuple):
+    """The posterior of the weights, N(mean, W'W)."""
+
+    mean: Float[Array, " p"]
+    whitening: Float[Array, "p p"]  # W = L^-1 with L L' = I + Phi'D^-1 Phi
+    jitter: Float[Array, ""]  # what the factorisation took
+
+
+def statistics(
+    features: Callable[[Float[Array, "chunk d"]], Float[Array, "chunk p"]],
+    num_features: int,
+    X: Float[Array, "n d"],
+    noise: Float[Array, " n"],
+    residual: Float[Array, "n m"],
+) -> Statistics:
+    """Sum up the rows' statistics in chunks, in O(n p^2) and memory O(p^2 + chunk p)."""
+
+    def of_chunk(rows: tuple[Array, Array, Array]) -> Statistics:
+        X, precision, y = rows
+        Phi = features(X)
+        weighted = (precision[:, None] * Phi).T
+        squares = jnp.sum(precision[:, None] * jnp.square(y), axis=0)
+        return Statistics(matmul(weighted, Phi), matmul(weighted, y), squares)
+
+    return sum_rows(of_chunk, (X, 1.0 / noise, residual), rows_per_chunk(num_features))
+
+
+def posterior(statistics: Statistics) -> Weights:
+    """The posterior of the weights given the only data vector, in O(p^3)."""
+    precision = _precision(statistics)
+    factor = linalg.factorise(precision)
+    W = linalg.inverse_cholesky_given(precision, factor.tril)
+    return Weights(matmul(W.T, matmul(W, statistics.moments[:, 0])), W, factor.jitter)
+
+
+def refined(
+    weights: Weights,
+    features: Callable[[Float[Array, "chunk d"]], Float[Array, "chunk p"]],
+    X: Float[Array, "n d"],
+    noise: Float[Array, " n"],
+    residual: Float[Array, " n"],
+) -> Weights:
+    """The weights with a mean to more digits, by two more passes over the rows, in O(n p + p^2).
+
+    Phi'D^-1 Phi in single precision has lost what little noise leaves uncertain; the residuals
+    y - Phi w have not. Warns where that is not enough.
+    """
+    W = weights.whitening
+
+    def step(w: Array, _: None) -> tuple[Array, Array]:
+        def of_chunk(rows: tuple[Array, Array, Array]) -> Array:
+            X, precision, y = rows
+            Phi = features(X)
+            return matmul(Phi.T, precision * (y - matmul(Phi, w)))
+
+        gradient = sum_rows(of_chunk, (X, 1.0 / noise, residual), rows_per_chunk(w.size)) - w
+        white = matmul(W, gradient)
+        return w + matmul(W.T, white), jnp.linalg.norm(jax.lax.stop_gradient(white))
+
+    mean, moves = jax.lax.scan(step, weights.mean, length=2)
+    # A third pass would move it by the same factor less.
+    left = jnp.square(moves[1]) / jnp.maximum(moves[0], jnp.finfo(moves.dtype).tiny)
+    far = left > _LARGE_ERROR
+    jax.lax.cond(far, lambda: jax.debug.callback(_warn_of_mean, far), lambda: None)
+    return weights._replace(mean=mean)
+
+
+def _precision(statistics: Statistics) -> Float[Array, "p p"]:
+    gram = statistics.gram
+    return gram + jnp.eye(len(gram), dtype=gram.dtype)
+
+
+def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Array, " m"]:
+    """Log N(y; 0, Phi Phi' + D) for each data vector.
+
+    With A = I + Phi'D^-1 Phi and b = Phi'D^-1 y, the quadratic form is y'D^-1 y - b'A^-1 b and the
+    log-determinant log|A| + log|D|. Time O(p^3). Warns where rounding errors of A swamp what the
+    data leave uncertain.
+    """
+    A = _precision(statistics)
+    warn_of_few_digits(A, 1.0, _FEW_DIGITS)
+    W = linalg.inverse_cholesky(A)
+    explained = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
+    log_determinant = jnp.sum(jnp.log(noise)) - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
+    constant = noise.size * math.log(2.0 * math.pi)
+    return -0.5 * (statistics.squares - explained + log_determinant + constant)
+
+
+def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limit: float) -> None:
+    """Warn where rounding errors of A are more than `limit` times its `least` eigenvalue."""
+    few = jnp.finfo(A.dtype).eps * jnp.linalg.norm(jax.lax.stop_gradient(A)) > limit * least
+    jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_rounding, few), lambda: None)
+
+
+def _warn_of_rounding(few: ArrayLike) -> None:
+    if few:  # under `jax.vmap` both branches of a condition run
+        warnings.warn(
+            "the log marginal likelihood of features has few digits left in this precision: the "
+            "data determine some weights too well beside the others. Work in float64 "
+            "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
+            "`sgp.estimators.Pathwise`.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
+def _warn_of_mean(far: ArrayLike) -> None:
+    if far:
+        warnings.warn(
+            "the posterior mean of features is off by a share of its standard deviation in this "
+            "precision: the data determine some weights too well beside the others. Work in "
+            "float64 (numpyro.enable_x64()), or raise the noise variance.",
+            RuntimeWarning,
+            stacklevel=1,
+        )

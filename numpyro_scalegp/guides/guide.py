@@ -1,0 +1,302 @@
+"""A guide that owns one GP site of a model and wraps a guide for everything else."""
+
+import abc
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jaxtyping import Array, Key
+from numpyro import handlers
+from numpyro.infer.autoguide import AutoGuide, AutoNormal
+from numpyro.infer.initialization import init_to_median
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
+from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
+from numpyro_scalegp.tracing.substitution import substituted
+
+Guide = Callable[..., Any]
+
+
+Rest = type | functools.partial | Guide
+
+
+class AbstractGPGuide(abc.ABC):
+    """Guides that own one GP site; see `AutoSparseGP` for what they have in common.
+
+    A call runs the rest's guide, then the model at those values to read kernel and rows off its GP
+    site, and samples the variational family there. So the family sees the model's kernel under the
+    guide's hyperparameters, and the model's mini-batch.
+    """
+
+    prior_kind: ClassVar[Prior] = LatentGP  # what the model has at the site
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        prefix: str = "auto",
+    ) -> None:
+        self.model = checks.function("model", model)
+        self.site = site if site is None else checks.instance("site", site, str, "a string")
+        self.prefix = checks.instance("prefix", prefix, str, "a string")
+        self.rest = _build_rest(rest, WithoutSite(model, site, self.prior_kind))
+
+    @abc.abstractmethod
+    def _family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
+        """Declare the parameters and return the variational family at the site's rows.
+
+        Args:
+            site: the GP site.
+            training: whether what the guide keeps besides parameters may change.
+        """
+
+    def _param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Any:
+        return numpyro.param(f"{site.name}_{self.prefix}_{name}", *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """Run the guide.
+
+        Args:
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The value of each latent site, by name.
+        """
+        with handlers.trace() as rest_trace:
+            self.rest(*args, **kwargs)
+        latent, indices = (
+            {name: site["value"] for name, site in rest_trace.items() if site["type"] == kind}
+            for kind in ("sample", "plate")
+        )
+        site = find_gp_site(self.model, self.site, self.prior_kind, latent, args, kwargs, indices)
+        with ExitStack() as stack:
+            for plate in site.plates:
+                stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
+            return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
+
+    def median(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """The median of each site that the rest's guide owns.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`.
+            *args: the model's positional arguments; needed only by a guide that has not run yet,
+                such as one in a new process that takes up loaded parameters.
+            **kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: if the rest's guide has no medians, or has not run and gets no arguments, or
+                other ones than it was fitted with.
+        """
+        if args or kwargs:
+            set_up(self, params, args, kwargs)
+        elif _is_fresh(self):
+            raise ValueError(
+                "the guide has not run yet in this process: give the model's arguments, as in "
+                "`guide.median(params, X[:10], y[:10])`, with observations."
+            )
+        if not hasattr(self.rest, "median"):
+            raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
+        trace = getattr(self.rest, "prototype_trace", None)
+        if trace is None:
+            return self.rest.median(params)
+        latent = {n for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+        if not latent:
+            return {}  # nothing is left for the rest's guide, and NumPyro's own would raise
+        # NumPyro's own have deterministic sites as well, at a function of zeros.
+        medians = self.rest.median(params)
+        return {name: value for name, value in medians.items() if name in latent}
+
+    def sample_posterior(
+        self,
+        rng_key: Key[Array, ""],
+        params: dict[str, Any],
+        *args: Any,
+        sample_shape: tuple[int, ...] = (),
+        **kwargs: Any,
+    ) -> dict[str, Array]:
+        """Draw from the guide, the function at the model's rows included.
+
+        Args:
+            rng_key: a typed JAX key.
+            params: the guide's parameters, as from `SVI.get_params`.
+            *args: the model's positional arguments.
+            sample_shape: shape of the draws.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            Draws of each latent site, shape (*sample_shape, *site_shape).
+        """
+        rng_key = checks.as_key(rng_key, "rng_key")
+        set_up(self, params, args, kwargs)
+
+        def draw(key: Array) -> dict[str, Array]:
+            given = Given(handlers.seed(self, key), params)
+            return substituted(given, params)(*args, **kwargs)
+
+        if sample_shape == ():
+            return draw(rng_key)
+        keys = jax.random.split(rng_key, sample_shape)
+        draws = jax.lax.map(draw, keys.reshape(-1))
+        return jax.tree.map(lambda leaf: leaf.reshape(*sample_shape, *leaf.shape[1:]), draws)
+
+    def posterior(
+        self,
+        params: dict[str, Any],
+        *args: Any,
+        key: Key[Array, ""] | None = None,
+        **kwargs: Any,
+    ) -> AbstractPosterior:
+        """The posterior over the function, as an object with moments and samples at any inputs.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`, with mutable state if any.
+            *args: the model's positional arguments; of the inputs only the shape matters.
+            key: None for hyperparameters at the rest's medians, or a typed JAX key for one draw.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The posterior under those hyperparameters.
+
+        Raises:
+            ValueError: if `key` is None and the rest's guide has no medians, or `params` lacks a
+                parameter.
+        """
+        key = key if key is None else checks.as_key(key)
+        site = self._site(params, key, args, kwargs)
+        with self._parameters(params, key):
+            return self._family(site, training=False).posterior()
+
+    def _parameters(self, params: dict[str, Any], key: Key[Array, ""] | None) -> ExitStack:
+        """A context in which the guide's own parameters have their fitted values."""
+        stack = ExitStack()
+        stack.enter_context(handlers.block())
+        stack.enter_context(handlers.seed(rng_seed=jax.random.key(0) if key is None else key))
+        stack.enter_context(substituted(None, params))
+        stack.enter_context(Given(None, params))
+        return stack
+
+    def _values(
+        self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
+    ) -> dict[str, Array]:
+        """Values of the rest's sites: medians and the means of functions, or one draw."""
+        set_up(self, params, args, kwargs)
+        if key is None:
+            rest, medians = self.rest, self.median(params)
+            if isinstance(rest, AbstractGPGuide):
+                return {**medians, **rest._function_means(params, args, kwargs)}
+            return medians
+        trace = handlers.trace(substituted(handlers.seed(self.rest, key), params)).get_trace(
+            *args, **kwargs
+        )
+        return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+
+    def _site(
+        self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
+    ) -> GPSite:
+        """The model's GP site under those values."""
+        seed, rest_key = (key, key) if key is None else jax.random.split(key)
+        values = self._values(params, rest_key, args, kwargs)
+        with self._parameters(params, seed):
+            return find_gp_site(self.model, self.site, self.prior_kind, values, args, kwargs)
+
+    def _function_means(
+        self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Array]:
+        """The means of the function sites that this guide and its rest own, at the model's rows."""
+        values = self._values(params, None, args, kwargs)
+        means = {name: values[name] for name in values.keys() - self.median(params).keys()}
+        site = self._site(params, None, args, kwargs)
+        with self._parameters(params, None):
+            posterior = self._family(site, training=False).posterior()
+        return {**means, site.name: posterior.mean(site.X)}
+
+
+class Given(Messenger):
+    """Raises where a parameter would start anew because `params` lacks it."""
+
+    def __init__(self, fn: Guide | None, params: dict[str, Any]) -> None:
+        super().__init__(fn)
+        self.params = params
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Look at a parameter."""
+        if msg["type"] == "param" and msg["value"] is None and msg["name"] not in self.params:
+            raise ValueError(
+                f"`params` lacks `{msg['name']}`: give all parameters of guide and model, such as "
+                "`svi.get_params(state)`, to the guide that they were fitted with."
+            )
+
+
+def set_up(
+    guide: Guide, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let a guide see the model's sites, if it has not run yet, as in a new process.
+
+    NumPyro's guides learn what sites there are when they first run, and keep it. Here that happens
+    outside of compiled code, where nothing traced is kept.
+
+    Args:
+        guide: one of this package's guides, whose rest is set up, or NumPyro's; others need none.
+        params: what was fitted.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: if the guide would have other parameters than there are, or of other shapes.
+    """
+    if isinstance(guide, AbstractGPGuide):
+        set_up(guide.rest, params, args, kwargs)
+    if not isinstance(guide, AutoGuide) or not _is_fresh(guide):
+        return
+    # A copy, so that a failure leaves no half of a set-up behind.
+    trial = copy.copy(guide)
+    vars(trial).update({k: dict(v) for k, v in vars(guide).items() if isinstance(v, dict)})
+    with jax.ensure_compile_time_eval(), handlers.block(), handlers.seed(rng_seed=0):
+        trace = handlers.trace(trial).get_trace(*args, **kwargs)
+    for name, site in trace.items():
+        if site["type"] != "param":
+            continue
+        found = jnp.shape(params[name]) if name in params else "no value"
+        if found != jnp.shape(site["value"]):
+            raise ValueError(
+                f"`{type(guide).__name__}` has not run yet in this process, and with these "
+                f"arguments its parameter `{name}` has shape {jnp.shape(site['value'])}, but "
+                f"{found} in `params`. Set it up first with arguments as in its fit, with "
+                "observations: `guide.median(params, X, y)`, or for a guide of NumPyro's own "
+                "`numpyro.handlers.seed(guide, 0)(X, y)`."
+            )
+    vars(guide).update(vars(trial))
+
+
+def _is_fresh(guide: Guide) -> bool:
+    """Whether a guide, or the rest of one, is to learn yet what sites the model has."""
+    if isinstance(guide, AbstractGPGuide):
+        return _is_fresh(guide.rest)
+    return isinstance(guide, AutoGuide) and guide.prototype_trace is None
+
+
+def _build_rest(rest: Rest, model: Model) -> Guide:
+    """Build the rest's guide on the model without the GP site, unless it is a guide already."""
+    if isinstance(rest, type | functools.partial):
+        guide_class = rest.func if isinstance(rest, functools.partial) else rest
+        given = rest.keywords if isinstance(rest, functools.partial) else {}
+        # NumPyro's own start, uniform in (-2, 2), puts lengthscales anywhere from 0.1 to 7.
+        if isinstance(guide_class, type) and issubclass(guide_class, AutoGuide):
+            given = {"init_loc_fn": init_to_median, **given}
+        return rest(model, **given)
+    if not callable(rest):
+        raise ValueError(
+            f"`rest` must be a guide class, a functools.partial of one or a guide, got {rest!r}."
+        )
+    return rest

@@ -1,0 +1,16 @@
+"""Posteriors over functions: moments and samples, in chunks of inputs."""
+
+from numpyro_scalegp.posteriors.exact import ExactPosterior
+from numpyro_scalegp.posteriors.feature import FeaturePosterior, feature_posterior
+from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
+
+__all__ = [
+    "AbstractPosterior",
+    "AbstractVariationalPosterior",
+    "ExactPosterior",
+    "FeaturePosterior",
+    "PathwisePosterior",
+    "feature_posterior",
+]

@@ -1,0 +1,129 @@
+"""The posterior of an exact Gaussian process."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks, chunks, linalg
+from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+
+
+class ExactPosterior(AbstractConditioned):
+    """The posterior f | y of an exact Gaussian process, from one factorisation of its covariance.
+
+    With H = K(X, X) + noise = L L' and a = H^-1 (y - m(X)):
+    mean m(x) + k(x, X) a, covariance k(x, z) - k(x, X) H^-1 k(X, z).
+
+    Made by `GaussianProcess.condition` and `LatentGP.condition`; immutable. Moments at m inputs
+    cost O(n m d) for the mean and O(n^2 m) for the variance, in chunks of rows; joint samples cost
+    O(n^2 m + m^3).
+
+    References:
+        Rasmussen and Williams (2006), eq. 2.25 and 2.26; leave-one-out: eq. 5.12.
+    """
+
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+    y: Float[Array, " n"]
+    noise_variance: Float[Array, "..."]
+    mean_function: RowsFunction
+    factor: linalg.Factor
+    representer_weights: Float[Array, " n"]  # a = H^-1 (y - m(X))
+
+    @classmethod
+    def from_factor(
+        cls,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        y: Float[ArrayLike, " n"],
+        residual: Float[Array, " n"],
+        noise_variance: Float[Array, "..."],
+        mean_function: RowsFunction,
+        factor: linalg.Factor,
+    ) -> "ExactPosterior":
+        """Solve for the representer weights, in O(n^2)."""
+        weights = jax.scipy.linalg.cho_solve((factor.tril, True), residual)
+        return cls(
+            kernel=kernel,
+            X=X,
+            y=jnp.asarray(y),
+            noise_variance=noise_variance,
+            mean_function=mean_function,
+            factor=factor,
+            representer_weights=weights,
+        )
+
+    @property
+    def diagnostics(self) -> dict[str, Array]:
+        """What the factorisation took.
+
+        `jitter`, in the units of the covariance, and `jitter_to_noise`, its ratio to the mean noise
+        variance: where that is not small, y was taken for noisier than the model says.
+        """
+        jitter = self.factor.jitter
+        ratio = jnp.where(jitter > 0, jitter / jnp.mean(self.noise_variance), 0.0)
+        return {"jitter": jitter, "jitter_to_noise": ratio}
+
+    @property
+    def _row_width(self) -> int:
+        return self.X.shape[0]
+
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return matmul(self.kernel(rows, self.X), self.representer_weights)
+
+    def variance(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior variance of f; see `AbstractPosterior.variance`."""
+        return self._variance(self._check(Xs), self._rows(chunk_size))
+
+    @eqx.filter_jit
+    def _variance(self, Xs: Array, chunk_size: int) -> Array:
+        def chunk(rows: Array) -> Array:
+            white = solve_triangular(self.factor.tril, self.kernel(self.X, rows), lower=True)
+            explained = jnp.sum(jnp.square(white), axis=0)
+            return jnp.maximum(self.kernel.diag(rows) - explained, 0.0)
+
+        return chunks.map_rows(chunk, Xs, chunk_size)
+
+    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
+        """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
+        Xs = self._check(Xs)
+        white = solve_triangular(self.factor.tril, self.kernel(self.X, Xs), lower=True)
+        return self.kernel.covariance(Xs) - matmul(white.T, white)
+
+    def sample(
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples m"]:
+        """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
+        num_samples = checks.count("num_samples", num_samples)
+        return self._sample(checks.as_key(key), self._check(Xs), num_samples)
+
+    @eqx.filter_jit
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        prior = self.kernel.diag(Xs)
+        return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
+
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given all other observations.
+
+        From the solve, without refitting: mean y_i - a_i / P_ii and variance 1 / P_ii with
+        P = H^-1. `leave_one_out().log_prob(y)` are the pointwise log-likelihoods that PSIS
+        leave-one-out needs for a model whose observations are not independent given its parameters.
+
+        Returns:
+            A `numpyro.distributions.Normal` of batch shape (n,), in O(n^3).
+
+        References:
+            Rasmussen and Williams (2006), eq. 5.12; Buerkner, Gabry and Vehtari (2021), Efficient
+            leave-one-out cross-validation for Bayesian non-factorized normal and Student-t models.
+        """
+        W = linalg.triangular_inverse(self.factor.tril)
+        precision = jnp.sum(jnp.square(W), axis=0)
+        return dist.Normal(self.y - self.representer_weights / precision, precision**-0.5)

@@ -1,0 +1,197 @@
+"""The posterior of a GP whose kernel is an inner product of p features."""
+
+import warnings
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core.functions import RowsFunction, constant_function
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.features import AbstractFeatures, Learned
+from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+
+# A leverage is told from one by its distance from it, in units of rounding: 1 % of accuracy.
+_LOST_DIGITS = 100.0
+
+
+class FeaturePosterior(AbstractConditioned):
+    """The posterior of f(x) = m(x) + phi(x)'w given all observations, w ~ N(0, I) a priori.
+
+    With A = I + Phi'D^-1 Phi for noise variances D: w | y ~ N(A^-1 Phi'D^-1 (y - m(X)), A^-1).
+
+    Made by `feature_posterior`, and by `GaussianProcess.condition` with `RandomFourier`; immutable.
+    Moments at m inputs cost O(m p) for the mean and O(m p^2) for the variance, in chunks of rows;
+    joint samples of functions cost O(p^2 + m p) each, at any number of inputs.
+
+    References:
+        Rasmussen and Williams (2006), eq. 2.8 and 2.9; leave-one-out: eq. 5.12.
+    """
+
+    features: Callable[[Array], Array]
+    X: Float[Array, "n d"]
+    y: Float[Array, " n"]
+    noise_variance: Float[Array, "..."]
+    mean_function: RowsFunction
+    weights: Weights
+
+    @property
+    def diagnostics(self) -> dict[str, Array]:
+        """What the factorisation took: `jitter`, relative to the unit prior of the weights."""
+        return {"jitter": self.weights.jitter}
+
+    @property
+    def _row_width(self) -> int:
+        return self.weights.mean.size
+
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return matmul(self.features(rows), self.weights.mean)
+
+    def variance(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior variance of f; see `AbstractPosterior.variance`."""
+        return self._variance(self._check(Xs), self._rows(chunk_size))
+
+    @eqx.filter_jit
+    def _variance(self, Xs: Array, chunk_size: int) -> Array:
+        def chunk(rows: Array) -> Array:
+            return jnp.sum(jnp.square(self._white(rows)), axis=1)
+
+        return chunks.map_rows(chunk, Xs, chunk_size)
+
+    def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "r p"]:
+        """W phi(x) of each row; their inner products are the posterior covariances."""
+        return matmul(self.features(rows), self.weights.whitening.T)
+
+    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
+        """The posterior covariance of f, shape (m, m), in O(m p^2 + m^2 p)."""
+        white = self._white(self._check(Xs))
+        return matmul(white, white.T)
+
+    def sample(
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples m"]:
+        """Draw functions jointly at all rows of Xs; see `AbstractPosterior.sample`.
+
+        The same key gives the same functions at other inputs too.
+        """
+        num_samples = checks.count("num_samples", num_samples)
+        return self._sample(checks.as_key(key), self._check(Xs), num_samples, self._rows(None))
+
+    @eqx.filter_jit
+    def _sample(self, key: Array, Xs: Array, num_samples: int, chunk_size: int) -> Array:
+        W = self.weights.whitening
+        normal = jax.random.normal(key, (num_samples, len(W)), W.dtype)
+        w = self.weights.mean + matmul(normal, W)
+
+        def chunk(rows: Array) -> Array:
+            return self.mean_function(rows)[:, None] + matmul(self.features(rows), w.T)
+
+        return chunks.map_rows(chunk, Xs, chunk_size).T
+
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given all other observations.
+
+        Mean y_i - r_i / (1 - h_i) and variance D_i / (1 - h_i) with the residual r of the mean and
+        the leverage h_i = phi_i'A^-1 phi_i / D_i.
+
+        Returns:
+            A `numpyro.distributions.Normal` of batch shape (n,), in O(n p^2). Where the features
+            fit an observation nearly exactly, 1 - h_i has few digits, and a warning says so.
+
+        References:
+            Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
+        """
+        noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
+        variance = self.variance(self.X)
+        # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may say otherwise.
+        eps = jnp.finfo(variance.dtype).eps
+        rest = jnp.maximum(1.0 - variance / noise, eps)
+        few = jnp.min(rest) < _LOST_DIGITS * eps
+        jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_leverage), lambda: None)
+        residual = self.y - self.mean(self.X)
+        return dist.Normal(self.y - residual / rest, jnp.sqrt(noise / rest))
+
+
+def feature_posterior(
+    feature_map: Callable[[Array], Array],
+    X: Float[ArrayLike, "n d"],
+    y: Float[ArrayLike, " n"],
+    noise_variance: Float[ArrayLike, ""],
+) -> FeaturePosterior:
+    """The exact posterior of f(x) = phi(x)'w, w ~ N(0, I), given all observations.
+
+    Three passes over the rows, in chunks, of which two refine the mean; a warning says where that
+    is not enough in this precision.
+
+    Args:
+        feature_map: phi: features of `sgp.features` with independent weights, or any function from
+            inputs (n, d) to features (n, p), such as a trained network; an Equinox module maps one
+            row.
+        X: inputs, shape (n, d).
+        y: observations, shape (n,).
+        noise_variance: one value, positive.
+
+    Returns:
+        The posterior, in time O(n p^2 + p^3) and memory O(p^2) besides a chunk.
+
+    Raises:
+        ValueError: if an argument has a wrong shape or range, or holds NaN or infinity, or the
+            features' weights are not independent a priori.
+
+    References:
+        Rasmussen and Williams (2006), section 2.1.2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(-1.0, 1.0, 20)[:, None]
+        >>> cubic = lambda X: X ** jnp.arange(4)
+        >>> posterior = sgp.posteriors.feature_posterior(cubic, X, X[:, 0] ** 3, 1e-4)
+        >>> bool(jnp.allclose(posterior.mean(X), X[:, 0] ** 3, atol=1e-2))
+        True
+    """
+    features = feature_map if isinstance(feature_map, AbstractFeatures) else Learned(feature_map)
+    if features.has_dense_precision:
+        raise ValueError(
+            f"`feature_map` must have independent weights a priori, got {type(features).__name__}: "
+            "its posterior is that of `SparseGP`."
+        )
+    X = checks.inputs("X", X)
+    y = checks.as_float(y, "y")
+    checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
+    checks.finite("y", y)
+    noise_variance = checks.as_positive(noise_variance, "noise_variance")
+    checks.shape("noise_variance", noise_variance, (), why="one value for all rows")
+    checks.positive("noise_variance", noise_variance)
+    noise = jnp.broadcast_to(noise_variance, y.shape)
+    found = posterior(statistics(features, features.size(X), X, noise, y[:, None]))
+    return FeaturePosterior(
+        features=features,
+        X=X,
+        y=y,
+        noise_variance=noise_variance,
+        mean_function=constant_function(jnp.zeros((), y.dtype)),
+        weights=refined(found, features, X, noise, y),
+    )
+
+
+def _warn_of_leverage() -> None:
+    warnings.warn(
+        "leave-one-out densities of features are inaccurate in this precision: some observations "
+        "are fitted nearly exactly by their own leverage. Raise the noise variance, or work in "
+        "float64.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
+
+
+def itself(features: Float[Array, "n p"]) -> Float[Array, "n p"]:
+    """The map of inputs that are features."""
+    return features

@@ -1,0 +1,175 @@
+"""What every posterior over a function offers."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks, chunks, linalg
+from numpyro_scalegp.core.functions import RowsFunction
+
+
+class AbstractPosterior(eqx.Module):
+    """A Gaussian posterior over a function: moments and joint samples at new inputs."""
+
+    @abc.abstractmethod
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior mean of f.
+
+        Args:
+            Xs: inputs, shape (m, d).
+            chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
+
+        Returns:
+            Means, shape (m,).
+        """
+
+    @abc.abstractmethod
+    def variance(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior variance of f, without observation noise.
+
+        Args:
+            Xs: inputs, shape (m, d).
+            chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
+
+        Returns:
+            Variances, shape (m,); what rounding made negative is zero.
+        """
+
+    @abc.abstractmethod
+    def sample(
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples m"]:
+        """Draw functions from the posterior, jointly at all rows of Xs.
+
+        Args:
+            key: a typed JAX key.
+            Xs: inputs, shape (m, d).
+            num_samples: number of draws, at least 1.
+
+        Returns:
+            Draws of f without observation noise, shape (num_samples, m). Cost O(m^3).
+
+        Raises:
+            ValueError: if `num_samples` is below 1, or `Xs` is not a finite matrix of d columns.
+        """
+
+    def predictive(
+        self,
+        Xs: Float[ArrayLike, "m d"],
+        noise_variance: Float[ArrayLike, "..."],
+        *,
+        chunk_size: int | None = None,
+    ) -> dist.Normal:
+        """The predictive distribution of new observations with Gaussian noise.
+
+        Args:
+            Xs: inputs, shape (m, d).
+            noise_variance: variance of the noise at the new inputs, shape () or (m,); for a batch
+                of functions also (*batch, 1) or (*batch, m).
+            chunk_size: rows worked on at a time.
+
+        Returns:
+            A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
+
+        Raises:
+            ValueError: if `noise_variance` has another shape, or a negative entry.
+        """
+        noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
+        checks.positive("noise_variance", noise, or_zero=True)
+        variance = self.variance(Xs, chunk_size=chunk_size)
+        if noise.ndim and noise.shape[-1] not in (1, variance.shape[-1]):
+            raise ValueError(
+                f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
+                f"{noise.shape}: one value, or one for each row of `Xs`."
+            )
+        return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance + noise))
+
+    @staticmethod
+    def _joint_sample(
+        key: Key[Array, ""],
+        mean: Float[Array, " m"],
+        covariance: Float[Array, "m m"],
+        prior_variance: Float[Array, " m"],
+        num_samples: int,
+    ) -> Float[Array, "num_samples m"]:
+        # What rounding leaves in the posterior covariance is relative to the prior variance.
+        jitter = linalg.default_jitter(covariance.dtype) * jnp.mean(prior_variance)
+        L = linalg.cholesky(covariance + jitter * jnp.eye(mean.size, dtype=covariance.dtype))
+        noise = jax.random.normal(key, (num_samples, mean.size), covariance.dtype)
+        return mean[None, :] + linalg.matmul(noise, L.T)
+
+
+class AbstractConditioned(AbstractPosterior):
+    """A posterior given noisy observations y at X, with the mean function m."""
+
+    X: eqx.AbstractVar[Float[Array, "n d"]]
+    y: eqx.AbstractVar[Float[Array, " n"]]
+    noise_variance: eqx.AbstractVar[Float[Array, "..."]]
+    mean_function: eqx.AbstractVar[RowsFunction]
+
+    @property
+    @abc.abstractmethod
+    def _row_width(self) -> int:
+        """Numbers at once for each row of inputs that is worked on."""
+
+    @abc.abstractmethod
+    def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        """The posterior mean without m."""
+
+    def at_data(self) -> dist.Normal:
+        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
+        return self.predictive(self.X, self.noise_variance)
+
+    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
+        return checks.inputs("Xs", Xs, width=self.X.shape[1])
+
+    def _rows(self, chunk_size: int | None) -> int:
+        return (
+            chunks.rows_per_chunk(self._row_width)
+            if chunk_size is None
+            else checks.count("chunk_size", chunk_size)
+        )
+
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior mean of f; see `AbstractPosterior.mean`."""
+        return self._mean(self._check(Xs), self._rows(chunk_size))
+
+    @eqx.filter_jit
+    def _mean(self, Xs: Array, chunk_size: int) -> Array:
+        def chunk(rows: Array) -> Array:
+            return self.mean_function(rows) + self._explained(rows)
+
+        return chunks.map_rows(chunk, Xs, chunk_size)
+
+    def predictive(
+        self,
+        Xs: Float[ArrayLike, "m d"],
+        noise_variance: Float[ArrayLike, "..."] | None = None,
+        *,
+        chunk_size: int | None = None,
+    ) -> dist.Normal:
+        """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
+
+        By default the noise is the model's own, if that is a scalar.
+
+        Raises:
+            ValueError: if the model's noise is one value a row and `noise_variance` is not given.
+        """
+        if noise_variance is None:
+            noise_variance = self.noise_variance
+            if jnp.ndim(noise_variance) > 0:
+                raise ValueError(
+                    "`noise_variance` must be given: the model has one noise variance for each "
+                    f"training row (shape {noise_variance.shape}) and none for new inputs."
+                )
+        return super().predictive(Xs, noise_variance, chunk_size=chunk_size)

@@ -1,0 +1,430 @@
+"""Stochastic variational inference whose steps touch some rows of large parameters."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import tqdm
+from jaxtyping import Array, Float, Int, Key, Shaped
+from numpyro.infer import SVI
+from numpyro.infer.svi import SVIRunResult, SVIState
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.rows import Rows
+from numpyro_scalegp.families import ChevronGP
+from numpyro_scalegp.features.chevron import weight_rows
+from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
+from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO, control_variate_name
+from numpyro_scalegp.quadruply_stochastic.problem import Stopped, find_family
+from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
+    RowOptimizer,
+    merge_rows,
+    row_adagrad,
+)
+from numpyro_scalegp.quadruply_stochastic.support import ControlVariates
+
+
+class SparseSVI(SVI):
+    """NumPyro's `SVI` for `QuadruplyStochasticELBO`, at a cost that does not grow with m.
+
+    Each step draws sets of features, gathers their rows of the parameters declared with
+    `numpyro.param(..., rows=True)` (those of `AutoChevronGP` are, and a model's precision of a
+    relevance vector machine should be), differentiates these rows alone, and puts them and their
+    rows of the optimizer's state back in place. The gradients of a row that is in both sets add up.
+    All other parameters are updated in full.
+
+    States, `init`, `update`, `stable_update`, `run`, `get_params` and results are those of `SVI`.
+    `run` goes in compiled stretches on donated buffers, and makes control variates anew between
+    them; with `update` by hand, donate the state (`jax.jit(svi.update, donate_argnums=0)`) and call
+    `refresh` now and then.
+
+    Args:
+        model: a NumPyro model with a `WeightSpaceGP` site.
+        guide: a guide with a `ChevronGP` there, such as `AutoChevronGP`.
+        optim: an optax optimizer for the parameters without rows.
+        loss: a `QuadruplyStochasticELBO`.
+        row_optim: the optimizer of parameters with rows, `row_adagrad` or `row_adam`; or a function
+            from a parameter's name to its optimizer. Dense columns are small numbers beside the
+            mean, and want a smaller learning rate.
+        hold_steps: for so many steps at first the parameters without rows stay as they are, so that
+            hyperparameters wait for the weights.
+        refresh_every: steps of `run` after which the control variate is made anew, with the
+            hyperparameters of that time, in O(r m (d + k)).
+        **static_kwargs: as for `SVI`.
+
+    Raises:
+        TypeError: if `optim` is not an optax optimizer or `loss` no `QuadruplyStochasticELBO`.
+        ValueError: in `init`, if a parameter with rows does not have one for each feature, or there
+            are not enough rows of data for the control variate.
+
+    References:
+        Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, section 2.4.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> import optax
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y):
+        ...     phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.3), 1000, seed=0)
+        ...     f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
+        ...     with numpyro.plate("rows", len(X)):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> X = jnp.linspace(0.0, 1.0, 50)[:, None]
+        >>> guide = sgp.guides.AutoChevronGP(model, rank=5)
+        >>> loss = sgp.infer.QuadruplyStochasticELBO(num_features=100, control_variate_rank=20)
+        >>> svi = sgp.infer.SparseSVI(model, guide, optax.adam(0.01), loss)
+        >>> result = svi.run(jax.random.key(0), 10, X, jnp.sin(X[:, 0]), progress_bar=False)
+        >>> result.losses.shape, result.params["f_auto_loc"].shape
+        ((10,), (1000,))
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        guide: Callable,
+        optim: optax.GradientTransformation,
+        loss: QuadruplyStochasticELBO,
+        *,
+        row_optim: RowOptimizer | Callable[[str], RowOptimizer] | None = None,
+        hold_steps: int = 0,
+        refresh_every: int = 1000,
+        **static_kwargs: Any,
+    ) -> None:
+        if not isinstance(optim, optax.GradientTransformation):
+            raise TypeError(f"`optim` must be an optax optimizer, got {type(optim).__name__}.")
+        if not isinstance(loss, QuadruplyStochasticELBO):
+            raise TypeError(
+                f"`loss` must be a `QuadruplyStochasticELBO`, got {type(loss).__name__}: other "
+                "objectives go through all rows, with NumPyro's own `SVI`."
+            )
+        super().__init__(model, guide, optim, loss, **static_kwargs)
+        self.dense_optim = optax.with_extra_args_support(optim)
+        row_optim = row_adagrad() if row_optim is None else row_optim
+        if isinstance(row_optim, type) or not (
+            callable(row_optim) or isinstance(row_optim, RowOptimizer)
+        ):
+            raise TypeError(
+                "`row_optim` must be `row_adagrad(...)`, `row_adam(...)` or a function of a "
+                f"parameter's name, got {checks.described(row_optim)}."
+            )
+        self.row_optim = row_optim if callable(row_optim) else lambda name: row_optim
+        self.hold_steps = checks.count("hold_steps", hold_steps, 0)
+        self.refresh_every = checks.count("refresh_every", refresh_every)
+        self.row_names: tuple[str, ...] = ()
+        self.num_features = 0
+        self.dense_precision = False
+        self._stretch = eqx.filter_jit(self._steps, donate="all-except-first")
+        self._refreshed = eqx.filter_jit(self._refresh)
+
+    def init(
+        self,
+        rng_key: Key[Array, ""],
+        *args: Any,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SVIState:
+        """Get the initial state, the control variate included; see `SVI.init`."""
+        key, support_key = jax.random.split(rng_key)
+        declared = _RowParams()
+
+        def guide(*args: Any, **kwargs: Any) -> Any:
+            with declared, Stopped():  # without the moments of f
+                return self.guide(*args, **kwargs)
+
+        def model(*args: Any, **kwargs: Any) -> Any:
+            with declared:
+                return self.model(*args, **kwargs)
+
+        plain = SVI(model, guide, optax.identity(), self.loss, **self.static_kwargs)
+        state = plain.init(key, *args, init_params=init_params, **kwargs)
+        # Copies: `run` donates them, and they may be arrays of the model or of its arguments.
+        state = jax.tree.map(jnp.copy, state)
+        self.constrain_fn = plain.constrain_fn
+        self.row_names = tuple(declared.names)
+        params = plain.optim.get_params(state.optim_state)
+        mutable = dict(state.mutable_state or {})
+        given = {**self.constrain_fn(params), **mutable}
+        controls = self._control_variates(args, kwargs)
+        problem = controls.problem(given, support_key)
+        self.num_features = problem.q.loc.shape[0]
+        self.dense_precision = problem.p.has_dense_precision
+        for name in self.row_names:
+            if params[name].shape[:1] != (self.num_features,):
+                raise ValueError(
+                    f"the parameter `{name}` is declared with rows=True and has the shape "
+                    f"{params[name].shape}: it must have a row for each of the "
+                    f"{self.num_features} features."
+                )
+        dense = {name: params[name] for name in params if name not in self.row_names}
+        row_states = {name: self.row_optim(name).init(params[name]) for name in self.row_names}
+        optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
+        self._check_elementwise(params)
+        if controls.have_effect(problem):
+            control = controls.first(given, problem, self.row_names, support_key)
+            mutable[control_variate_name(problem.site)] = control
+        return SVIState(optim_state, mutable or None, state.rng_key)
+
+    def _check_elementwise(self, params: dict[str, Any]) -> None:
+        """Raise if a constraint of a parameter with rows does not act on each row by itself."""
+        some = jnp.arange(self.num_features)[:: max(1, self.num_features // 3)]
+        for name in self.row_names:
+            whole = self.constrain_fn({name: params[name]})[name]
+            rows = self.constrain_fn({name: params[name][some]})[name]
+            if rows.shape != whole[some].shape or not jnp.allclose(rows, whole[some]):
+                raise ValueError(
+                    f"the constraint of the parameter `{name}`, declared with rows=True, does not "
+                    "act on each row by itself: take one that does, such as `positive`."
+                )
+
+    def _control_variates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ControlVariates:
+        kwargs = {**kwargs, **self.static_kwargs}
+        return ControlVariates(self.model, self.guide, self.loss, args, kwargs)
+
+    def refresh(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> SVIState:
+        """Make the control variate anew: with the present hyperparameters, without rounding errors.
+
+        `run` does so by itself.
+
+        Args:
+            svi_state: the state.
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The state with the new control variate, in O(r m (d + k)).
+        """
+        self._check_initialized()
+        mutable = svi_state.mutable_state or {}
+        if not any(isinstance(value, ControlVariate) for value in mutable.values()):
+            return svi_state
+        new = self._refreshed(self._parts, svi_state, args, kwargs)
+        return svi_state._replace(mutable_state={**mutable, **new})
+
+    def _check_initialized(self) -> None:
+        """Raise unless `init` has run, which finds out which parameters have rows."""
+        if self.constrain_fn is None:
+            raise ValueError(
+                "this `SparseSVI` has not run `init` in this process: call "
+                "`svi.init(key, *args)` with the arguments of the fit, then go on from the state."
+            )
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """What compiled functions belong to."""
+        return self.model, self.guide, self.loss
+
+    def _refresh(
+        self, parts: Any, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, ControlVariate]:
+        given = {**self.get_params(svi_state), **svi_state.mutable_state}
+        key = jax.random.fold_in(svi_state.rng_key, 1)
+        controls = self._control_variates(args, kwargs)
+        return {
+            name: controls.anew(given, old, key, dense_precision=self.dense_precision)
+            for name, old in svi_state.mutable_state.items()
+            if isinstance(old, ControlVariate)
+        }
+
+    def update(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> tuple[SVIState, Array]:
+        """Take one step; see `SVI.update`. It may be jitted, with the state donated."""
+        return self._update(svi_state, args, kwargs, stable=False)
+
+    def stable_update(
+        self, svi_state: SVIState, *args: Any, **kwargs: Any
+    ) -> tuple[SVIState, Array]:
+        """Take one step, or none where the loss or a gradient is not finite."""
+        return self._update(svi_state, args, kwargs, stable=True)
+
+    def _update(
+        self, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any], *, stable: bool
+    ) -> tuple[SVIState, Array]:
+        self._check_initialized()
+        rng_key, index_key, loss_key = jax.random.split(svi_state.rng_key, 3)
+        step, (params, (dense_state, row_states)) = svi_state.optim_state
+        kwargs = {**kwargs, **self.static_kwargs}
+        size = params[self.row_names[0]].shape[0] if self.row_names else self.num_features
+        index = self.loss.index_sets(index_key, size, dense_precision=self.dense_precision)
+        dense = {name: params[name] for name in params if name not in self.row_names}
+        rows = {name: params[name][index] for name in self.row_names}
+        mutable = svi_state.mutable_state or {}
+
+        def constrained(dense: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+            values = self.constrain_fn({**dense, **rows})
+            return {
+                name: Rows(value, index, size) if name in rows else value
+                for name, value in values.items()
+            }
+
+        def loss_fn(dense: dict[str, Any], rows: dict[str, Any]) -> tuple[Array, Any]:
+            given = {**constrained(dense, rows), **jax.lax.stop_gradient(mutable)}
+            result = self.loss.loss_with_mutable_state(
+                loss_key, given, self.model, self.guide, *args, **kwargs
+            )
+            return result["loss"], result["mutable_state"] or {}
+
+        (loss, new_mutable), (dense_grads, row_grads) = jax.value_and_grad(
+            loss_fn, argnums=(0, 1), has_aux=True
+        )(dense, rows)
+        good = jnp.asarray(True)
+        if stable:
+            leaves = jax.tree.leaves((loss, dense_grads, row_grads))
+            good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+        def keep_if(condition: Array, new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+        updates, new_dense_state = self.dense_optim.update(
+            dense_grads, dense_state, dense, value=loss
+        )
+        moves = good & (step >= self.hold_steps)
+        new_dense = keep_if(moves, optax.apply_updates(dense, updates), dense)
+        dense_state = keep_if(moves, new_dense_state, dense_state)
+
+        places, row_grads = merge_rows(index, row_grads, size)
+        flat = index.reshape(-1)
+        new_params, new_states, new_rows = dict(new_dense), {}, {}
+        for name in self.row_names:
+            old = jax.tree.map(lambda leaf: leaf[flat], row_states[name])
+            before = rows[name].reshape(flat.shape + rows[name].shape[2:])
+            new, new_state = self.row_optim(name).update(row_grads[name], old, before, step)
+            new, new_state = keep_if(good, (new, new_state), (before, old))
+            new_rows[name] = new.reshape(rows[name].shape)
+            new_params[name] = _put(params[name], places, new)
+            new_states[name] = jax.tree.map(
+                lambda leaf, value: _put(leaf, places, value), row_states[name], new_state
+            )
+
+        old_mutable = mutable
+        mutable = {**mutable, **keep_if(good, new_mutable, {k: mutable[k] for k in new_mutable})}
+        for name, control in old_mutable.items():
+            if isinstance(control, ControlVariate):
+                q, moved = (
+                    find_family(
+                        {**constrained(dense, some), **old_mutable},
+                        self.guide,
+                        loss_key,
+                        args,
+                        kwargs,
+                    )[1]
+                    for some in (rows, new_rows)
+                )
+                once = (places < size).reshape(index.shape)[..., None]
+                change = _directions(moved, index) - _directions(q, index)
+                # Parameters that are lost must not take what is kept of them along.
+                change = jnp.where(once & jnp.all(jnp.isfinite(change)), change, 0.0)
+                mutable[name] = control.moved(q.features, index, change)
+        optim_state = (step + 1, (new_params, (dense_state, new_states)))
+        return SVIState(optim_state, mutable or None, rng_key), loss
+
+    def evaluate(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> Array:
+        """An estimate of the loss at a state, with its control variate; see `SVI.evaluate`."""
+        key = jax.random.split(svi_state.rng_key)[1]
+        given = {**self.get_params(svi_state), **(svi_state.mutable_state or {})}
+        kwargs = {**kwargs, **self.static_kwargs}
+        return self.loss.loss(key, given, self.model, self.guide, *args, **kwargs)
+
+    def _steps(
+        self,
+        inputs: tuple[int, bool, Any, tuple[Any, ...], dict[str, Any]],
+        svi_state: SVIState,
+    ) -> tuple[SVIState, Float[Array, " steps"]]:
+        num_steps, stable, _, args, kwargs = inputs
+
+        def body(state: SVIState, _: None) -> tuple[SVIState, Array]:
+            return self._update(state, args, kwargs, stable=stable)
+
+        return jax.lax.scan(body, svi_state, length=num_steps)
+
+    def run(
+        self,
+        rng_key: Key[Array, ""],
+        num_steps: int,
+        *args: Any,
+        progress_bar: bool = True,
+        stable_update: bool = False,
+        forward_mode_differentiation: bool = False,
+        init_state: SVIState | None = None,
+        init_params: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SVIRunResult:
+        """Take `num_steps` steps in compiled stretches; see `SVI.run`.
+
+        A second run of the same length compiles nothing; so a change of what model and guide take
+        from around them, other than arguments, needs a new `SparseSVI`.
+
+        Args:
+            rng_key: a typed JAX key.
+            num_steps: number of steps.
+            *args: the model's positional arguments.
+            progress_bar: whether to show progress and the mean loss of the last stretch.
+            stable_update: whether steps that are not finite are left out.
+            forward_mode_differentiation: False; the rows are too many for the other mode.
+            init_state: a state from which to go on; it is copied.
+            init_params: parameters at which to start.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            `params`, `state` and `losses`, as `SVI.run` gives them.
+
+        Raises:
+            ValueError: if `num_steps` is not positive, or forward mode is asked for.
+        """
+        if forward_mode_differentiation:
+            raise ValueError("`forward_mode_differentiation` is not for parameters of many rows.")
+        if num_steps < 1:
+            raise ValueError("num_steps must be a positive integer.")
+        if init_state is None:
+            state = self.init(rng_key, *args, init_params=init_params, **kwargs)
+        else:
+            state = self.refresh(jax.tree.map(jnp.copy, init_state), *args, **kwargs)
+        length = max(1, num_steps // 20)
+        length = math.ceil(self.refresh_every / math.ceil(self.refresh_every / length))
+        losses: list[Array] = []
+        done = since = 0
+        with tqdm.tqdm(total=num_steps, disable=not progress_bar) as bar:
+            while done < num_steps:
+                if since >= self.refresh_every:
+                    state, since = self.refresh(state, *args, **kwargs), 0
+                steps = min(length, num_steps - done, self.refresh_every - since)
+                state, some = self._stretch(
+                    (steps, stable_update, self._parts, args, kwargs), state
+                )
+                losses.append(some)
+                done, since = done + steps, since + steps
+                if progress_bar:
+                    bar.update(steps)
+                    bar.set_postfix_str(
+                        f"init loss: {losses[0][0]:.4f}, "
+                        f"avg. loss [{done - steps + 1}-{done}]: {jnp.nanmean(some):.4f}"
+                    )
+        return SVIRunResult(self.get_params(state), state, jnp.concatenate(losses))
+
+
+class _RowParams(Messenger):
+    """Notes the parameters that are declared with `rows=True`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "param" and msg["kwargs"].get("rows"):
+            self.names[msg["name"]] = None
+
+
+def _directions(q: ChevronGP, index: Int[Array, "sets num"]) -> Float[Array, "sets num one_plus_k"]:
+    return weight_rows(index, q.loc, q.scale_diag, q.scale_columns).directions
+
+
+def _put(
+    array: Shaped[Array, "m *row"], places: Int[Array, " r"], values: Shaped[Array, "r *row"]
+) -> Shaped[Array, "m *row"]:
+    return array.at[places].set(values.astype(array.dtype), mode="drop", unique_indices=True)

@@ -1,0 +1,258 @@
+"""The covariance of noisy observations, H = K(X, X) + noise, in blocks."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.chunks import map_rows
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.kernels import AbstractKernel
+
+# Kernel entries live at once for each entry of a block: the block, its distances and what the
+# reverse pass keeps.
+_COPIES = 4
+
+
+# On a CPU a block should stay in its caches; measured best at 1,000 to 1,500 rows, float32.
+_MAX_ROWS_ON_CPU = 1500
+
+
+# A block of few rows against all others: entries that stay in a CPU's caches.
+_MAX_STRIP_ENTRIES_ON_CPU = 2**21
+
+
+class KernelOperator(eqx.Module):
+    """H = K(X, X) + diag(noise_variance), as something that multiplies (n, k) blocks of vectors.
+
+    Kernel entries are computed block by block, used and dropped: no n x n array exists at any time.
+    Products use the symmetry of K, so that each pair of rows is evaluated once.
+
+    Args:
+        kernel: covariance function.
+        X: inputs, shape (n, d).
+        noise_variance: shape () or (n,).
+        memory_budget: bytes that kernel blocks may take at a time.
+
+    Raises:
+        ValueError: if `X` is not a finite matrix, `noise_variance` has another shape, or the budget
+            is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 5)[:, None]
+        >>> H = sgp.solvers.KernelOperator(sgp.kernels.RBF(0.3), X, 0.1)
+        >>> H.matmul(jnp.ones((5, 2))).shape, H.rows(jnp.array([0, 3])).shape
+        ((5, 2), (2, 5))
+    """
+
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+    noise_variance: Float[Array, "..."]
+    memory_budget: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        X: Float[ArrayLike, "n d"],
+        noise_variance: Float[ArrayLike, "..."],
+        *,
+        memory_budget: int = 2**28,
+    ) -> None:
+        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.X = checks.inputs("X", X)
+        self.noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
+        checks.shape("noise_variance", self.noise_variance, (), self.X.shape[:1])
+        checks.positive("noise_variance", self.noise_variance, or_zero=True)
+        self.memory_budget = checks.count("memory_budget", memory_budget)
+
+    @property
+    def size(self) -> int:
+        """The number of rows, n."""
+        return self.X.shape[0]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The common dtype of inputs, hyperparameters and noise."""
+        return jnp.result_type(self._kernel_dtype, self.noise_variance)
+
+    @property
+    def _kernel_dtype(self) -> jnp.dtype:
+        return jax.eval_shape(lambda k, x: k.diag(x), self.kernel, self.X[:1]).dtype
+
+    @property
+    def block_size(self) -> int:
+        """Rows of the square blocks in which products are computed."""
+        rows = math.isqrt(self.memory_budget // (_COPIES * self.dtype.itemsize))
+        if jax.default_backend() == "cpu":
+            rows = min(rows, _MAX_ROWS_ON_CPU)
+        num_blocks = -(-self.size // max(1, rows))
+        return -(-self.size // num_blocks)
+
+    def noise(self) -> Float[Array, " n"]:
+        """The noise variance of each row, shape (n,)."""
+        return jnp.broadcast_to(self.noise_variance.astype(self.dtype), (self.size,))
+
+    def diagonal(self) -> Float[Array, " n"]:
+        """The diagonal of H, shape (n,), in O(n d)."""
+        return self.kernel.diag(self.X) + self.noise()
+
+    def rows(self, index: Int[Array, " r"]) -> Float[Array, "r n"]:
+        """The rows H[index], shape (r, n), in O(r n d) time and O(r n) memory."""
+        return self.block(index, jnp.arange(self.size))
+
+    def block(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
+        """The entries `H[rows][:, columns]`, shape (r, c), with exact entries on the diagonal."""
+        same = rows[:, None] == columns[None, :]
+        gram = self.kernel(self.X[rows], self.X[columns]).astype(self.dtype)
+        return jnp.where(same, self.diagonal()[rows][:, None], gram)
+
+    def matmul(self, V: Float[Array, "n k"]) -> Float[Array, "n k"]:
+        """Multiply, H V.
+
+        Args:
+            V: shape (n, k).
+
+        Returns:
+            Shape (n, k). Time O(n^2 (d / 2 + k)), memory O(n (d + k)) and one block.
+        """
+        V = V.astype(self.dtype)
+        blocks = _Blocks(self.X, self.block_size)
+        columns = blocks.split(V)
+
+        def diagonal(item: tuple[Array, Array]) -> Array:
+            X, v = item
+            return matmul(self.kernel.covariance(X).astype(self.dtype), v)
+
+        def pair(product: Array, index: tuple[Array, Array]) -> tuple[Array, None]:
+            i, j = index
+            gram = self.kernel(blocks.X[i], blocks.X[j]).astype(self.dtype)
+            product = product.at[i].add(matmul(gram, columns[j]))
+            return product.at[j].add(matmul(gram.T, columns[i])), None
+
+        product = jax.lax.map(diagonal, (blocks.X, columns))
+        product, _ = jax.lax.scan(pair, product, blocks.pairs())
+        return blocks.join(product) + self.noise()[:, None] * V
+
+    def rows_matmul(self, index: Int[Array, " r"], V: Float[Array, "n k"]) -> Float[Array, "r k"]:
+        """Multiply some rows, H[index] V: shape (r, k), in O(r n (d + k))."""
+        V = V.astype(self.dtype)
+        explained = kernel_matmul(self.kernel, self.X[index], self.X, V, self.memory_budget)
+        return explained + self.noise()[index][:, None] * V[index]
+
+    def columns_matmul(
+        self, index: Int[Array, " r"], W: Float[Array, "r k"]
+    ) -> Float[Array, "n k"]:
+        """Multiply some columns, H[:, index] W: shape (n, k), in O(r n (d + k))."""
+        W = W.astype(self.dtype)
+        explained = kernel_matmul(self.kernel, self.X, self.X[index], W, self.memory_budget)
+        return explained.at[index].add(self.noise()[index][:, None] * W)
+
+    def bilinear_gradient(self, U: Float[Array, "n k"], V: Float[Array, "n k"]) -> "KernelOperator":
+        """The gradient of sum_c u_c'H v_c with respect to the kernel, X and the noise variance.
+
+        Args:
+            U: left vectors, shape (n, k), held fixed.
+            V: right vectors, shape (n, k), held fixed.
+
+        Returns:
+            The derivatives, as an operator of the same structure; None where a leaf of the kernel
+            is not a floating-point array. Time O(n^2 (d + k)) like one product, memory
+            O(n (d + k)) and a few blocks: every pair of rows is evaluated once more and
+            differentiated on the spot.
+        """
+        U, V = (jax.lax.stop_gradient(A.astype(self.dtype)) for A in (U, V))
+        kernel, rest = eqx.partition(self.kernel, eqx.is_inexact_array)
+        blocks = _Blocks(self.X, self.block_size)
+        left, right = blocks.split(U), blocks.split(V)
+
+        def of_diagonal(total: AbstractKernel, item: tuple[Array, ...]) -> tuple:
+            X, u, v = item
+
+            def covariance(kernel: AbstractKernel, X: Array) -> Array:
+                return eqx.combine(kernel, rest).covariance(X).astype(self.dtype)
+
+            _, pullback = jax.vjp(covariance, kernel, X)
+            slope, dX = pullback(matmul(u, v.T))
+            return jax.tree.map(jnp.add, total, slope), dX
+
+        def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
+            total, slope_X = totals
+            i, j = index
+
+            def gram(kernel: AbstractKernel, Xi: Array, Xj: Array) -> Array:
+                return eqx.combine(kernel, rest)(Xi, Xj).astype(self.dtype)
+
+            _, pullback = jax.vjp(gram, kernel, blocks.X[i], blocks.X[j])
+            # H_ij and H_ji' are the same numbers: both sides' weights at once.
+            lefts = jnp.concatenate([left[i], right[i]], axis=1)
+            rights = jnp.concatenate([right[j], left[j]], axis=1)
+            slope, dXi, dXj = pullback(matmul(lefts, rights.T))
+            total = jax.tree.map(jnp.add, total, slope)
+            return (total, slope_X.at[i].add(dXi).at[j].add(dXj)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, kernel)
+        totals: Any = jax.lax.scan(of_diagonal, zeros, (blocks.X, left, right))
+        (total, dX), _ = jax.lax.scan(of_pair, totals, blocks.pairs())
+        dnoise = jnp.sum(U * V, axis=1).astype(self.noise_variance.dtype)
+        if self.noise_variance.ndim == 0:
+            dnoise = jnp.sum(dnoise)
+        gradient = (total, blocks.join(dX), dnoise)
+        return eqx.tree_at(lambda H: (H.kernel, H.X, H.noise_variance), self, gradient)
+
+
+class _Blocks:
+    """The rows of X in blocks of equal size; the last one is filled up with its last row."""
+
+    def __init__(self, X: Float[Array, "n d"], block_size: int) -> None:
+        self.size = X.shape[0]
+        self.shape = (-(-self.size // block_size), block_size)
+        filling = jnp.broadcast_to(X[-1:], (self.shape[0] * block_size - self.size, X.shape[1]))
+        self.X = jnp.concatenate([X, filling]).reshape(*self.shape, X.shape[1])
+
+    def split(self, V: Float[Array, "n k"]) -> Float[Array, "num_blocks block k"]:
+        """Split the rows of V like those of X; the filling is zero, so that it adds nothing."""
+        filling = self.shape[0] * self.shape[1] - self.size
+        return jnp.pad(V, ((0, filling), (0, 0))).reshape(*self.shape, V.shape[1])
+
+    def join(self, blocks: Float[Array, "num_blocks block k"]) -> Float[Array, "n k"]:
+        """The inverse of `split`."""
+        return jax.lax.collapse(blocks, 0, 2)[: self.size]
+
+    def pairs(self) -> tuple[Int[Array, " pairs"], Int[Array, " pairs"]]:
+        """All pairs of two different blocks."""
+        i, j = np.triu_indices(self.shape[0], 1)
+        return jnp.asarray(i), jnp.asarray(j)
+
+
+def kernel_matmul(
+    kernel: AbstractKernel,
+    X: Float[Array, "n d"],
+    Z: Float[Array, "m d"],
+    V: Float[Array, "m k"],
+    memory_budget: int = 2**28,
+) -> Float[Array, "n k"]:
+    """Multiply K(X, Z) V, as many rows of X at a time as fit the memory budget.
+
+    Args:
+        kernel: covariance function.
+        X: inputs, shape (n, d).
+        Z: inputs, shape (m, d).
+        V: shape (m, k).
+        memory_budget: bytes that a chunk of kernel entries may take.
+
+    Returns:
+        Shape (n, k), in O(n m (d + k)) time.
+    """
+    entries = memory_budget // (_COPIES * V.dtype.itemsize)
+    if jax.default_backend() == "cpu":
+        entries = min(entries, _MAX_STRIP_ENTRIES_ON_CPU)
+    num_chunks = max(1, -(-X.shape[0] * Z.shape[0] // max(1, entries)))
+    chunk_size = max(1, -(-X.shape[0] // num_chunks))
+    return map_rows(lambda rows: matmul(kernel(rows, Z).astype(V.dtype), V), X, chunk_size)

@@ -1,0 +1,139 @@
+"""What this package's objectives share."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+from numpyro.distributions.kl import kl_divergence
+from numpyro.infer.elbo import ELBO
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.tracing.likelihood import log_density, log_terms
+
+
+class AbstractParticleELBO(ELBO, abc.ABC):
+    """An ELBO that is the mean over particles, each of which may update mutable state."""
+
+    def __init__(self, num_particles: int, vectorize_particles: bool | Callable) -> None:
+        checks.count("num_particles", num_particles)
+        super().__init__(num_particles, vectorize_particles)
+
+    def loss_with_mutable_state(
+        self,
+        rng_key: Key[Array, ""],
+        param_map: dict[str, Any],
+        model: Callable,
+        guide: Callable,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The negative ELBO and the new mutable state; NumPyro's SVI calls it.
+
+        Args:
+            rng_key: a JAX key.
+            param_map: constrained parameters, by name.
+            model: the model.
+            guide: the guide.
+            *args: positional arguments of both.
+            **kwargs: keyword arguments of both.
+
+        Returns:
+            `loss`, a scalar, and `mutable_state`, a dict or None.
+        """
+
+        def particle(key: Array) -> tuple[Array, dict[str, Any]]:
+            return self._particle(key, param_map, model, guide, args, kwargs)
+
+        if self.num_particles == 1:
+            elbo, mutable = particle(rng_key)
+            return {"loss": -elbo, "mutable_state": mutable or None}
+        elbos, mutable = self.vectorize_particles_fn(
+            particle, jax.random.split(rng_key, self.num_particles)
+        )
+        if mutable:
+            raise ValueError(
+                f"mutable state ({', '.join(mutable)}) needs num_particles=1, got "
+                f"{self.num_particles}: each particle would write its own."
+            )
+        return {"loss": -jnp.mean(elbos), "mutable_state": None}
+
+    @abc.abstractmethod
+    def _particle(
+        self,
+        key: Array,
+        params: dict[str, Any],
+        model: Callable,
+        guide: Callable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """The ELBO from one draw of the guide's other sites, and the new mutable state."""
+
+
+Trace = dict[str, Any]
+
+
+def mutable_values(trace: Trace) -> dict[str, Any]:
+    """The values of the mutable sites."""
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+
+
+def divergence(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Float[Array, ""]:
+    """The divergence at a latent site, by a rule or at the value drawn."""
+    try:
+        found = kl_divergence(guide_site["fn"], model_site["fn"])
+    except NotImplementedError:
+        return log_density(guide_site) - log_density(model_site)
+    scale = common_scale(guide_site, model_site)
+    return jnp.sum(found if scale is None else scale * found)
+
+
+def common_scale(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Any:
+    """The scale of a site whose divergence is taken by a rule: NaN where only one side has it.
+
+    Raises:
+        ValueError: if that is known already.
+    """
+    scales = [site["scale"] for site in (guide_site, model_site)]
+    if all(scale is None for scale in scales):
+        return None
+    own, prior = (1.0 if scale is None else scale for scale in scales)
+    if not checks.is_concrete((own, prior)):
+        return jnp.where(jnp.isclose(own, prior), own, jnp.nan)
+    if not np.isclose(own, prior):
+        raise ValueError(
+            f"the site `{model_site['name']}` has the scale {prior} in the model and {own} in the "
+            "guide: put `numpyro.handlers.scale` and plates around it in both."
+        )
+    return own
+
+
+def elbo_terms(model_trace: Trace, guide_trace: Trace) -> dict[str, Float[Array, "..."]]:
+    """What each site adds to the bound: log densities, one for each entry, and minus divergences.
+
+    Raises:
+        ValueError: if the guide lacks a latent site of the model.
+    """
+    terms = {}
+    for name, site in model_trace.items():
+        if site["type"] != "sample":
+            continue
+        if site["is_observed"]:
+            terms[name] = log_terms(site)
+            continue
+        if name not in guide_trace:
+            raise ValueError(f"the guide has no site `{name}`, which the model samples.")
+        terms[name] = -divergence(guide_trace[name], site)
+    for name, site in guide_trace.items():
+        if site["type"] == "sample" and name not in model_trace:
+            terms[name] = -log_density(site)
+    return terms
+
+
+def summed(terms: dict[str, Float[Array, "..."]]) -> Float[Array, ""]:
+    """The sum of all terms."""
+    return sum(map(jnp.sum, terms.values()), jnp.zeros(()))

@@ -1,0 +1,177 @@
+"""Handlers that find a GP site in a model without sampling it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpyro
+from jaxtyping import Array, Float
+from numpyro import handlers
+from numpyro.primitives import CondIndepStackFrame, Messenger
+
+from numpyro_scalegp.distributions.rows import unwrapped
+from numpyro_scalegp.families import LatentGP, WeightSpaceGP
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.tracing.substitution import substituted
+
+Model = Callable[..., Any]
+
+
+Prior = type[LatentGP] | type[WeightSpaceGP]
+
+
+class GPSite(NamedTuple):
+    """A GP site of a model, as the model made it under given hyperparameters."""
+
+    name: str
+    prior: Any  # `LatentGP` or `WeightSpaceGP`, as the guide wants
+    batch_shape: tuple[int, ...]  # of independent functions, by plates
+    plates: tuple[CondIndepStackFrame, ...]
+    partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements
+
+    @property
+    def kernel(self) -> AbstractKernel:
+        """The kernel of a `LatentGP`."""
+        return self.prior.kernel
+
+    @property
+    def X(self) -> Float[Array, "n d"]:
+        """The rows."""
+        return self.prior.X
+
+
+class HideGPSite(Messenger):
+    """Replaces a GP site by zeros, records it, and hides it from all handlers outside.
+
+    So neither the model nor NumPyro's own guides ever factorise the prior's covariance.
+
+    Args:
+        model: the model.
+        site: the name of its GP site, or None if it has just one.
+        kind: the kind of prior that the site has.
+        hide_others: also replace other GP sites that have no value yet, without recording them.
+    """
+
+    def __init__(
+        self, model: Model, site: str | None, kind: Prior, *, hide_others: bool = False
+    ) -> None:
+        super().__init__(model)
+        self.site = site
+        self.kind = kind
+        self.hide_others = hide_others
+        self.found: list[GPSite] = []
+        self.partial: set[str] = set()  # plates that take a part of their elements
+
+    def process_message(self, msg: dict) -> None:
+        """Stop at the GP site."""
+        if msg["type"] == "plate":
+            size, taken = msg["args"]
+            if taken not in (None, size):
+                self.partial.add(msg["name"])
+        if msg["type"] != "sample" or msg["is_observed"]:
+            return
+        prior, wrapper = unwrapped(msg["fn"])
+        if not isinstance(prior, LatentGP | WeightSpaceGP):
+            return
+        if wrapper:
+            raise ValueError(
+                f"the GP site `{msg['name']}` has a {wrapper} around it: write independent "
+                "functions as a plate, with numpyro.plate(name, size) around the site, and mask "
+                "the likelihood in place of the function."
+            )
+        if msg["name"] == self.site and not isinstance(prior, self.kind):
+            raise ValueError(
+                f"the GP site `{self.site}` has a `{type(prior).__name__}` prior, and this guide "
+                f"is for a `{self.kind.__name__}`."
+            )
+        is_other = self.site not in (None, msg["name"]) or not isinstance(prior, self.kind)
+        if is_other and not self.hide_others:
+            return
+        plates = tuple(msg["cond_indep_stack"])
+        if self.partial.intersection(frame.name for frame in plates):
+            names = ", ".join(f"`{frame.name}`" for frame in plates)
+            raise ValueError(
+                f"the GP site `{msg['name']}` stands inside the plate {names}, which takes a part "
+                "of its functions: a guide owns all of them. Only rows come in mini-batches, and "
+                "their plate belongs around the likelihood."
+            )
+        if is_other and msg["value"] is not None:
+            return
+        if not is_other:
+            batch_shape = msg["fn"].batch_shape
+            self.found.append(GPSite(msg["name"], prior, batch_shape, plates))
+        msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
+        msg["stop"] = True
+
+    def the_site(self) -> GPSite:
+        """The GP site that the last run of the model met.
+
+        Raises:
+            ValueError: if there was none, or more than one and no name was given.
+        """
+        names = [found.name for found in self.found]
+        if not names:
+            wanted = "no GP site" if self.site is None else f"no GP site `{self.site}`"
+            arguments = "kernel" if self.kind is LatentGP else "features"
+            raise ValueError(
+                f"the model has {wanted}: write "
+                f"numpyro.sample(name, sgp.{self.kind.__name__}({arguments}, X))."
+            )
+        if len(names) > 1:
+            raise ValueError(
+                f"the model has the GP sites {names}: name the one that this guide owns with "
+                "`site=`, and give a GP guide for the others as `rest=`."
+            )
+        return self.found[0]._replace(partial=tuple(sorted(self.partial)))
+
+
+class WithoutSite:
+    """A model without one GP site: what a guide for all other sites is built on.
+
+    Args:
+        model: the model.
+        site: the name of its GP site, or None if it has just one.
+        kind: the kind of prior that the site has.
+    """
+
+    def __init__(self, model: Model, site: str | None, kind: Prior) -> None:
+        self.model = model
+        self.site = site
+        self.kind = kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with zeros for the function."""
+        # A handler for each run, so that no traced value outlives it.
+        return HideGPSite(self.model, self.site, self.kind)(*args, **kwargs)
+
+
+def find_gp_site(
+    model: Model,
+    site: str | None,
+    kind: Prior,
+    values: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    indices: dict[str, Any] | None = None,
+) -> GPSite:
+    """Run a model at given values of its other sites and return its GP site.
+
+    Parameters, mutable state and plates stay visible to the handlers outside, so that networks in
+    the model see the optimiser's parameters and a plate's rows are drawn once; the rest is hidden.
+
+    Args:
+        model: the model.
+        site: the name of its GP site, or None if it has just one.
+        kind: the kind of prior that the site has.
+        values: values of the other latent sites, functions included; without one they are zeros.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        indices: of plates, as far as they are drawn already.
+    """
+    # The values come first: a function that has one is no site to be hidden.
+    given = substituted(model, {}, values, indices)
+    hidden = HideGPSite(given, site, kind, hide_others=True)
+    visible = ("param", "mutable", "plate")
+    seeded = handlers.seed(hidden, numpyro.prng_key())
+    handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
+    return hidden.the_site()

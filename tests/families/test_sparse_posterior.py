@@ -1,0 +1,79 @@
+"""The sparse posterior in chunks, joint draws, and what it never forms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro_scalegp as sgp
+from tests.distributions.test_gaussian_process import assert_within_standard_errors, data
+from tests.families.test_latent import dense_sparse, sparse
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 9, 100])
+def test_chunks_change_nothing(chunk_size, x64):
+    X = data()[0]
+    posterior = sparse().posterior()
+    mean, covariance = dense_sparse(X)
+    np.testing.assert_allclose(posterior.mean(jnp.array(X), chunk_size=chunk_size), mean, rtol=1e-9)
+    np.testing.assert_allclose(
+        posterior.variance(jnp.array(X), chunk_size=chunk_size),
+        np.diagonal(covariance),
+        rtol=1e-9,
+    )
+
+
+def test_joint_samples(dtype):
+    X = data()[0]
+    draws = sparse().posterior().sample(jax.random.key(4), jnp.array(X), 10_000)
+    assert draws.shape == (10_000, len(X))
+    assert draws.dtype == dtype
+    assert_within_standard_errors(draws, *dense_sparse(X))
+
+
+def test_memory_follows_the_chunk():
+    """Moments at many rows: nothing of n x n entries, nothing of n x M."""
+    n, chunk_size = 20_000, 100
+    posterior = sparse().posterior()
+    M = posterior.loc.size
+
+    def sizes(jaxpr: Any) -> list[int]:
+        found = []
+        for equation in jaxpr.eqns:
+            found += [v.aval.size for v in equation.outvars]
+            for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    found += sizes(inner)
+        return found
+
+    def largest(chunk_size: int) -> int:
+        def moments(X: Any) -> Any:
+            return (
+                posterior.mean(X, chunk_size=chunk_size),
+                posterior.variance(X, chunk_size=chunk_size),
+            )
+
+        return max(sizes(jax.make_jaxpr(moments)(jnp.zeros((n, 2))).jaxpr))
+
+    assert largest(n) >= n * M, "the count must see what a single chunk forms"
+    # The padded inputs, and a chunk's differences of all columns, are the largest.
+    assert largest(chunk_size) <= max(2 * (n + chunk_size), 2 * M * chunk_size)
+
+
+def test_many_rows_by_default(x64):
+    X = jnp.linspace(-3.0, 3.0, 200_000).reshape(-1, 2)
+    posterior = sparse().posterior()
+    variance = posterior.variance(X)
+    assert variance.shape == (100_000,)
+    some = np.array([0, 17, 99_999])
+    np.testing.assert_allclose(
+        variance[some], np.diagonal(dense_sparse(np.asarray(X)[some])[1]), rtol=1e-9
+    )
+
+
+def test_base_class_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        sgp.posteriors.AbstractPosterior()

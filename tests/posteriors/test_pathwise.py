@@ -1,0 +1,411 @@
+"""The pathwise posterior against the exact one: moments, samples and where its solves start."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
+from numpyro_scalegp.solvers import (
+    AlternatingProjections,
+    ConjugateGradients,
+    Solution,
+    StopReason,
+)
+from numpyro_scalegp.solvers.preconditioners import PivotedCholesky
+from tests.distributions.test_gaussian_process import assert_within_standard_errors
+
+N, M, MANY, FEW = 60, 5, 3_000, 8
+KEY = jax.random.key(0)
+NOISE = 0.1
+PER_ROW = np.linspace(0.05, 0.4, N)
+CG = ConjugateGradients(1e-9, 60, PivotedCholesky(20))
+
+
+def data() -> tuple[Array, Array, Array]:
+    """Inputs of which some rows repeat, observations, and new inputs, one of them an old one."""
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(N, 2))
+    X[-5:] = X[:5]
+    y = np.sin(2 * X.sum(axis=1)) + X[:, 0] + 0.3 * rng.normal(size=N)
+    Xs = np.concatenate([rng.normal(size=(M - 1, 2)), X[:1]])
+    return jnp.array(X), jnp.array(y), jnp.array(Xs)
+
+
+def trend(X: Array) -> Array:
+    return 0.5 + X[:, 0]
+
+
+def process(estimator: Any, noise: Any = NOISE, **options: Any) -> sgp.GaussianProcess:
+    kernel = sgp.kernels.Matern32(jnp.array([0.8, 1.2]), 1.5)
+    options = {"mean": trend, **options}
+    return sgp.GaussianProcess(kernel, data()[0], noise, estimator=estimator, **options)
+
+
+def pathwise(solver: Any = CG, num_features: int = 2000) -> Pathwise:
+    return Pathwise(solver, FEW, num_features, num_logdet_probes=0)
+
+
+@functools.cache
+def exact(per_row: bool = False) -> sgp.posteriors.ExactPosterior:
+    estimator = sgp.estimators.Cholesky()
+    return process(estimator, PER_ROW if per_row else NOISE).condition(data()[1])
+
+
+def posterior(num_samples: int = MANY, per_row: bool = False) -> sgp.posteriors.PathwisePosterior:
+    return conditioned(num_samples, per_row)
+
+
+@functools.cache
+def conditioned(num_samples: int, per_row: bool) -> sgp.posteriors.PathwisePosterior:
+    # Each 16 samples share features: with fewer, samples are further apart than their number says.
+    estimator = pathwise(num_features=1000 if num_samples == MANY else 2000)
+    gp = process(estimator, PER_ROW if per_row else NOISE)
+    y = data()[1]
+    return jax.jit(lambda y: gp.condition(y, key=KEY, num_samples=num_samples))(y)
+
+
+per_row = pytest.mark.parametrize("per_row", [False, True], ids=["scalar", "per_row"])
+
+
+# Moments
+
+
+@per_row
+def test_mean_is_exact(per_row, x64):
+    Xs = data()[2]
+    found, expected = posterior(FEW, per_row).mean(Xs), exact(per_row).mean(Xs)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    weights = posterior(FEW, per_row).representer_weights
+    np.testing.assert_allclose(weights, exact(per_row).representer_weights, rtol=1e-6, atol=1e-6)
+
+
+@per_row
+def test_samples_have_the_exact_moments(per_row, x64):
+    Xs = data()[2]
+    draws = posterior(MANY, per_row).sample(KEY, Xs, MANY)
+    assert draws.shape == (MANY, M)
+    assert_within_standard_errors(draws, exact(per_row).mean(Xs), exact(per_row).covariance(Xs))
+
+
+@per_row
+def test_variance_is_the_mean_square_of_the_samples(per_row, x64):
+    Xs = data()[2]
+    one = posterior(MANY, per_row)
+    variance = one.variance(Xs)
+    deviations = one.sample(KEY, Xs, MANY) - one.mean(Xs)
+    np.testing.assert_allclose(variance, np.mean(np.square(deviations), axis=0), rtol=1e-9)
+    expected = exact(per_row).variance(Xs)
+    assert np.all(np.abs(variance - expected) < 4 * np.sqrt(2 / MANY) * expected)
+
+
+@per_row
+def test_predictive_at_the_data(per_row, x64):
+    one, other = posterior(MANY, per_row).at_data(), exact(per_row).at_data()
+    assert one.batch_shape == (N,)
+    np.testing.assert_allclose(one.mean, other.mean, rtol=1e-6, atol=1e-6)
+    noise = PER_ROW if per_row else NOISE
+    explained = other.variance - noise
+    assert np.all(np.abs(one.variance - other.variance) < 4.5 * np.sqrt(2 / MANY) * explained)
+    # The same as the moments at those inputs, which evaluate the kernel.
+    X = data()[0]
+    variance = posterior(MANY, per_row).variance(X)
+    np.testing.assert_allclose(one.variance, variance + noise, rtol=1e-5)
+
+
+@per_row
+def test_leave_one_out(per_row, x64):
+    one, other = posterior(MANY, per_row).leave_one_out(), exact(per_row).leave_one_out()
+    assert one.batch_shape == (N,)
+    bound = 4.5 * np.sqrt(2 / MANY)
+    assert np.all(np.abs(one.variance / other.variance - 1) < 1.1 * bound)
+    y = data()[1]
+    assert np.all(np.abs(one.mean - other.mean) < 1.1 * bound * np.abs(y - other.mean))
+    np.testing.assert_allclose(one.log_prob(y), other.log_prob(y), atol=0.3)
+    # With few samples, too, no variance lies outside of what is possible.
+    few = posterior(FEW, per_row).leave_one_out().variance
+    noise = PER_ROW if per_row else NOISE
+    assert np.all(few >= noise * (1 - 1e-9))
+    assert np.all(few <= (noise + 1.5) * (1 + 1e-9))
+
+
+def test_predictive_adds_the_noise(x64):
+    Xs = data()[2]
+    one = posterior()
+    predictive = one.predictive(Xs)
+    np.testing.assert_allclose(predictive.mean, one.mean(Xs), rtol=1e-12)
+    np.testing.assert_allclose(predictive.variance, one.variance(Xs) + NOISE, rtol=1e-12)
+    other = one.predictive(Xs, jnp.arange(1.0, M + 1))
+    np.testing.assert_allclose(other.variance, one.variance(Xs) + np.arange(1, M + 1), rtol=1e-12)
+
+
+def test_predictive_needs_the_noise_at_new_inputs_where_it_varies(x64):
+    Xs = data()[2]
+    one = posterior(FEW, per_row=True)
+    with pytest.raises(ValueError, match=r"`noise_variance` must be given.*shape \(60,\)"):
+        one.predictive(Xs)
+    predictive = one.predictive(Xs, 0.3)
+    np.testing.assert_allclose(predictive.variance, one.variance(Xs) + 0.3, rtol=1e-12)
+
+
+def test_far_away_the_posterior_is_the_prior(x64):
+    far = jnp.full((1, 2), 100.0)
+    one = posterior()
+    np.testing.assert_allclose(one.mean(far), trend(far), rtol=1e-9)
+    assert abs(one.variance(far)[0] - 1.5) < 4 * np.sqrt(2 / MANY) * 1.5
+
+
+# Samples
+
+
+def test_samples_are_functions(x64):
+    """With one key, the same functions at whatever inputs they are asked for."""
+    Xs = data()[2]
+    one = posterior(FEW)
+    draws = one.sample(KEY, Xs, 3)
+    assert draws.shape == (3, M)
+    rows = np.array([3, 0])
+    np.testing.assert_allclose(one.sample(KEY, Xs[rows], 3), draws[:, rows], rtol=1e-9)
+    np.testing.assert_allclose(one.sample(KEY, Xs[2:3], 3), draws[:, 2:3], rtol=1e-9)
+    assert one.sample(KEY, Xs).shape == (1, M)
+    assert not np.allclose(one.sample(jax.random.key(1), Xs, 3), draws)
+
+
+@pytest.mark.parametrize(
+    "of_X, of_noise", [(np.float64, np.float32), (np.float32, np.float64)], ids=["noise", "X"]
+)
+def test_inputs_of_another_dtype_are_those_of_the_same_functions(of_X, of_noise, x64):
+    X, y, Xs = data()
+    kernel = sgp.kernels.Matern32(0.8)
+    noise = jnp.asarray(PER_ROW, of_noise)
+    gp = sgp.GaussianProcess(kernel, X.astype(of_X), noise, estimator=pathwise(), key=KEY)
+    one = gp.condition(y)
+    np.testing.assert_allclose(one.at_data().variance - noise, one.variance(X), rtol=1e-4)
+    other = Xs.astype(jnp.float32)
+    np.testing.assert_allclose(one.variance(other), one.variance(Xs), rtol=1e-4)
+    np.testing.assert_allclose(one.sample(KEY, other), one.sample(KEY, Xs), rtol=1e-4, atol=1e-4)
+
+
+def test_stored_samples_come_without_repetition(x64):
+    Xs = data()[2]
+    one = posterior(FEW)
+    assert one.num_samples == FEW
+    draws = np.asarray(one.sample(KEY, Xs, FEW))
+    assert len(np.unique(draws[:, 0].round(9))) == FEW
+    other = np.asarray(one.sample(jax.random.key(1), Xs, FEW))
+    np.testing.assert_allclose(np.sort(draws[:, 0]), np.sort(other[:, 0]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 100])
+def test_chunks_change_nothing(chunk_size, x64):
+    Xs = data()[2]
+    one = posterior(FEW)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9)
+    close(one.mean(Xs, chunk_size=chunk_size), one.mean(Xs))
+    close(one.variance(Xs, chunk_size=chunk_size), one.variance(Xs))
+    close(one.sample(KEY, Xs, 3, chunk_size=chunk_size), one.sample(KEY, Xs, 3))
+    close(one.predictive(Xs, chunk_size=chunk_size).variance, one.predictive(Xs).variance)
+
+
+def test_more_samples_than_are_stored(x64):
+    Xs = data()[2]
+    one = posterior(FEW)
+    draws = one.sample(KEY, Xs, 400)
+    assert draws.shape == (400, M)
+    assert len(np.unique(draws[:, 0])) == 400
+    assert_within_standard_errors(draws, exact().mean(Xs), exact().covariance(Xs))
+    # They are functions as well.
+    np.testing.assert_allclose(one.sample(KEY, Xs[1:3], 400), draws[:, 1:3], rtol=1e-7)
+
+
+def test_resampled(x64):
+    Xs = data()[2]
+    one = posterior(FEW)
+    more = one.resampled(KEY, 500)
+    assert (one.num_samples, more.num_samples) == (FEW, 500)
+    np.testing.assert_allclose(more.mean(Xs), one.mean(Xs), rtol=1e-12)
+    expected = exact().variance(Xs)
+    assert np.all(np.abs(more.variance(Xs) - expected) < 4 * np.sqrt(2 / 500) * expected)
+    assert more.diagnostics["converged"]
+    assert more.diagnostics["residual"] == one.diagnostics["residual"]
+    assert more.diagnostics["sample_residual"] <= 1e-9
+    other = one.resampled(jax.random.key(1), 500)
+    assert not np.allclose(more.variance(Xs), other.variance(Xs))
+
+
+def test_dtype_follows_the_inputs(dtype):
+    Xs = data()[2]
+    solver = ConjugateGradients(1e-3, 60, PivotedCholesky(20))
+    gp = process(Pathwise(solver, 2, num_features=16), key=KEY)
+
+    def everything(gp: sgp.GaussianProcess, y: Array) -> Any:
+        one = gp.condition(y)
+        parts = one.mean(Xs), one.variance(Xs), one.sample(KEY, Xs), one.sample(KEY, Xs, 4)
+        return parts, one.at_data(), one.leave_one_out(), one.predictive(Xs)
+
+    leaves = jax.tree.leaves(jax.eval_shape(everything, gp, data()[1]))
+    assert {leaf.dtype for leaf in leaves} == {dtype}
+
+
+# Where solves start
+
+
+class Counted(AlternatingProjections):
+    """A solver that tells when it runs, not when it is traced."""
+
+    def solve(self, *args: Any, **kwargs: Any) -> Solution:
+        jax.debug.callback(lambda: CALLS.append(None))
+        return super().solve(*args, **kwargs)
+
+
+CALLS: list[None] = []
+COUNTED = Counted(20, 1e-7, 1000)
+
+
+def calls() -> int:
+    jax.effects_barrier()
+    number = len(CALLS)
+    CALLS.clear()
+    return number
+
+
+@jax.jit
+def step(estimator: Any, noise: Array, y: Array, key: Array = KEY) -> SolverState:
+    """A state after one evaluation."""
+    state = SolverState(5)
+    process(estimator, noise, key=key, state=state).log_prob(y)
+    return state
+
+
+@functools.partial(jax.jit, static_argnames="num_samples")
+def condition(
+    estimator: Any, noise: Array, y: Array, state: Any = None, num_samples: int | None = None
+) -> sgp.posteriors.PathwisePosterior:
+    gp = process(estimator, noise, key=KEY, state=state)
+    return gp.condition(y, num_samples=num_samples)
+
+
+def hutchinson(solver: Any) -> Hutchinson:
+    return Hutchinson(solver, FEW, num_features=2000, num_logdet_probes=0)
+
+
+def test_a_fit_conditions_without_another_solve(x64):
+    _, y, Xs = data()
+    noise = jnp.array(NOISE)
+    estimator = pathwise(COUNTED)
+    state = step(estimator, noise, y)
+    assert calls() == 1
+    found = condition(estimator, noise, y, state)
+    assert calls() == 0
+    assert found.diagnostics["epochs"] == 0
+    assert found.diagnostics["converged"]
+    assert found.diagnostics["residual"] == state.history()["residual"][-1] <= 1e-7
+    probe_residual = state.history()["probe_residual"][-1]
+    np.testing.assert_allclose(found.diagnostics["sample_residual"], probe_residual)
+    np.testing.assert_allclose(found.mean(Xs), exact().mean(Xs), rtol=1e-5, atol=1e-5)
+    # Its samples are those of a solve for the same draws.
+    np.testing.assert_array_equal(found.solution.value, state.memory.solutions[0])
+    xi = found.draws.observations(found.kernel, found.X, jnp.full(N, NOISE))
+    H = np.asarray(found.kernel.covariance(found.X)) + NOISE * np.eye(N)
+    error = np.linalg.norm(H @ found.solution.value[:, 1:] - xi, axis=0)
+    assert np.all(error <= 1e-6 * np.linalg.norm(xi, axis=0))
+
+
+@pytest.mark.parametrize("change", ["noise", "y"])
+def test_other_hyperparameters_or_data_are_solved_for_from_the_state(change, x64):
+    _, y, Xs = data()
+    noise = jnp.array(NOISE)
+    estimator = pathwise(COUNTED)
+    state = step(estimator, noise, y)
+    new_noise, new_y = (1.001 * noise, y) if change == "noise" else (noise, 1.001 * y)
+    calls()
+    warm = condition(estimator, new_noise, new_y, state)
+    assert calls() == 1
+    cold = condition(estimator, new_noise, new_y)
+    assert calls() == 1
+    assert 0 < warm.diagnostics["epochs"] < 0.8 * cold.diagnostics["epochs"]
+    expected = process(sgp.estimators.Cholesky(), new_noise).condition(new_y).mean(Xs)
+    for found in (warm, cold):
+        assert found.diagnostics["converged"]
+        np.testing.assert_allclose(found.mean(Xs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_another_number_of_samples_takes_a_solve(x64):
+    _, y, Xs = data()
+    noise = jnp.array(NOISE)
+    estimator = pathwise(COUNTED)
+    state = step(estimator, noise, y)
+    calls()
+    found = condition(estimator, noise, y, state, num_samples=FEW + 3)
+    assert calls() == 1
+    assert found.num_samples == FEW + 3
+    assert found.sample(KEY, Xs, FEW + 3).shape == (FEW + 3, M)
+    np.testing.assert_allclose(found.mean(Xs), exact().mean(Xs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_fit_by_hutchinson_conditions(x64):
+    """Its probes are no samples: they are solved for anew, the data's column is kept."""
+    _, y, Xs = data()
+    noise = jnp.array(NOISE)
+    estimator = hutchinson(COUNTED)
+    state = step(estimator, noise, y, jax.random.key(1))
+    calls()
+    found = condition(estimator, noise, y, state, num_samples=400)
+    assert calls() == 1
+    assert found.diagnostics["epochs"] > 0
+    np.testing.assert_allclose(found.mean(Xs), exact().mean(Xs), rtol=1e-5, atol=1e-5)
+    draws = found.sample(KEY, Xs, 400)
+    assert_within_standard_errors(draws, exact().mean(Xs), exact().covariance(Xs))
+
+
+def test_key_of_condition(x64):
+    """A given key draws other samples; the mean stays."""
+    _, y, Xs = data()
+    gp = process(pathwise(), key=KEY)
+    conditioned = jax.jit(lambda key: gp.condition(y, key=key))
+    own = jax.jit(gp.condition)(y)
+    same, other = conditioned(KEY), conditioned(jax.random.key(1))
+    np.testing.assert_allclose(own.variance(Xs), same.variance(Xs), rtol=1e-9)
+    assert not np.allclose(own.variance(Xs), other.variance(Xs))
+    np.testing.assert_allclose(own.mean(Xs), other.mean(Xs), rtol=1e-6)
+
+
+# Diagnostics and errors
+
+
+def test_diagnostics(x64):
+    found = posterior(FEW).diagnostics
+    assert set(found) == {"residual", "sample_residual", "epochs", "converged", "reason"}
+    assert all(np.shape(value) == () for value in found.values())
+    assert 0 < found["residual"] <= 1e-9
+    assert 0 < found["sample_residual"] <= 1e-9
+    assert 1 < found["epochs"] < 60
+    assert found["converged"]
+
+
+def test_solves_that_end_above_the_tolerance_warn():
+    y = data()[1]
+    gp = process(pathwise(ConjugateGradients(1e-3, 2, PivotedCholesky(5))), key=KEY)
+    with pytest.warns(RuntimeWarning, match="a linear solve ended above its tolerance") as seen:
+        found = jax.jit(gp.condition)(y)
+        jax.effects_barrier()
+    assert len(seen) == 1
+    assert not found.diagnostics["converged"]
+    assert found.diagnostics["residual"] > 1e-3
+    assert found.diagnostics["epochs"] == 3  # two iterations, and the residual at the end
+    assert found.diagnostics["reason"] == StopReason.BUDGET
+    with pytest.warns(RuntimeWarning, match="a linear solve ended above its tolerance"):
+        found.resampled(KEY, 3)
+        jax.effects_barrier()
+
+
+def test_without_a_key():
+    y = data()[1]
+    gp = process(pathwise())
+    with pytest.raises(ValueError, match="posterior samples are drawn at random: give"):
+        gp.condition(y)

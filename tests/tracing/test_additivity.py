@@ -1,0 +1,91 @@
+"""Which likelihoods are sums over rows of the function, and which combine them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_scalegp.tracing.additivity import check_additive, standing_in
+
+N = 6
+Y = np.linspace(-1.0, 1.0, N)
+GROUP = np.arange(9) % N
+SUMS = {
+    "own_rows": lambda f: dist.Normal(f, 0.1).log_prob(Y),
+    "summed": lambda f: dist.StudentT(4.0, f, 0.1).to_event(1).log_prob(Y),
+    "scale": lambda f: dist.Normal(0.0, jnp.exp(f)).log_prob(Y),
+    "groups": lambda f: dist.Bernoulli(logits=f[GROUP]).log_prob(GROUP % 2),
+    "indicators": lambda f: dist.Normal(jnp.eye(N)[GROUP] @ f, 0.1).log_prob(GROUP),
+    "masked": lambda f: dist.Normal(f, 0.1).mask(Y > 0).log_prob(np.where(Y > 0, Y, np.nan)),
+    "large": lambda f: dist.Poisson(1e6 * jnp.exp(f)).log_prob(10**6),
+    "beyond_range": lambda f: jnp.finfo(f.dtype).max * jnp.sin(10.0 * f),
+    "mean": lambda f: f.mean(),
+    "none": lambda f: dist.Normal(0.0, 1.0).log_prob(Y),
+}
+COMBINED = {
+    "centered": lambda f: dist.Normal(f - f.mean(), 0.1).log_prob(Y),
+    "held": lambda f: dist.Normal(f - jax.lax.stop_gradient(f.mean()), 0.1).log_prob(Y),
+    "cumulative": lambda f: dist.Normal(jnp.cumsum(f), 0.1).log_prob(Y),
+    "sorted": lambda f: dist.Normal(jnp.sort(f), 0.1).log_prob(Y),
+    "largest": lambda f: dist.Normal(f.max(), 0.1).log_prob(1.0),
+    "square": lambda f: -jnp.square(f.mean()),
+    "two_of_many": lambda f: dist.Normal(f.at[4].add(0.1 * f[5]), 0.1).log_prob(Y),
+    "neighbor_scale": lambda f: dist.Normal(f, jnp.exp(jnp.roll(f, 1))).log_prob(Y),
+    "covariance": lambda f: dist.MultivariateNormal(f, 0.5 + jnp.eye(N)).log_prob(Y),
+    "large": lambda f: dist.Poisson(1e6 * jnp.exp(f + f.mean())).log_prob(10**6),
+    # What small positive values of f do not show.
+    "negative": lambda f: dist.Normal(jnp.minimum(f, 0.0).sum(), 1.0).log_prob(Y),
+    "beyond_two": lambda f: dist.Normal(jnp.maximum(f - 2.0, 0.0).sum(), 1.0).log_prob(Y),
+    "noisy": lambda f: dist.Normal(f - f.mean(), 100.0).log_prob(Y),
+    "far_off": lambda f: dist.Normal(f - f.mean(), 1.0).log_prob(300.0 + Y),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_rows_pass(name, dtype):
+    check_additive(lambda f: {"y": SUMS[name](f)}, jnp.zeros(N), "f")
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_combined_rows_are_refused(name):
+    message = r"the site `y` combines rows of the function `f`.*Train with sgp.infer.JointELBO"
+    with pytest.raises(ValueError, match=message):
+        check_additive(lambda f: {"x": f, "y": COMBINED[name](f)}, jnp.zeros(N), "f")
+
+
+def test_combined_functions_are_refused():
+    check_additive(lambda f: {"y": dist.Normal(f, 0.1).log_prob(Y)}, jnp.zeros((2, N)), "f")
+    with pytest.raises(ValueError, match="or functions of its plate"):
+        terms = lambda f: {"y": dist.Normal(f[0] - f[1], 0.1).log_prob(Y)}  # noqa: E731
+        check_additive(terms, jnp.zeros((2, N)), "f")
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_there_is_nothing_to_combine(n):
+    check_additive(lambda f: {"y": jnp.square(f.sum())}, jnp.zeros(n), "f")
+
+
+def test_what_is_traced_is_stood_in_for():
+    @jax.jit
+    def step(scale, covariance, key, mixed):
+        noise = jax.random.normal(key, (N,))
+        terms = lambda f: {  # noqa: E731
+            "a": dist.Normal(f, scale).log_prob(noise),
+            "b": dist.MultivariateNormal(f - mixed * f.mean(), covariance).log_prob(Y),
+        }
+        check_additive(terms, jnp.zeros(N), "f")
+
+    with pytest.raises(ValueError, match="the site `b` combines rows"):
+        step(1.0, jnp.zeros((N, N)), jax.random.key(0), 0.0)
+
+
+def test_values_on_the_host(dtype):
+    @jax.jit
+    def step(scale):
+        found = standing_in(lambda f: [f, 0.0 * scale + 1.0], jnp.zeros(2))(np.array([1.0, 2.0]))
+        np.testing.assert_array_equal(found[0], [1.0, 2.0])
+        assert found[1] == 1.0
+        assert found[0].dtype == dtype
+
+    step(3.0)
