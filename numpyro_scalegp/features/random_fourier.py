@@ -13,7 +13,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
-from numpyro_scalegp.kernels.kernel import Scaled
+from numpyro_scalegp.kernels.kernel import Scaled, Waves
 
 
 class RandomFourier(AbstractFeatures):
@@ -82,15 +82,16 @@ class RandomFourier(AbstractFeatures):
                 frequencies are not inversely proportional to a lengthscale.
         """
         checks.count("num_columns", num_columns)
-        pairs = jnp.arange(self.num_features // 2)
-        table = self._drawn(pairs, num_columns) * _lengthscale(self.kernel)
+        waves = self._waves(jnp.arange(self.num_features // 2), num_columns)
+        table = waves.frequencies * _lengthscale(self.kernel)
         return RandomFourier(self.kernel, self.num_features, self.seed, table, self.origin)
 
     def with_kernel(self, kernel: AbstractKernel) -> "RandomFourier":
         """The same features for other hyperparameters.
 
         Args:
-            kernel: a kernel of the same kind.
+            kernel: a kernel of the same kind. For a `component` of this kernel the columns are the
+                same where the wave is its own, and zero elsewhere.
 
         Returns:
             Features with the same seed and the same frequencies kept, if any are.
@@ -106,25 +107,27 @@ class RandomFourier(AbstractFeatures):
             )
         return RandomFourier(kernel, self.num_features, self.seed, self.table, self.origin)
 
-    def _drawn(self, pairs: Int[Array, " p"], d: int) -> Float[Array, "p d"]:
-        def one(pair: Array) -> Array:
-            return self.kernel.sample_frequencies(jax.random.fold_in(self.seed, pair), 1, d)[0]
+    def _waves(self, pairs: Int[Array, " p"], d: int) -> Waves:
+        def one(pair: Array) -> Waves:
+            waves = self.kernel.sample_waves(jax.random.fold_in(self.seed, pair), 1, d)
+            return Waves(waves.frequencies[0], waves.variance, waves.active[0])
 
-        return jax.vmap(one)(pairs)
+        return jax.vmap(one, out_axes=Waves(0, None, 0))(pairs)  # type: ignore[arg-type]
 
     def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
-        pairs, amplitude = index // 2, self.kernel.diag(X[:1])
+        pairs = index // 2
         if self.origin is not None:
             checks.shape("origin", self.origin, X.shape[1:], why="one row of inputs")
             X = X - self.origin
         if self.table is None:
-            frequencies = self._drawn(pairs, X.shape[1])
+            frequencies, variance, active = self._waves(pairs, X.shape[1])
         else:
             frequencies = self.table[pairs] / _lengthscale(self.kernel)
+            variance, active = self.kernel.diag(X[:1]), jnp.ones(pairs.shape, bool)
         turns = turns_of(X, (frequencies / (2.0 * math.pi)).astype(X.dtype))
         # A sine is a cosine a quarter of a turn later.
         waves = cos_of_turns(turns - 0.25 * (index % 2).astype(X.dtype))
-        return jnp.sqrt(amplitude * (2.0 / self.num_features)) * waves
+        return jnp.where(active, jnp.sqrt(variance * (2.0 / self.num_features)), 0.0) * waves
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The kernel itself, which the features have on average, shape (n, m)."""

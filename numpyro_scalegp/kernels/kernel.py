@@ -1,20 +1,30 @@
 """The interface of a covariance function, and how two of them compose."""
 
 import abc
+import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns, turns_of
+
+
+class Waves(NamedTuple):
+    """Random waves of a stationary kernel: E[variance cos(w'(x - z))] = k(x, z)."""
+
+    frequencies: Float[Array, "num d"]  # w, in radians per unit of the inputs
+    variance: Float[Array, ""]  # k(x, x); of a component, that of the kernel it was taken from
+    active: Bool[Array, " num"]  # of a component, the waves that are its own
 
 
 class AbstractKernel(eqx.Module):
@@ -23,7 +33,18 @@ class AbstractKernel(eqx.Module):
     `k(X, Z)` is the matrix of all pairs and `k.diag(X)` its diagonal. Kernels compose with `+`, `*`
     and positive scalars, and `k.on((0, 3))` lets a kernel see some of the input columns only.
     Hyperparameters are arrays without priors or constraints: those belong to the model.
+
+    A kernel of one's own implements `evaluate` and `evaluate_diag`; where random features are
+    wanted, `random_features`, or, if it is stationary, `is_stationary` and `sample_frequencies`.
     """
+
+    @abc.abstractmethod
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j) for inputs that were checked, shape (n, m)."""
+
+    @abc.abstractmethod
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i) for inputs that were checked, shape (n,), in O(n d)."""
 
     def __call__(
         self, X: Float[ArrayLike, "n d"], Z: Float[ArrayLike, "m d"]
@@ -42,17 +63,69 @@ class AbstractKernel(eqx.Module):
         """
         X = checks.inputs("X", X, may_be_empty=True)
         Z = checks.inputs("Z", Z, width=X.shape[1], may_be_empty=True)
-        return self._gram(X, Z)
+        return self.evaluate(X, Z)
 
     def diag(self, X: Float[ArrayLike, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""
-        return self._diag(checks.inputs("X", X, may_be_empty=True))
+        return self.evaluate_diag(checks.inputs("X", X, may_be_empty=True))
 
     def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
         """The matrix K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (n, n)."""
         X = checks.inputs("X", X, may_be_empty=True)
         diagonal = jnp.eye(X.shape[0], dtype=bool)
-        return jnp.where(diagonal, self._diag(X)[:, None], self._gram(X, X))
+        return jnp.where(diagonal, self.evaluate_diag(X)[:, None], self.evaluate(X, X))
+
+    @property
+    def parts(self) -> dict[str, "AbstractKernel"]:
+        """The kernels that this one is made of, by the names of its fields."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: one for name, one in values.items() if isinstance(one, AbstractKernel)}
+
+    @property
+    def is_component(self) -> bool:
+        """Whether a sum in this kernel is reduced to one of its terms; see `component`."""
+        return any(kernel.is_component for kernel in self.parts.values())
+
+    def component(self, part: "AbstractKernel") -> "AbstractKernel":
+        """The kernel of one part of a sum: what is left where all other terms are zero.
+
+        Every sum on the way to the part is reduced to the branch that holds it; factors and
+        wrappers stay: of 2 (a + b) c, the component of a is 2 a c. A function with this kernel is
+        the sum of independent functions, one for each component of a sum. With the same key, random
+        features have the same columns as those of the whole, zero where they belong to other parts,
+        so that with the same weights the components' functions add up to that of the whole.
+
+        Args:
+            part: an object within this kernel, such as `kernel.left` or `kernel.kernel.right`; of
+                the kernel itself, the component is the kernel.
+
+        Returns:
+            A kernel of the same structure.
+
+        Raises:
+            TypeError: if `part` is not a kernel.
+            ValueError: if `part` is not within this kernel, or in several places.
+        """
+        checks.instance("part", part, AbstractKernel)
+        found = self._components(part)
+        if len(found) != 1:
+            places = "several places" if found else "none"
+            raise ValueError(
+                f"`part` must be an object in one place within this `{type(self).__name__}`, got a "
+                f"`{type(part).__name__}` that is in {places}: take it from the very kernel, such "
+                "as `kernel.left`, whose terms must be different objects."
+            )
+        return found[0]
+
+    def _components(self, part: "AbstractKernel") -> list["AbstractKernel"]:
+        """This kernel reduced to the part, once for each place where that is."""
+        if self is part:
+            return [self]
+        return [
+            eqx.tree_at(operator.attrgetter(name), self, component)
+            for name, kernel in self.parts.items()
+            for component in kernel._components(part)
+        ]
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw angular frequencies from the normalised spectral density.
@@ -87,11 +160,18 @@ class AbstractKernel(eqx.Module):
         Not where one decides between discrete frequencies: the lengthscale of `Periodic`, or the
         variances of a sum inside of a product.
         """
-        return self._has_smooth_frequencies
+        return self.has_smooth_frequencies
 
     @property
-    def _has_smooth_frequencies(self) -> bool:
+    def has_smooth_frequencies(self) -> bool:
+        """Whether `sample_frequencies` of a fixed key has a derivative in every hyperparameter."""
         return True
+
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
+        """Draw random waves, of which `sample_frequencies` gives the frequencies alone."""
+        frequencies = self.sample_frequencies(key, num, d)
+        variance = self.evaluate_diag(jnp.zeros((1, d), frequencies.dtype))[0]
+        return Waves(frequencies, variance, jnp.ones(num, bool))
 
     def random_features(
         self,
@@ -130,13 +210,13 @@ class AbstractKernel(eqx.Module):
             Schneider (2015), On the Error of Random Fourier Features: pairs beat random phases.
         """
         X, key = checks.inputs("X", X), checks.as_key(key)
-        amplitude = jnp.sqrt(self._diag(X[:1]))
         if origin is not None:
             X = X - origin
         num_pairs = max(1, checks.count("num_features", num_features) // 2)
-        frequencies = self.sample_frequencies(key, num_pairs, X.shape[1]) / (2.0 * math.pi)
-        cosines, sines = cos_sin_of_turns(turns_of(X, frequencies.astype(X.dtype)))
-        return amplitude / math.sqrt(num_pairs) * jnp.concatenate([cosines, sines], axis=1)
+        waves = self.sample_waves(key, num_pairs, X.shape[1])
+        turns = turns_of(X, (waves.frequencies / (2.0 * math.pi)).astype(X.dtype))
+        amplitude = jnp.where(waves.active, jnp.sqrt(waves.variance) / math.sqrt(num_pairs), 0.0)
+        return jnp.tile(amplitude, 2) * jnp.concatenate(cos_sin_of_turns(turns), axis=1)
 
     def on(self, dims: Sequence[int]) -> "ActiveDims":
         """The same kernel on the input columns `dims` only, each named once."""
@@ -156,42 +236,83 @@ class AbstractKernel(eqx.Module):
     # NumPy arrays must leave `array * kernel` to `__rmul__` instead of looping over their entries.
     __array_ufunc__ = None
 
-    @abc.abstractmethod
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]: ...
+
+class AbstractComposite(AbstractKernel):
+    """A kernel made of others, with the properties that all of these have."""
+
+    @property
+    def is_stationary(self) -> bool:
+        """Whether all parts are stationary."""
+        return all(kernel.is_stationary for kernel in self.parts.values())
+
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether all parts' features are smooth."""
+        return all(kernel.has_smooth_features for kernel in self.parts.values())
+
+    @property
+    def has_smooth_frequencies(self) -> bool:
+        """Whether all parts' frequencies are smooth."""
+        return all(kernel.has_smooth_frequencies for kernel in self.parts.values())
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw angular frequencies, shape (num, d); see `AbstractKernel.sample_frequencies`.
+
+        Raises:
+            ValueError: if a part is not stationary, or the kernel is a `component`.
+        """
+        if self.is_component:
+            raise ValueError(
+                "a component shares the random waves of the kernel it was taken from: call "
+                "`sample_waves`, or build the kernel of this part by itself."
+            )
+        return self.sample_waves(key, num, d).frequencies
 
     @abc.abstractmethod
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]: ...
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
+        """Draw random waves from those of the parts."""
 
 
-class Sum(AbstractKernel):
-    """The sum of two kernels, k(x, z) = k_1(x, z) + k_2(x, z)."""
+class Sum(AbstractComposite):
+    """The sum of two kernels, k(x, z) = k_1(x, z) + k_2(x, z).
+
+    `active` says which of the terms count: both, unless it is a `component` of another sum.
+    """
 
     left: AbstractKernel
     right: AbstractKernel
+    active: tuple[bool, bool] = eqx.field(static=True, default=(True, True))
 
     def __check_init__(self) -> None:
         checks.instance("left", self.left, AbstractKernel)
         checks.instance("right", self.right, AbstractKernel)
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        return self.left._gram(X, Z) + self.right._gram(X, Z)
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """Add up the active terms' matrices."""
+        return functools.reduce(operator.add, [kernel.evaluate(X, Z) for kernel in self._terms])
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.left._diag(X) + self.right._diag(X)
-
-    @property
-    def is_stationary(self) -> bool:
-        """Whether both kernels are stationary."""
-        return self.left.is_stationary and self.right.is_stationary
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """Add up the active terms' variances."""
+        return functools.reduce(operator.add, [kernel.evaluate_diag(X) for kernel in self._terms])
 
     @property
-    def has_smooth_features(self) -> bool:
-        """Whether both kernels' features are smooth."""
-        return self.left.has_smooth_features and self.right.has_smooth_features
+    def is_component(self) -> bool:
+        """Whether this sum, or one within it, is reduced to one of its terms."""
+        return not all(self.active) or super().is_component
 
     @property
-    def _has_smooth_frequencies(self) -> bool:
-        return False  # each is one kernel's or the other's
+    def _terms(self) -> list[AbstractKernel]:
+        terms = zip((self.left, self.right), self.active, strict=True)
+        return [kernel for kernel, is_active in terms if is_active]
+
+    def _components(self, part: AbstractKernel) -> list[AbstractKernel]:
+        if self is part:
+            return [self]
+        lefts = self.left._components(part) if self.active[0] else []
+        rights = self.right._components(part) if self.active[1] else []
+        return [Sum(left, self.right, (True, False)) for left in lefts] + [
+            Sum(self.left, right, (False, True)) for right in rights
+        ]
 
     def random_features(
         self,
@@ -201,26 +322,41 @@ class Sum(AbstractKernel):
         *,
         origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
-        """Both kernels' features, half of the number each, side by side."""
-        left_key, right_key = jax.random.split(key)
-        share = max(2, num_features // 2)
-        left = self.left.random_features(left_key, X, share, origin=origin)
-        right = self.right.random_features(right_key, X, share, origin=origin)
-        return jnp.concatenate([left, right], axis=1)
+        """Both kernels' features, half of the number each, side by side; zero if not active."""
 
-    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        def of_term(kernel: AbstractKernel, is_active: bool, key: Array) -> Array:
+            def features() -> Array:
+                return kernel.random_features(key, X, max(2, num_features // 2), origin=origin)
+
+            if is_active:
+                return features()
+            shape = jax.eval_shape(features)
+            return jnp.zeros(shape.shape, shape.dtype)
+
+        terms = zip((self.left, self.right), self.active, jax.random.split(key), strict=True)
+        return jnp.concatenate([of_term(*term) for term in terms], axis=1)
+
+    @property
+    def has_smooth_frequencies(self) -> bool:
+        """False: each wave is the one kernel's or the other's."""
+        return False
+
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw from the mixture of both spectral densities, weighed by the variances."""
         choice_key, left_key, right_key = jax.random.split(key, 3)
-        left = self.left.sample_frequencies(left_key, num, d)
-        right = self.right.sample_frequencies(right_key, num, d)
-        origin = jnp.zeros((1, d), left.dtype)
-        left_variance, right_variance = self.left._diag(origin), self.right._diag(origin)
-        uniform = jax.random.uniform(choice_key, (num, 1), left.dtype)
-        is_left = uniform * (left_variance + right_variance) < left_variance
-        return jnp.where(is_left, left, right)
+        left = self.left.sample_waves(left_key, num, d)
+        right = self.right.sample_waves(right_key, num, d)
+        variance = left.variance + right.variance
+        uniform = jax.random.uniform(choice_key, (num,), left.frequencies.dtype)
+        is_left = uniform * variance < left.variance
+        return Waves(
+            jnp.where(is_left[:, None], left.frequencies, right.frequencies),
+            variance,
+            jnp.where(is_left, left.active & self.active[0], right.active & self.active[1]),
+        )
 
 
-class Product(AbstractKernel):
+class Product(AbstractComposite):
     """The product of two kernels, k(x, z) = k_1(x, z) k_2(x, z)."""
 
     left: AbstractKernel
@@ -230,27 +366,18 @@ class Product(AbstractKernel):
         checks.instance("left", self.left, AbstractKernel)
         checks.instance("right", self.right, AbstractKernel)
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        return self.left._gram(X, Z) * self.right._gram(X, Z)
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """Multiply both kernels' matrices entry by entry."""
+        return self.left.evaluate(X, Z) * self.right.evaluate(X, Z)
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.left._diag(X) * self.right._diag(X)
-
-    @property
-    def is_stationary(self) -> bool:
-        """Whether both kernels are stationary."""
-        return self.left.is_stationary and self.right.is_stationary
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """Multiply both kernels' variances."""
+        return self.left.evaluate_diag(X) * self.right.evaluate_diag(X)
 
     @property
     def has_smooth_features(self) -> bool:
         """Whether the frequencies, or else both kernels' features, are smooth."""
-        if self.is_stationary:
-            return self._has_smooth_frequencies
-        return self.left.has_smooth_features and self.right.has_smooth_features
-
-    @property
-    def _has_smooth_frequencies(self) -> bool:
-        return self.left._has_smooth_frequencies and self.right._has_smooth_frequencies
+        return self.has_smooth_frequencies if self.is_stationary else super().has_smooth_features
 
     def random_features(
         self,
@@ -276,14 +403,19 @@ class Product(AbstractKernel):
         H = jax.random.normal(keys[3], (right.shape[1], num_features), dtype)
         return matmul(left, G) * matmul(right, H) / math.sqrt(num_features)
 
-    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw from the convolution of both spectral densities: frequencies add up."""
         left_key, right_key = jax.random.split(key)
-        left = self.left.sample_frequencies(left_key, num, d)
-        return left + self.right.sample_frequencies(right_key, num, d)
+        left = self.left.sample_waves(left_key, num, d)
+        right = self.right.sample_waves(right_key, num, d)
+        return Waves(
+            left.frequencies + right.frequencies,
+            left.variance * right.variance,
+            left.active & right.active,
+        )
 
 
-class Scaled(AbstractKernel):
+class Scaled(AbstractComposite):
     """A kernel times a positive number, k(x, z) = scale * k_1(x, z).
 
     Raises:
@@ -298,25 +430,13 @@ class Scaled(AbstractKernel):
         checks.shape("scale", self.scale, (), why="a kernel is multiplied by one number")
         checks.positive("scale", self.scale)
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        return self.scale * self.kernel._gram(X, Z)
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """Scale the kernel's matrix."""
+        return self.scale * self.kernel.evaluate(X, Z)
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.scale * self.kernel._diag(X)
-
-    @property
-    def is_stationary(self) -> bool:
-        """Whether the kernel itself is stationary."""
-        return self.kernel.is_stationary
-
-    @property
-    def has_smooth_features(self) -> bool:
-        """Whether the kernel's own features are smooth."""
-        return self.kernel.has_smooth_features
-
-    @property
-    def _has_smooth_frequencies(self) -> bool:
-        return self.kernel._has_smooth_frequencies
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """Scale the kernel's variances."""
+        return self.scale * self.kernel.evaluate_diag(X)
 
     def random_features(
         self,
@@ -331,12 +451,13 @@ class Scaled(AbstractKernel):
             key, X, num_features, origin=origin
         )
 
-    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
-        """Draw the kernel's own frequencies: a scale does not change the normalised density."""
-        return self.kernel.sample_frequencies(key, num, d)
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
+        """Draw the kernel's own waves, with a variance that is scaled."""
+        waves = self.kernel.sample_waves(key, num, d)
+        return waves._replace(variance=self.scale * waves.variance)
 
 
-class ActiveDims(AbstractKernel):
+class ActiveDims(AbstractComposite):
     """A kernel that sees the input columns `dims` only, k(x, z) = k_1(x[dims], z[dims]).
 
     Raises:
@@ -357,7 +478,7 @@ class ActiveDims(AbstractKernel):
         if len(set(self.dims)) < len(self.dims):
             raise ValueError(f"`dims` must name each column once, got {self.dims}.")
 
-    def _columns(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
         if max(self.dims) >= X.shape[1]:
             raise ValueError(
                 f"`dims` must lie in 0..{X.shape[1] - 1} for inputs of shape {X.shape}, "
@@ -365,25 +486,13 @@ class ActiveDims(AbstractKernel):
             )
         return X[:, jnp.array(self.dims)]
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        return self.kernel._gram(self._columns(X), self._columns(Z))
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The kernel's matrix of the active columns."""
+        return self.kernel.evaluate(self._seen(X), self._seen(Z))
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.kernel._diag(self._columns(X))
-
-    @property
-    def is_stationary(self) -> bool:
-        """Whether the kernel itself is stationary."""
-        return self.kernel.is_stationary
-
-    @property
-    def has_smooth_features(self) -> bool:
-        """Whether the kernel's own features are smooth."""
-        return self.kernel.has_smooth_features
-
-    @property
-    def _has_smooth_frequencies(self) -> bool:
-        return self.kernel._has_smooth_frequencies
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The kernel's variances of the active columns."""
+        return self.kernel.evaluate_diag(self._seen(X))
 
     def random_features(
         self,
@@ -394,17 +503,20 @@ class ActiveDims(AbstractKernel):
         origin: Float[ArrayLike, " d"] | None = None,
     ) -> Float[Array, "n p"]:
         """The kernel's features of the active columns."""
-        active = self._columns(checks.inputs("X", X))
+        active = self._seen(checks.inputs("X", X))
         if origin is not None:
-            origin = self._columns(jnp.asarray(origin)[None])[0]
+            origin = self._seen(jnp.asarray(origin)[None])[0]
         return self.kernel.random_features(key, active, num_features, origin=origin)
 
-    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
-        """Draw frequencies for the active columns; those of the others are zero."""
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
+        """Draw waves along the active columns; the frequencies of the others are zero."""
         if max(self.dims) >= d:
             raise ValueError(f"`dims` must lie in 0..{d - 1} for d = {d}, got {self.dims}.")
-        active = self.kernel.sample_frequencies(key, num, len(self.dims))
-        return jnp.zeros((num, d), active.dtype).at[:, jnp.array(self.dims)].set(active)
+        waves = self.kernel.sample_waves(key, num, len(self.dims))
+        frequencies = jnp.zeros((num, d), waves.frequencies.dtype)
+        return waves._replace(
+            frequencies=frequencies.at[:, jnp.array(self.dims)].set(waves.frequencies)
+        )
 
 
 def _as_dims(dims: Any) -> tuple[int, ...]:

@@ -71,7 +71,8 @@ class MultiscaleRBF(AbstractKernel):
         checks.shape("lengthscale", self.lengthscale, (), (d,), why="one value for each column")
         return d
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
         d = self._check_width(X)
         scales, others = X[:, d:], Z[:, d:]
         log_sizes = [0.5 * jnp.sum(jnp.log(jnp.abs(one)), axis=1) for one in (scales, others)]
@@ -83,7 +84,8 @@ class MultiscaleRBF(AbstractKernel):
             exponent = exponent - squared / total - 0.5 * jnp.log(0.5 * total)
         return self.variance * jnp.exp(exponent)
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
         self._check_width(X)
         dtype = jnp.result_type(X, self.lengthscale, self.variance)
         return jnp.broadcast_to(self.variance.astype(dtype), X.shape[:1])

@@ -58,10 +58,12 @@ class Linear(AbstractKernel):
         constant = jnp.broadcast_to(jnp.sqrt(self.bias).astype(slopes.dtype), (X.shape[0], 1))
         return jnp.concatenate([slopes, constant], axis=1)
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
         return self.variance * matmul(X, Z.T) + self.bias
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
         return self.variance * jnp.sum(jnp.square(X), axis=1) + self.bias
 
 
@@ -124,8 +126,10 @@ class FeatureMapped(AbstractKernel):
             origin = self._mapped(jnp.asarray(origin)[None])[0]
         return self.kernel.random_features(key, mapped, num_features, origin=origin)
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        return self.kernel._gram(self._mapped(X), self._mapped(Z))
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
+        return self.kernel.evaluate(self._mapped(X), self._mapped(Z))
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.kernel._diag(self._mapped(X))
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
+        return self.kernel.evaluate_diag(self._mapped(X))

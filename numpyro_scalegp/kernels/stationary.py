@@ -50,12 +50,14 @@ class _Stationary(AbstractKernel):
     def _by_differences(self) -> bool:
         return False
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
         self._check_width(X.shape[1])
         distances = squared_distances(X, Z, self.lengthscale, by_differences=self._by_differences)
         return self.variance * self._profile(distances)
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
         self._check_width(X.shape[1])
         dtype = jnp.result_type(X, self.lengthscale, self.variance)
         # Rows that are not finite have no variance: else one row alone would pass for a good one.
@@ -300,7 +302,8 @@ class Periodic(_Stationary):
         super()._check_width(d)
         checks.shape("period", self.period, (), (d,), why="one value for each input column")
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
         # On a circle of radius 1 the squared chord is 4 sin^2(.).
         self._check_width(X.shape[1])
         scale = jnp.tile(jnp.broadcast_to(self.lengthscale, X.shape[1:]), 2)
@@ -330,7 +333,8 @@ class Periodic(_Stationary):
         return harmonic * frequency
 
     @property
-    def _has_smooth_frequencies(self) -> bool:
+    def has_smooth_frequencies(self) -> bool:
+        """False: they are discrete."""
         return False
 
     def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
@@ -357,12 +361,14 @@ class Constant(AbstractKernel):
         checks.shape("variance", self.variance, ())
         checks.positive("variance", self.variance)
 
-    def _gram(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
         dtype = jnp.result_type(X, Z, self.variance)
         return jnp.broadcast_to(self.variance.astype(dtype), (X.shape[0], Z.shape[0]))
 
-    def _diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self._gram(X, X[:1])[:, 0]
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
+        return self.evaluate(X, X[:1])[:, 0]
 
     @property
     def is_stationary(self) -> bool:
