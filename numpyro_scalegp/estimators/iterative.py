@@ -22,7 +22,6 @@ from numpyro_scalegp.solvers import (
     AbstractSolver,
     ConjugateGradients,
     KernelOperator,
-    RussianRouletteCG,
     Solution,
     StopReason,
 )
@@ -164,21 +163,17 @@ class AbstractIterative(AbstractEstimator):
         logdet_key: Key[Array, ""],
         solver_key: Key[Array, ""],
     ) -> tuple[Solution, LogDeterminant]:
-        solver, num_probes = self.solver, self.num_logdet_probes
-        averaged, coefficients = self.num_probes, None
-        if isinstance(solver, ConjugateGradients | RussianRouletteCG):
-            solution, coefficients = solver.solve_with_probes(
-                operator,
-                B,
-                logdet_key,
-                num_probes,
-                guess=guess,
-                key=solver_key,
-                num_averaged=averaged,
-                paired=self.squares_probes,
-            )
-        else:
-            solution = solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=averaged)
+        num_probes = self.num_logdet_probes
+        solution, coefficients = self.solver.solve_with_probes(
+            operator,
+            B,
+            logdet_key,
+            num_probes,
+            guess=guess,
+            key=solver_key,
+            num_averaged=self.num_probes,
+            paired=self.squares_probes,
+        )
         if num_probes == 0:
             zero = jnp.zeros((), operator.dtype)
             return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf), zero)

@@ -19,6 +19,7 @@ from numpyro_scalegp.solvers.preconditioners import (
 )
 from numpyro_scalegp.solvers.solver import (
     AbstractSolver,
+    Coefficients,
     Solution,
     check_budget,
     finish,
@@ -32,25 +33,6 @@ from numpyro_scalegp.solvers.solver import (
 # eigenvectors take a fraction of a second.
 _PROBE_GROUP = 8
 _MAX_ORDER = 800
-
-
-class Coefficients(NamedTuple):
-    """The steps of probe columns that started at zero: a block Lanczos process of P^-1/2 H P^-1/2.
-
-    Its block tridiagonal matrix is L D L', with the curvatures on the diagonal of D and the
-    negative triangles below the unit diagonal of L. A function of the matrix is estimated from the
-    first `stops[0]` steps, and corrected by `weights[i]` times what it changes by from
-    `stops[i - 1]` to `stops[i]` steps.
-    """
-
-    curvature: Float[Array, "steps groups g g"]  # S'H S
-    triangle: Float[Array, "steps groups g g"]  # to the next residuals' basis
-    stops: Int[Array, " stages"]
-    weights: Float[Array, " stages"]
-    start: Float[Array, "groups g g"]  # the probes in terms of the first basis
-    log_determinant: Float[Array, ""]  # log|P| of the preconditioner
-    residual: Float[Array, " s"]  # of the probes at the end, relative
-    is_cut: Bool[Array, ""]  # whether the weights leave out steps that would have changed it
 
 
 class _Krylov(NamedTuple):
@@ -152,23 +134,10 @@ class ConjugateGradients(AbstractSolver):
         num_averaged: int = 0,
         paired: bool = True,
     ) -> tuple[Solution, Coefficients]:
-        """Solve H V = B while extra columns ride along, for the log-determinant of H.
+        """Solve H V = B with probes; see `AbstractSolver.solve_with_probes`.
 
-        The probes are drawn from N(0, P) and start at zero, whatever the guess for B. They share
-        the evaluations of the kernel and do not count for convergence.
-
-        Args:
-            operator: the matrix H.
-            B: right-hand sides, shape (n, k); with k = 0 the probes count instead.
-            probe_key: a typed JAX key for the probes.
-            num_probes: how many probes ride along.
-            guess: where the solution of B starts, shape (n, k) or (p, n, k).
-            key: a typed JAX key, for solvers that draw at random.
-            num_averaged: how many of the last columns of B count together, by their mean.
-            paired: whether these have twins, from solvers that draw at random.
-
-        Returns:
-            The solution for B, and the coefficients of the probes.
+        The probes start at zero, whatever the guess for B. They share the evaluations of the kernel
+        and do not count for convergence, unless B has no columns.
         """
         *_, solution, coefficients = run(
             operator,

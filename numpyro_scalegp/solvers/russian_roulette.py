@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.solvers.conjugate_gradients import (
-    Coefficients,
     ConjugateGradients,
     Roulette,
     run,
@@ -17,6 +16,7 @@ from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner, Identity
 from numpyro_scalegp.solvers.solver import (
     AbstractSolver,
+    Coefficients,
     Solution,
     StopReason,
     check_num_averaged,
@@ -173,20 +173,9 @@ class RussianRouletteCG(AbstractSolver):
         num_averaged: int = 0,
         paired: bool = True,
     ) -> tuple[Solution, Coefficients]:
-        """Solve while probes for the log-determinant ride along; see `ConjugateGradients`.
+        """Solve H V = B in the mean; see `AbstractSolver.solve_with_probes`.
 
-        Args:
-            operator: the matrix H.
-            B: right-hand sides, shape (n, k).
-            probe_key: a typed JAX key for the probes.
-            num_probes: how many probes ride along.
-            guess: where the solution of B starts.
-            key: a typed JAX key for the stopping indices.
-            num_averaged: how many of the last columns of B count together, by their mean.
-            paired: whether these have twins: the run then goes on to the larger of two indices.
-
-        Returns:
-            The solution for B, and the coefficients of the probes.
+        With `paired`, the run goes on to the larger of two stopping indices.
 
         Raises:
             ValueError: if there is no `key`, or `num_averaged` is out of range.

@@ -52,6 +52,25 @@ class Solution(NamedTuple):
         return self.shares[:, None, None] * vectors, vectors
 
 
+class Coefficients(NamedTuple):
+    """The steps of probe columns that started at zero: a block Lanczos process of P^-1/2 H P^-1/2.
+
+    Its block tridiagonal matrix is L D L', with the curvatures on the diagonal of D and the
+    negative triangles below the unit diagonal of L. A function of the matrix is estimated from the
+    first `stops[0]` steps, and corrected by `weights[i]` times what it changes by from
+    `stops[i - 1]` to `stops[i]` steps.
+    """
+
+    curvature: Float[Array, "steps groups g g"]  # S'H S
+    triangle: Float[Array, "steps groups g g"]  # to the next residuals' basis
+    stops: Int[Array, " stages"]
+    weights: Float[Array, " stages"]
+    start: Float[Array, "groups g g"]  # the probes in terms of the first basis
+    log_determinant: Float[Array, ""]  # log|P| of the preconditioner
+    residual: Float[Array, " s"]  # of the probes at the end, relative
+    is_cut: Bool[Array, ""]  # whether the weights leave out steps that would have changed it
+
+
 class AbstractSolver(eqx.Module):
     """A way to solve H V = B for a block of right-hand sides.
 
@@ -93,6 +112,38 @@ class AbstractSolver(eqx.Module):
         Raises:
             ValueError: if `B` or `guess` has the wrong shape, or `num_averaged` is out of range.
         """
+
+    def solve_with_probes(
+        self,
+        operator: KernelOperator,
+        B: Float[Array, "n k"],
+        probe_key: Key[Array, ""],
+        num_probes: int,
+        *,
+        guess: Float[Array, "*candidates n k"] | None = None,
+        key: Key[Array, ""] | None = None,
+        num_averaged: int = 0,
+        paired: bool = True,
+    ) -> tuple[Solution, Coefficients | None]:
+        """Solve H V = B, where possible with extra columns that give the log-determinant of H.
+
+        Args:
+            operator: the matrix H.
+            B: right-hand sides, shape (n, k).
+            probe_key: a typed JAX key for the extra columns, the probe vectors z ~ N(0, P).
+            num_probes: number of probe vectors.
+            guess: as of `solve`.
+            key: as of `solve`.
+            num_averaged: as of `solve`.
+            paired: whether the averaged columns of a random solution need an independent second
+                estimate.
+
+        Returns:
+            The solution of `solve`, and the coefficients of the probe vectors; None, as here, from
+            a solver that has none.
+        """
+        solution = self.solve(operator, B, guess=guess, key=key, num_averaged=num_averaged)
+        return solution, None
 
 
 class Start(NamedTuple):
