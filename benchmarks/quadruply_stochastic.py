@@ -51,8 +51,7 @@ def regression(X, y, phi, batch_size, lengthscale=None, variance=None):
         variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
     rows = sgp.plate("rows", len(X), batch_size)
-    with rows as index:
-        X_batch, y_batch = X[index], y[index]
+    X_batch, y_batch = rows.take(X, y)
     phi = phi.with_kernel(sgp.kernels.RBF(lengthscale, variance))
     f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X_batch))
     with rows:

@@ -64,8 +64,7 @@ def model(X, y, batch_size):
     n, d = X.shape
     lengthscale, variance, noise = hyperparameters(d)
     rows = sgp.plate("rows", n, batch_size)
-    with rows as index:
-        X_batch, y_batch = X[index], y[index]
+    X_batch, y_batch = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale, variance), X_batch))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)

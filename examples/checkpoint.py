@@ -35,8 +35,7 @@ def model(X, y=None, batch_size=128):
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
     rows = sgp.plate("rows", X.shape[0], min(batch_size, X.shape[0]))
-    with rows as index:
-        X_batch, y_batch = X[index], None if y is None else y[index]
+    X_batch, y_batch = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern52(lengthscale), X_batch))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)

@@ -48,8 +48,7 @@ def model(X, y=None, batch_size=None, *, negative_binomial):
     variance = numpyro.sample("variance", dist.LogNormal(-1.0, 1.0))
     level = numpyro.sample("level", dist.Normal(1.0, 1.0))
     rows = sgp.plate("rows", len(X), batch_size)
-    with rows as index:
-        X, y = X[index], None if y is None else y[index]
+    X, y = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale, variance), X))
     rate = jnp.exp(level + f)
     likelihood = dist.Poisson(rate)

@@ -55,8 +55,7 @@ def model(X, y=None, batch_size=None, *, deep):
         network = nnx_module("network", Network(rngs=nnx.Rngs(0)))
         kernel = sgp.kernels.FeatureMapped(kernel, network)
     rows = sgp.plate("rows", len(X), batch_size)
-    with rows as index:
-        X, y = X[index], None if y is None else y[index]
+    X, y = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(kernel, X))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y)

@@ -46,8 +46,7 @@ def make_model(X, num_features):
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(guess), 0.5))
         variance = numpyro.sample("variance", dist.LogNormal(1.0, 1.0))
         rows = sgp.plate("rows", len(X), batch_size)
-        with rows as index:
-            X, y = X[index], None if y is None else y[index]
+        X, y = rows.take(X, y)
         phi = features.with_kernel(sgp.kernels.RBF(lengthscale, variance))
         f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
         with rows:

@@ -63,8 +63,7 @@ def model(X, y=None, batch_size=None):
     loc = numpyro.sample("loc", dist.Normal(-0.35, 0.3))
     scale = numpyro.sample("scale", dist.LogNormal(-0.7, 0.3))
     rows = sgp.plate("rows", X.shape[0], batch_size)
-    with rows as index:
-        X_batch, y_batch = X[index], None if y is None else y[index]
+    X_batch, y_batch = rows.take(X, y)
     kernel = sgp.kernels.Matern32(lengthscale, variance)
     f = numpyro.sample("f", sgp.LatentGP(kernel, X_batch))
     warp = [SinhArcsinh(skew, tail), AffineTransform(loc, scale)]

@@ -37,8 +37,7 @@ def model(X, y, features, batch_size=None):
     variance = numpyro.sample("variance", dist.LogNormal(-0.7, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-0.2, 0.5))
     rows = sgp.plate("rows", len(X), batch_size)
-    with rows as index:
-        X, y = X[index], None if y is None else y[index]
+    X, y = rows.take(X, y)
     phi = features.with_kernel(sgp.kernels.Matern32(lengthscale, variance))
     f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
     with rows:

@@ -40,8 +40,7 @@ def model(X, y, batch_size):
     precision = numpyro.param("precision", start, constraint=constraints.positive, rows=True)
     noise = numpyro.param("noise", jnp.std(y), constraint=constraints.positive)
     rows = sgp.plate("rows", len(X), batch_size)
-    with rows as index:
-        X, y = X[index], y[index]
+    X, y = rows.take(X, y)
     f = numpyro.sample("f", sgp.WeightSpaceGP(features, X, precision=precision))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y)

@@ -40,8 +40,7 @@ def collapsed(X: Array, y: Array | None = None) -> None:
 def latent(X: Array, y: Array | None = None, batch: int | None = None) -> None:
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
     rows = sgp.plate("rows", X.shape[0], batch)
-    with rows as index:
-        X, y = X[index], None if y is None else y[index]
+    X, y = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(lengthscale), X))
     with rows:
         numpyro.sample("y", dist.Normal(f, 0.3), obs=y)

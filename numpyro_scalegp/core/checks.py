@@ -142,6 +142,12 @@ def observations(
     return y
 
 
+def not_masked(name: str, value: Any) -> None:
+    """Raise for a masked array of NumPy with entries that are missing."""
+    if np.ma.is_masked(value):
+        raise ValueError(f"`{name}` has masked entries: drop those rows, or fill the entries.")
+
+
 def count(name: str, value: Any, least: int = 1, *, even: bool = False) -> int:
     """Return `value`, or raise unless it is an integer of at least `least`.
 
@@ -284,8 +290,7 @@ def _as_array(value: Any, name: str) -> Any:
     """What is no array of JAX yet as an array."""
     if hasattr(value, "__jax_array__"):
         return value.__jax_array__()
-    if np.ma.is_masked(value):
-        raise ValueError(f"`{name}` has masked entries: drop those rows, or fill the entries.")
+    not_masked(name, value)
     has_parts_of_jax = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     try:
         array = jnp.asarray(value) if has_parts_of_jax else np.asarray(value)

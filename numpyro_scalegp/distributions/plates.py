@@ -1,8 +1,12 @@
 """Mini-batches whose cost does not depend on the size of the data."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
@@ -22,31 +26,26 @@ class _StratifiedDraw(Messenger):
 
 
 def _draw(
-    size: int, subsample_size: int | None, rng_key: Key[Array, ""] | None = None
+    size: int, subsample_size: int | None, rng_key: Array | None = None
 ) -> Int[Array, " subsample_size"]:
     if subsample_size is None or subsample_size == size:
         return jnp.arange(size, dtype=jnp.int32)
     if rng_key is None:
         raise ValueError("a plate with a `subsample_size` needs a random key: use handlers.seed.")
-    return stratified_indices(rng_key, size, subsample_size)
+    return stratified_indices(checks.as_key(rng_key), size, subsample_size)
 
 
-def plate(
-    name: str, size: int, subsample_size: int | None = None, dim: int | None = None
-) -> numpyro.plate:
-    """A `numpyro.plate` that draws its indices in O(subsample_size).
+class plate(numpyro.plate):
+    """A `numpyro.plate` that draws its indices in O(subsample_size), and takes rows by them.
 
     NumPyro's own permutes all `size` rows for each mini-batch. Handlers, guides and scaling treat
-    both alike.
+    both alike; entering the plate gives the indices.
 
     Args:
         name: name of the plate.
         size: number of rows of the data.
         subsample_size: rows of a mini-batch; None for all.
         dim: the batch dimension it takes, negative; None for the rightmost free one.
-
-    Returns:
-        The plate; entering it gives the indices.
 
     Raises:
         ValueError: if `subsample_size` is not between 1 and `size`.
@@ -55,17 +54,59 @@ def plate(
         Draws: systematic stratified sampling, see `stratified_indices`.
 
     Example:
-        >>> import jax
+        >>> import jax.numpy as jnp
         >>> import numpyro
         >>> import numpyro_scalegp as sgp
+        >>> X, y = jnp.ones((1_000_000, 2)), None
         >>> with numpyro.handlers.seed(rng_seed=0):
-        ...     with sgp.plate("rows", 1_000_000, subsample_size=4) as index:
-        ...         print(index.shape)
-        (4,)
+        ...     rows = sgp.plate("rows", len(X), subsample_size=4)
+        ...     X_batch, y_batch = rows.take(X, y)
+        ...     with rows as index:
+        ...         print(X_batch.shape, y_batch, index.shape)
+        (4, 2) None (4,)
     """
-    checks.instance("name", name, str, "a string")
-    checks.count("size", size)
-    if subsample_size is not None and checks.count("subsample_size", subsample_size) > size:
-        raise ValueError(f"`subsample_size` must be in 1..{size}, got {subsample_size}.")
-    with _StratifiedDraw(name):
-        return numpyro.plate(name, size, subsample_size, dim)
+
+    def __init__(
+        self, name: str, size: int, subsample_size: int | None = None, dim: int | None = None
+    ) -> None:
+        checks.instance("name", name, str, "a string")
+        checks.count("size", size)
+        if subsample_size is not None and checks.count("subsample_size", subsample_size) > size:
+            raise ValueError(f"`subsample_size` must be in 1..{size}, got {subsample_size}.")
+        with _StratifiedDraw(name):
+            super().__init__(name, size, subsample_size, dim)
+
+    def take(self, data: Any, /, *others: Any) -> Any:
+        """The rows of the mini-batch, within `with` and outside of it.
+
+        Args:
+            data: an array of JAX or NumPy with a leading axis of `size` rows, a pytree of such, or
+                None.
+            *others: further ones.
+
+        Returns:
+            For one argument its rows, for several a tuple: None where an argument is None, and the
+            arguments themselves where the plate takes all rows.
+
+        Raises:
+            ValueError: if a leading axis is not `size` long, or entries of a masked array are
+                missing.
+        """
+        taken = tuple(self._rows(place, one) for place, one in enumerate((data, *others), start=1))
+        return taken if others else taken[0]
+
+    def _rows(self, place: int, data: Any) -> Any:
+        name = f"argument {place} of take"
+
+        def of_leaf(leaf: Any) -> Any:
+            if np.shape(leaf)[:1] != (self.size,):
+                raise ValueError(
+                    f"`{name}` must have the {self.size} rows of the plate `{self.name}` as its "
+                    f"leading axis, got shape {np.shape(leaf)}."
+                )
+            checks.not_masked(name, leaf)
+            # An array of NumPy cannot be indexed by traced indices.
+            is_whole = self.subsample_size == self.size
+            return leaf if is_whole else jnp.asarray(leaf)[self._indices]
+
+        return jax.tree.map(of_leaf, data)

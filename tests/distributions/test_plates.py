@@ -1,15 +1,18 @@
-"""`sgp.plate`: the law of its indices, its place in a model, its cost."""
+"""`sgp.plate`: the distribution of its indices, its place in a model, its cost."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from numpyro import handlers
+from numpyro.infer import SVI, Predictive
 from numpyro.infer.util import log_density
 
 import numpyro_scalegp as sgp
+from tests.compilation import largest_array
 
 
 @pytest.mark.parametrize("subsample_size", [None, 6])
@@ -90,26 +93,87 @@ def test_plates_nest_and_take_dimensions():
     assert not np.array_equal(rows, again[0])
 
 
+# Rows of data
+
+
+def rows_of_batch(X, y=None, subsample_size=5):
+    """What `take` gives before, within and after the plate, and the indices."""
+    rows = sgp.plate("rows", len(X), subsample_size)
+    before = rows.take(X, y)
+    with rows as index:
+        within = rows.take(X, y)
+    return before, within, rows.take(X, y), index
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f])
+def test_rows_of_the_batch(convert, compile):
+    X, y = convert(np.arange(46.0).reshape(23, 2)), {"a": convert(np.arange(23)), "b": None}
+
+    @compile
+    def run(key):  # the data are no arguments: under jit the indices alone are traced
+        return handlers.seed(rows_of_batch, key)(X, y)
+
+    *places, index = run(jax.random.key(0))
+    for X_batch, y_batch in places:
+        np.testing.assert_array_equal(X_batch, X[np.asarray(index)])
+        np.testing.assert_array_equal(y_batch["a"], y["a"][np.asarray(index)])
+        assert y_batch["b"] is None
+    keys = jax.random.split(jax.random.key(1), 4)
+    (batches, _), *_, indices = jax.vmap(run)(keys)
+    np.testing.assert_array_equal(batches, X[np.asarray(indices)])
+
+
+def test_all_rows_are_the_arrays_themselves():
+    X, y = np.ones((6, 2)), jnp.arange(6)
+    for subsample_size in (None, 6):
+        rows = sgp.plate("rows", 6, subsample_size)
+        taken = rows.take(X, y, None)
+        assert taken[0] is X and taken[1] is y and taken[2] is None
+        assert rows.take(X) is X
+
+
+def test_the_rows_are_those_of_the_plate_as_handlers_have_it():
+    X, y = np.arange(20.0)[:, None], np.arange(20.0)
+    drawn = handlers.trace(handlers.seed(rows_of_batch, 0)).get_trace(X, y)
+    index = drawn["rows"]["value"]
+    replayed = handlers.replay(handlers.seed(rows_of_batch, 1), drawn)
+    given = handlers.substitute(handlers.seed(rows_of_batch, 1), data={"rows": index})
+    for run in (replayed, given):
+        (X_batch, y_batch), *_ = run(X, y)
+        np.testing.assert_array_equal(X_batch[:, 0], index)
+        np.testing.assert_array_equal(y_batch, index)
+
+
+def regression(X, y=None, batch_size=None):
+    rows = sgp.plate("rows", len(X), batch_size)
+    X_batch, y_batch = rows.take(X, y)
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X_batch))
+    with rows as index:
+        numpyro.deterministic("mismatch", jnp.sum(jnp.abs(X_batch[:, 0] - index)))
+        numpyro.sample("y", dist.Normal(f, 0.1), obs=y_batch)
+
+
+def test_guides_and_objectives_see_the_same_rows():
+    X = jnp.arange(12.0)[:, None]
+    y = jnp.sin(X[:, 0])
+    guide = sgp.guides.AutoSparseGP(regression, num_inducing=3)
+    svi = SVI(regression, guide, optax.adam(0.1), sgp.infer.QuadratureELBO(2))
+    result = svi.run(jax.random.key(0), 3, X, y, 4, progress_bar=False)
+    assert np.isfinite(result.losses).all()
+    drawn = handlers.trace(handlers.seed(handlers.substitute(guide, result.params), 0)).get_trace(
+        X, y, 4
+    )
+    replayed = handlers.replay(handlers.seed(regression, 1), drawn)
+    trace = handlers.trace(replayed).get_trace(X, y, 4)
+    np.testing.assert_array_equal(trace["rows"]["value"], drawn["rows"]["value"])
+    assert trace["mismatch"]["value"] == 0.0
+    predictive = Predictive(regression, guide=guide, params=result.params, num_samples=2)
+    assert predictive(jax.random.key(0), X)["y"].shape == (2, 12)
+    assert np.all(predictive(jax.random.key(0), X, y, 4)["mismatch"] == 0.0)
+
+
 # Cost
-
-
-def largest_array(closed):
-    """The number of entries of the largest array that a jaxpr computes, or holds as a constant."""
-    sizes = [np.size(constant) for constant in closed.consts]
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            sizes.extend(np.prod(v.aval.shape, dtype=int) for v in equation.outvars)
-            for parameter in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
-            ):
-                inner = getattr(parameter, "jaxpr", parameter)
-                if hasattr(inner, "eqns"):
-                    visit(inner)
-                    sizes.extend(np.size(c) for c in getattr(parameter, "consts", ()))
-
-    visit(closed.jaxpr)
-    return max(sizes)
 
 
 def test_no_array_has_the_size_of_the_data():
@@ -128,6 +192,19 @@ def test_no_array_has_the_size_of_the_data():
 
 
 # Bad input
+
+
+@pytest.mark.parametrize("subsample_size", [None, 3])
+def test_rows_of_another_length(subsample_size, unchecked):
+    with handlers.seed(rng_seed=0):
+        rows = sgp.plate("rows", 10, subsample_size)
+    wanted = r"`argument 2 of take` must have the 10 rows of the plate `rows` .* got shape \(9, 1\)"
+    with pytest.raises(ValueError, match=wanted):
+        rows.take(jnp.ones(10), np.ones((9, 1)))
+    with pytest.raises(ValueError, match=r"`argument 1 of take` must have .* got shape \(\)"):
+        rows.take({"a": jnp.ones(10), "b": 1.0})
+    with pytest.raises(ValueError, match=r"`argument 1 of take` has masked entries"):
+        rows.take(np.ma.masked_equal(np.arange(10), 3))
 
 
 def test_no_key(unchecked):

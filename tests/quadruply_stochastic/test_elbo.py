@@ -48,8 +48,7 @@ def model(
     noise = numpyro.param("noise", 0.6)
     slope = numpyro.sample("slope", dist.Normal(1.0, 1.0))
     rows = sgp.plate("rows", N, batch)
-    with rows as index:
-        X_rows, y_rows = X[index], y[index]
+    X_rows, y_rows = rows.take(X, y)
     f = numpyro.sample("f", sgp.WeightSpaceGP(features(kind, kernel), X_rows, precision))
     law = dist.Normal(0.2 + slope * f, noise) if likelihood is None else likelihood(f)
     with rows:

@@ -37,8 +37,7 @@ def model(X: Array, y: Array, batch: int | None = None) -> None:
     precision = numpyro.param("precision", ones, constraint=constraints.positive, rows=True)
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.5))
     rows = sgp.plate("rows", N, batch)
-    with rows as index:
-        X_rows, y_rows = X[index], y[index]
+    X_rows, y_rows = rows.take(X, y)
     phi = sgp.features.RandomFourier(kernel, M, seed=0)
     f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X_rows, precision))
     with rows:
