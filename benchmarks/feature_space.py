@@ -82,10 +82,9 @@ def model(X, y, batch_size, logdet, width=WIDTH, rbf=0):
     noise = positive("noise", 0.3)
     weights = numpyro.param("weights", jnp.zeros(rbf or width, jnp.float32))
     phi = feature_map(X.shape[1], width, rbf)
-    with sgp.plate("rows", len(X), batch_size) as index:
-        X_batch, y_batch = X[index], y[index]
-    features = phi(X_batch)
-    gp = sgp.FeatureSpaceGP(features, jnp.square(noise), weights, num_data=len(X), logdet=logdet)
+    X_batch, y_batch = sgp.plate("rows", len(X), batch_size).take(X, y)
+    noise_variance = jnp.square(noise)
+    gp = sgp.FeatureSpaceGP(phi, X_batch, noise_variance, weights, num_data=len(X), logdet=logdet)
     numpyro.sample("y", gp, obs=y_batch)
 
 
@@ -95,8 +94,7 @@ def sparse_model(X, y, batch_size, logdet):
     phi = feature_map(X.shape[1], WIDTH, 0)
     kernel = sgp.kernels.FeatureMapped(sgp.kernels.Linear(1.0), phi)
     rows = sgp.plate("rows", len(X), batch_size)
-    with rows as index:
-        X_batch, y_batch = X[index], y[index]
+    X_batch, y_batch = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(kernel, X_batch))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)

@@ -49,13 +49,12 @@ def model(X, y, batch_size, logdet):
     network = nnx_module("network", Network(X.shape[1], rngs=nnx.Rngs(0)))
     noise = numpyro.param("noise", 0.3, constraint=constraints.positive)
     weights = numpyro.param("weights", jnp.zeros(WIDTH))
-    with sgp.plate("rows", len(X), batch_size) as index:
-        X_batch, y_batch = X[index], y[index]
+    X_batch, y_batch = sgp.plate("rows", len(X), batch_size).take(X, y)
     gp = sgp.FeatureSpaceGP(
-        network(X_batch), jnp.square(noise), weights, num_data=len(X), logdet=logdet
+        network, X_batch, jnp.square(noise), weights, num_data=len(X), logdet=logdet
     )
     numpyro.sample("y", gp, obs=y_batch)
-    return network
+    return gp
 
 
 def load(name):
@@ -87,9 +86,7 @@ def main(data="bike", epochs=30, folder="outputs/network_features"):
     print(f"{len(X):,} rows, {num_steps:,} steps: {time.perf_counter() - began:.0f} s")
 
     given = numpyro.handlers.substitute(numpyro.handlers.seed(model, 0), data=result.params)
-    network = given(*args)
-    noise_variance = jnp.square(result.params["noise"])
-    posterior = sgp.posteriors.feature_posterior(network, X, y, noise_variance)
+    posterior = given(X, y, None, logdet).condition(y)
     predicted = posterior.predictive(X_test)
     error = float(jnp.sqrt(jnp.mean(jnp.square(predicted.mean - y_test))))
     print(f"test RMSE {error:.3f}, log density {float(predicted.log_prob(y_test).mean()):.3f}")

@@ -261,8 +261,9 @@ def _conditioned(estimator: Callable[[], AbstractEstimator], **options: int) -> 
 
 
 def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
-    weights, logdet = jnp.ones(NUM_COLUMNS), sgp.log_determinants.MiniBatch()
-    return sgp.FeatureSpaceGP(kernel.lengthscale * X, 0.5, weights, num_data=20, logdet=logdet)
+    phi = sgp.features.RandomFourier(kernel, 4, seed=0)
+    logdet = sgp.log_determinants.MiniBatch()
+    return sgp.FeatureSpaceGP(phi, X, 0.5, jnp.ones(4), num_data=20, logdet=logdet)
 
 
 # distribution = factory(kernel, X): distributions that are no variational family.

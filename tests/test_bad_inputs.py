@@ -52,7 +52,8 @@ def model(X: Any, y: Any = None) -> None:
 gp = functools.partial(sgp.GaussianProcess, rbf)
 decoupled = functools.partial(sgp.DecoupledGP, rbf, X)
 hybrid = functools.partial(sgp.HybridGP, rbf, X, Z, np.zeros(3), eye)
-weights = functools.partial(sgp.FeatureSpaceGP, X, num_data=6, logdet=L.MiniBatch())
+collapsed = functools.partial(sgp.FeatureSpaceGP, num_data=6, logdet=L.MiniBatch())
+weights = functools.partial(collapsed, lambda X: X, X)
 chevron = functools.partial(sgp.ChevronGP, phi, X)
 sparse = sgp.SparseGP(rbf, X, Z, np.zeros(3), eye).posterior()
 audit = functools.partial(E.audit, E.Cholesky(), rbf, X, y, 0.1, key=KEY)
@@ -533,14 +534,31 @@ COLLAPSED: list[Row] = [
     ("epochs", lambda: gp(X, 1.0).condition(y, max_epochs="a"), "`max_epochs` must be a number"),
     ("sample key", lambda: gp(X, 1.0).sample(0), "`key` must be a JAX key.* got 0"),
     (
-        "features object",
-        lambda: sgp.FeatureSpaceGP(phi, 1, y, num_data=6, logdet=0),
-        "`features` mu",
+        "features kernel",
+        lambda: collapsed(rbf, X, 1, y),
+        "`features` must be features or .* got the kernel `RBF`: a kernel is an argument of",
     ),
     (
-        "features vector",
-        lambda: sgp.FeatureSpaceGP(y, 1, y, num_data=6, logdet=0),
-        "`features` must",
+        "features array",
+        lambda: collapsed(X, X, 1, y),
+        r"`features` must be features .* such as `lambda X: X`, got a `nd",
+    ),
+    (
+        "features of points",
+        lambda: collapsed(F.InducingPoints(rbf, Z), X, 1, y),
+        "`features` must have independent weights a priori, got `InducingPoints`",
+    ),
+    (
+        "features of one column",
+        lambda: collapsed(lambda X: X[:, 0], X, 1, y),
+        r"`feature_map` must map inputs of shape \(6, 1\) to features of shape \(6, m\)",
+    ),
+    ("features inputs", lambda: collapsed(jnp.sin, y, 1, y), r"`X` must have shape \(n, d\), got"),
+    ("features inputs nan", lambda: collapsed(jnp.sin, gap, 1, y), "`X` must be finite"),
+    (
+        "features nan",
+        lambda: collapsed(jnp.log, -abs(X) - 1, 1, [1.0]).log_prob(y),
+        "`features` must be finite",
     ),
     ("weights shape", lambda: weights(0.1, y), r"`weights` must have shape \(1,\), got \(6,\)"),
     ("weights text", lambda: weights(0.1, "a"), "`weights` must be a number or an array"),
@@ -565,7 +583,7 @@ COLLAPSED: list[Row] = [
     (
         "part of the rows",
         lambda: weights(0.1, [1.0], num_data=8).condition(y),
-        "`features` must be",
+        "`X` must have all 8 rows for a posterior, got 6",
     ),
 ]
 
@@ -645,7 +663,7 @@ LATENT: list[Row] = [
     ("residual nan", lambda: hybrid(Z, [nan] * 3), "`residual_weights` must be finite"),
     ("residual columns", lambda: hybrid(Z, y[:3], num_columns=2.0), "`num_columns` must be an int"),
     ("hybrid jitter", lambda: hybrid(Z, y[:3], jitter=nan), "`jitter` must be finite and not"),
-    ("features", lambda: sgp.WeightSpaceGP(rbf, X), "`features` must be one of `sgp.features`"),
+    ("features", lambda: sgp.WeightSpaceGP(rbf, X), "got the kernel `RBF`: .* `sgp.LatentGP`"),
     ("features class", lambda: sgp.WeightSpaceGP(F.Learned, X), "`features` must be an instance"),
     ("precision", lambda: sgp.WeightSpaceGP(phi, X, y), r"`precision` must have shape \(4,\)"),
     ("precision text", lambda: sgp.WeightSpaceGP(phi, X, "a"), "`precision` must be a number or"),
@@ -654,7 +672,11 @@ LATENT: list[Row] = [
         lambda: sgp.WeightSpaceGP(phi, X, np.zeros(4)),
         "`precision` must be positive",
     ),
-    ("chevron features", lambda: sgp.ChevronGP("a", X, 0, 0, 0), "`features` must be one of"),
+    (
+        "chevron features",
+        lambda: sgp.ChevronGP("a", X, 0, 0, 0),
+        "`features` must be features of .*, got 'a'",
+    ),
     ("chevron loc", lambda: chevron(y, y, X), r"`loc` must have shape \(4,\), got \(6,\)"),
     ("chevron text", lambda: chevron("a", y, X), "`loc` must be a number or an array of numbers"),
     ("columns shape", lambda: chevron(X[:4, 0], np.ones(4), X), r"`scale_columns` .* \(4, k\)"),
@@ -734,36 +756,6 @@ POSTERIORS: list[Row] = [
     ),
     ("sparse key", lambda: sparse.sample(None, X), "`key` must be a JAX key.* got None"),
     ("sparse noise", lambda: sparse.predictive(X, nan), "`noise_variance` must be finite and not"),
-    (
-        "features of a kernel",
-        lambda: sgp.posteriors.feature_posterior(rbf, X, y, 0.1),
-        "`feature_map` must be a function of inputs, got the kernel",
-    ),
-    (
-        "features of text",
-        lambda: sgp.posteriors.feature_posterior("a", X, y, 0.1),
-        "`feature_map` must be callable, got 'a'",
-    ),
-    (
-        "features of points",
-        lambda: sgp.posteriors.feature_posterior(F.InducingPoints(rbf, Z), X, y, 0.1),
-        "`feature_map` must have independent weights",
-    ),
-    (
-        "features y",
-        lambda: sgp.posteriors.feature_posterior(jnp.tanh, X, y[1:], 0.1),
-        r"`y` must have shape \(6,\), got \(5,\)",
-    ),
-    (
-        "features y nan",
-        lambda: sgp.posteriors.feature_posterior(jnp.tanh, X, gap[:, 0], 0.1),
-        "`y` must be finite",
-    ),
-    (
-        "features noise",
-        lambda: sgp.posteriors.feature_posterior(jnp.tanh, X, y, 0.0),
-        "`noise_variance` must be positive and finite",
-    ),
     (
         "augmented",
         lambda: chevron(np.zeros(4), np.ones(4), np.zeros((4, 0))).posterior().augmented(X, 0.1),

@@ -351,9 +351,9 @@ def test_log_determinants_go_through_transformations(factory, dtype):
     X, y = inputs(), jnp.linspace(-1.0, 1.0, 7)
 
     def model(log_scale: Array) -> None:
-        Phi = jnp.exp(log_scale) * jnp.sin(X)
+        phi = lambda X: jnp.exp(log_scale) * jnp.sin(X)  # noqa: E731
         weights = numpyro.param("weights", jnp.linspace(0.0, 1.0, NUM_COLUMNS))
-        gp = sgp.FeatureSpaceGP(Phi, jnp.asarray(0.5), weights, num_data=20, logdet=factory())
+        gp = sgp.FeatureSpaceGP(phi, X, jnp.asarray(0.5), weights, num_data=20, logdet=factory())
         numpyro.sample("y", gp, obs=y)
 
     def loss(log_scale: Array, mutable: Any) -> tuple[Array, Any]:

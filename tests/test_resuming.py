@@ -115,10 +115,11 @@ def controlled() -> Any:
 
 def mini_batch() -> Any:
     def model(X: Array, y: Array) -> None:
-        phi = jnp.tanh(X @ numpyro.param("network", jnp.eye(2)))
+        network = numpyro.param("network", jnp.eye(2))
         weights = numpyro.param("weights", jnp.ones(2))
         logdet = sgp.log_determinants.Minimax()
-        gp = sgp.FeatureSpaceGP(phi, 0.1, weights, num_data=30, logdet=logdet)
+        phi = lambda X: jnp.tanh(X @ network)  # noqa: E731
+        gp = sgp.FeatureSpaceGP(phi, X, 0.1, weights, num_data=30, logdet=logdet)
         numpyro.sample("y", gp, obs=y)
 
     return SVI(model, lambda X, y: None, optax.sgd(0.1), Trace_ELBO())

@@ -1,6 +1,7 @@
 """A variational family in weight space, with a chevron covariance of the weights."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -25,6 +26,7 @@ from numpyro_scalegp.features.chevron import (
     projections,
     weight_rows,
 )
+from numpyro_scalegp.features.learned import as_features
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
 
@@ -193,7 +195,7 @@ class ChevronGP(AbstractVariationalGP):
     costs a fraction of that.
 
     Args:
-        features: phi, with m features.
+        features: phi, with m features, or a function of inputs, as of `WeightSpaceGP`.
         X: inputs, shape (n, d).
         loc: mean of the weights, shape (m,).
         scale_diag: the diagonal of C, positive, shape (m,).
@@ -222,7 +224,7 @@ class ChevronGP(AbstractVariationalGP):
 
     def __init__(
         self,
-        features: AbstractFeatures,
+        features: AbstractFeatures | Callable[[Array], Array],
         X: Float[ArrayLike, "n d"],
         loc: Float[ArrayLike, " m"] | Rows,
         scale_diag: Float[ArrayLike, " m"] | Rows,
@@ -230,13 +232,13 @@ class ChevronGP(AbstractVariationalGP):
         *,
         validate_args: bool | None = None,
     ) -> None:
-        self.features = checks.instance("features", features, AbstractFeatures)
+        self.features = as_features(features)
         self.X = checks.inputs("X", X)
         # Arrays, or `Rows` within a step of `SparseSVI`.
         self.loc: Any = as_rows_or_array(loc, "loc")
         self.scale_diag: Any = as_rows_or_array(scale_diag, "scale_diag")
         self.scale_columns: Any = as_rows_or_array(scale_columns, "scale_columns")
-        expected = (features.size(self.X),)
+        expected = (self.features.size(self.X),)
         checks.shape("loc", self.loc, expected, why="one weight for each feature")
         check_chevron(self.loc, self.scale_diag, self.scale_columns)
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)

@@ -1,5 +1,6 @@
 """The prior of a Gaussian process in weight space, f = Phi w."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.features import AbstractFeatures
+from numpyro_scalegp.features.learned import as_features
 
 # Beyond so many features, a dense precision is not factorised.
 MAX_DENSE = 5000
@@ -27,7 +29,8 @@ class WeightSpaceGP(AbstractPriorGP):
     `LatentGP`; the site stays outside of the plate of the data.
 
     Args:
-        features: phi, with m features.
+        features: phi, with m features: of `sgp.features`, or any function from inputs (n, d) to
+            features (n, m), such as a network; an Equinox module maps one row.
         X: inputs, shape (n, d).
         precision: the diagonal of S, positive, shape (m,); None for the features' own.
         jitter: what Phi S^-1 Phi' gets on its diagonal, relative to its mean; None for 100 `eps`.
@@ -58,19 +61,19 @@ class WeightSpaceGP(AbstractPriorGP):
 
     def __init__(
         self,
-        features: AbstractFeatures,
+        features: AbstractFeatures | Callable[[Array], Array],
         X: Float[ArrayLike, "n d"],
         precision: Float[ArrayLike, " m"] | Rows | None = None,
         *,
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.features = checks.instance("features", features, AbstractFeatures)
+        self.features = as_features(features)
         self.X = checks.inputs("X", X)
         self.precision: Any = None
         if precision is not None:
             self.precision = as_rows_or_array(precision, "precision")
-            expected = (features.size(self.X),)
+            expected = (self.features.size(self.X),)
             checks.shape("precision", self.precision, expected, why="one for each feature")
             if not isinstance(self.precision, Rows):
                 checks.positive("precision", self.precision)

@@ -1,14 +1,16 @@
 """Features that any function computes, a neural network's among them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.feature_map import AbstractFeatures
+from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.kernel import refuse_kernel
 
 
@@ -46,13 +48,20 @@ class Learned(AbstractFeatures):
     def size(self, X: Float[Array, "n d"]) -> int:
         """The number of outputs, found without a computation."""
         # Not the map itself: its arrays may be traced, and a key of no dictionary.
-        shape = jax.eval_shape(lambda X: self.feature_map(X), X).shape
-        if len(shape) != 2 or shape[0] != X.shape[0]:
+        return jax.eval_shape(lambda X: self._outputs(X), X).shape[1]
+
+    def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
+        """All outputs, shape (n, m), in one evaluation of the function."""
+        return self._outputs(checks.inputs("X", X))
+
+    def _outputs(self, X: Float[Array, "n d"]) -> Float[Array, "n m"]:
+        outputs = self.feature_map(X)
+        if outputs.ndim != 2 or outputs.shape[0] != X.shape[0]:
             raise ValueError(
                 f"`feature_map` must map inputs of shape {X.shape} to features of shape "
-                f"({X.shape[0]}, m), got {shape}."
+                f"({X.shape[0]}, m), got {outputs.shape}."
             )
-        return shape[1]
+        return outputs
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Inner products of features, shape (n, m)."""
@@ -62,6 +71,24 @@ class Learned(AbstractFeatures):
         if self.columns_map is not None:
             return self.columns_map(X, index)
         return self.feature_map(X)[:, index]
+
+
+def as_features(value: Any, name: str = "features") -> AbstractFeatures:
+    """A feature map as it is, and any other function of inputs as `Learned`.
+
+    Raises:
+        TypeError: if it is no function, or a kernel; the message calls it `name`.
+    """
+    if isinstance(value, AbstractKernel):
+        raise TypeError(
+            f"`{name}` must be features or a function of inputs, got the kernel "
+            f"`{type(value).__name__}`: a kernel is an argument of `sgp.LatentGP` and "
+            "`sgp.GaussianProcess`, and `sgp.features.RandomFourier` makes features of it."
+        )
+    if callable(value) and not isinstance(value, AbstractFeatures | type):
+        return Learned(functions.as_pytree(value, name))
+    expected = "features of `sgp.features`, or a function such as `lambda X: X`"
+    return checks.instance(name, value, AbstractFeatures, expected)
 
 
 def _as_map(function: Callable[[Array], Array]) -> functions.RowsFunction:

@@ -12,7 +12,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
 from numpyro_scalegp.log_determinants.learned import started
-from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.log_determinants.log_determinant import Batch
 from numpyro_scalegp.tracing.elbo import Trace
 from numpyro_scalegp.tracing.substitution import substituted
 
@@ -92,11 +92,11 @@ def _or_nothing(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(good, gram, 0.0), good.astype(gram.dtype)
 
 
-def _with_state(trace: Trace) -> dict[str, tuple[AbstractBound, Batch]]:
-    """The treatments that have a state, and their batches, by the names of their states."""
+def _with_state(trace: Trace) -> dict[str, tuple[Any, Batch]]:
+    """The log-determinants that have a state, and their batches, by the names of their states."""
     found = (site.get("fn") for site in trace.values())
     return {
-        fn.logdet.name: (fn.logdet, fn.batch)
+        fn.logdet.state_name: (fn.logdet, fn.batch)
         for fn in found
-        if isinstance(fn, FeatureSpaceGP) and isinstance(fn.logdet, AbstractBound)
+        if isinstance(fn, FeatureSpaceGP) and fn.logdet.state_name is not None
     }

@@ -43,12 +43,12 @@ def log_determinant_diagnostics(svi_state: SVIState) -> dict[str, LogDeterminant
         >>> import optax
         >>> import numpyro_scalegp as sgp
         >>> def model(X, y):
-        ...     with sgp.plate("rows", len(X), 4) as index:
-        ...         Phi, batch = X[index], y[index]
+        ...     X_batch, y_batch = sgp.plate("rows", len(X), 4).take(X, y)
         ...     scale, weights = numpyro.param("scale", 1.0), numpyro.param("w", jnp.zeros(3))
         ...     logdet = sgp.log_determinants.Variational()
-        ...     gp = sgp.FeatureSpaceGP(scale * Phi, 0.1, weights, num_data=len(X), logdet=logdet)
-        ...     numpyro.sample("y", gp, obs=batch)
+        ...     phi = lambda X: scale * X
+        ...     gp = sgp.FeatureSpaceGP(phi, X_batch, 0.1, weights, num_data=20, logdet=logdet)
+        ...     numpyro.sample("y", gp, obs=y_batch)
         >>> X = jax.random.normal(jax.random.key(0), (20, 3))
         >>> guide, loss = lambda X, y: None, numpyro.infer.Trace_ELBO()
         >>> svi = numpyro.infer.SVI(model, guide, optax.adam(0.01), loss)

@@ -88,15 +88,21 @@ class Learned(NamedTuple):
 
 
 def started(state: Any, dtype: jnp.dtype) -> Learned:
-    """A state that knows something of F, and an empty record."""
+    """A state that was estimated from batches, and an empty record."""
     return Learned(state, FitRecord.empty(dtype), jnp.ones((), jnp.int32))
 
 
-def learned(logdet: AbstractBound, batch: Batch, site: dict[str, Learned]) -> Any:
-    """The state for a batch, which comes from those before it; the next one's goes into `site`.
+def not_started(logdet: AbstractBound, num_features: int, dtype: jnp.dtype) -> Learned:
+    """A placeholder, for which the next finite mini-batch is the first."""
+    nothing = Batch(jnp.zeros((1, num_features), dtype), jnp.ones((), dtype), 1)
+    held = started(logdet.start_from_scale(nothing), dtype)
+    return held._replace(num_starts=jnp.zeros((), jnp.int32))
 
-    A batch that is not finite leaves what the site holds. If there was none before it, that is a
-    placeholder, for which the next finite batch is the first.
+
+def learned(logdet: AbstractBound, batch: Batch, site: dict[str, Learned]) -> Any:
+    """The state for a mini-batch, from those before it; the next one's goes into `site`.
+
+    A batch that is not finite leaves what the site holds, or a placeholder if that is nothing.
     """
     batch = Batch(*jax.lax.stop_gradient(batch[:2]), batch.num_data)
     state, held, new = _learn(logdet, batch, site.get("learned"))
@@ -107,19 +113,14 @@ def learned(logdet: AbstractBound, batch: Batch, site: dict[str, Learned]) -> An
 @eqx.filter_jit  # without a step around it, as in `SVI.init`, one program in the place of a hundred
 def _learn(logdet: AbstractBound, batch: Batch, held: Any) -> tuple[Any, Learned, Learned]:
     """The state for the batch, what was held, and what is to be held, finite or not."""
-    dtype = batch.features.dtype
-    if batch.is_full or held is None:
+    d = batch.features.shape[1]
+    if held is None:
         state = logdet.start(batch.first_gram())
+        held = not_started(logdet, d, batch.features.dtype)
     else:
         keep = lambda old, new: jnp.where(held.num_starts > 0, old, new)  # noqa: E731
         state = jax.tree.map(keep, held.state, logdet.start_from_scale(batch))
-    if held is None:
-        nothing = Batch(jnp.zeros_like(batch.features), jnp.ones((), dtype), batch.num_data)
-        held = started(logdet.start_from_scale(nothing), dtype)
-        held = held._replace(num_starts=jnp.zeros((), jnp.int32))
-    if batch.is_full:
-        return state, held, Learned(state, held.record, jnp.ones((), jnp.int32))
-    eigenvalue = logdet.trace(batch, state) / batch.features.shape[1]
+    eigenvalue = logdet.trace(batch, state) / d
     record = held.record.updated(eigenvalue, norms(batch, state.W), batch.scale)
     after = logdet.advance(batch, state, held.record.spread)
     return state, held, Learned(after, record, jnp.ones((), jnp.int32))

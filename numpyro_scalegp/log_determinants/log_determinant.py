@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -65,18 +66,22 @@ class Batch(NamedTuple):
         return self.scale * white + self.noise_variance * jnp.sum(jnp.square(W))
 
     def first_gram(self) -> Float[Array, "d d"]:
-        """F to start from: where a batch is not all rows, its mean eigenvalue is added to all.
+        """F to start from: the mean eigenvalue is added to all.
 
         For F is then known in a few directions only, and 1 / F must not be large in the others.
         """
         F = self.gram()
         size = F.shape[0]
-        ridge = 0.0 if self.is_full else jnp.trace(F) / size
-        return F + ridge * jnp.eye(size, dtype=F.dtype)
+        return F + jnp.trace(F) / size * jnp.eye(size, dtype=F.dtype)
 
 
 class AbstractLogDeterminant(eqx.Module):
     """A way to estimate log N(y; 0, Phi Phi' + noise I) from mini-batches, by its log|F|."""
+
+    @property
+    def state_name(self) -> str | None:
+        """The NumPyro mutable site of what is learned of F; None where nothing is."""
+        return None
 
     @abc.abstractmethod
     def log_prob(
@@ -86,7 +91,10 @@ class AbstractLogDeterminant(eqx.Module):
         y: Float[Array, "*batch b"],
         state: Any,
     ) -> Float[Array, "*batch"]:
-        """An estimate for all n rows, differentiable but in the state, which is held fixed."""
+        """An estimate for all n rows, differentiable but in the state, which is held fixed.
+
+        Without a state, F is that of the batch: exact for a batch of all rows.
+        """
 
 
 class AbstractBound(AbstractLogDeterminant):
@@ -97,6 +105,11 @@ class AbstractBound(AbstractLogDeterminant):
     """
 
     name: eqx.AbstractVar[str]
+
+    @property
+    def state_name(self) -> str | None:
+        """`name`."""
+        return self.name
 
     def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Any:
         """The state that knows F, as estimated from so many batches."""
@@ -148,6 +161,8 @@ class AbstractBound(AbstractLogDeterminant):
             TypeError: in second derivatives.
         """
         n, d = batch.num_data, batch.features.shape[1]
+        if state is None:
+            state = self.start(Batch(*jax.lax.stop_gradient(batch[:2]), n).gram())
 
         def density(
             features: Array, noise_variance: Array, weights: Array, y: Array, state: Any

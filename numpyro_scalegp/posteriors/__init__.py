@@ -1,7 +1,7 @@
 """Posteriors over functions: moments and samples, in chunks of inputs."""
 
 from numpyro_scalegp.posteriors.exact import ExactPosterior
-from numpyro_scalegp.posteriors.feature import FeaturePosterior, feature_posterior
+from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
@@ -12,5 +12,4 @@ __all__ = [
     "ExactPosterior",
     "FeaturePosterior",
     "PathwisePosterior",
-    "feature_posterior",
 ]

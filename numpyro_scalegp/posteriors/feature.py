@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.features import AbstractFeatures, Learned
+from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
@@ -25,7 +25,8 @@ class FeaturePosterior(AbstractConditioned):
 
     With A = I + Phi'D^-1 Phi for noise variances D: w | y ~ N(A^-1 Phi'D^-1 (y - m(X)), A^-1).
 
-    Made by `feature_posterior`, and by `GaussianProcess.condition` with `RandomFourier`; immutable.
+    Made by `FeatureSpaceGP.condition`, and by `GaussianProcess.condition` with `RandomFourier`;
+    immutable.
     Moments at m inputs cost O(m p) for the mean and O(m p^2) for the variance, in chunks of rows;
     joint samples of functions cost O(p^2 + m p) each, at any number of inputs.
 
@@ -120,56 +121,12 @@ class FeaturePosterior(AbstractConditioned):
 
 
 def feature_posterior(
-    feature_map: Callable[[Array], Array],
-    X: Float[ArrayLike, "n d"],
-    y: Float[ArrayLike, " n"],
-    noise_variance: Float[ArrayLike, ""],
+    features: AbstractFeatures,
+    X: Float[Array, "n d"],
+    y: Float[Array, " n"],
+    noise_variance: Float[Array, ""],
 ) -> FeaturePosterior:
-    """The exact posterior of f(x) = phi(x)'w, w ~ N(0, I), given all observations.
-
-    Three passes over the rows, in chunks, of which two refine the mean; a warning says where that
-    is not enough in this precision.
-
-    Args:
-        feature_map: phi: features of `sgp.features` with independent weights, or any function from
-            inputs (n, d) to features (n, p), such as a trained network; an Equinox module maps one
-            row.
-        X: inputs, shape (n, d).
-        y: observations, shape (n,).
-        noise_variance: one value, positive.
-
-    Returns:
-        The posterior, in time O(n p^2 + p^3) and memory O(p^2) besides a chunk.
-
-    Raises:
-        ValueError: if an argument has a wrong shape or range, or holds NaN or infinity, or the
-            features' weights are not independent a priori.
-
-    References:
-        Rasmussen and Williams (2006), section 2.1.2.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import numpyro_scalegp as sgp
-        >>> X = jnp.linspace(-1.0, 1.0, 20)[:, None]
-        >>> cubic = lambda X: X ** jnp.arange(4)
-        >>> posterior = sgp.posteriors.feature_posterior(cubic, X, X[:, 0] ** 3, 1e-4)
-        >>> bool(jnp.allclose(posterior.mean(X), X[:, 0] ** 3, atol=1e-2))
-        True
-    """
-    features = feature_map if isinstance(feature_map, AbstractFeatures) else Learned(feature_map)
-    if features.has_dense_precision:
-        raise ValueError(
-            f"`feature_map` must have independent weights a priori, got {type(features).__name__}: "
-            "its posterior is that of `SparseGP`."
-        )
-    X = checks.inputs("X", X)
-    y = checks.as_float(y, "y")
-    checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
-    checks.finite("y", y)
-    noise_variance = checks.as_positive(noise_variance, "noise_variance")
-    checks.shape("noise_variance", noise_variance, (), why="one value for all rows")
-    checks.positive("noise_variance", noise_variance)
+    """The exact posterior of f(x) = phi(x)'w, w ~ N(0, I), in chunks of rows."""
     noise = jnp.broadcast_to(noise_variance, y.shape)
     found = posterior(statistics(features, features.size(X), X, noise, y[:, None]))
     return FeaturePosterior(
@@ -190,8 +147,3 @@ def _warn_of_leverage() -> None:
         RuntimeWarning,
         stacklevel=1,
     )
-
-
-def itself(features: Float[Array, "n p"]) -> Float[Array, "n p"]:
-    """The map of inputs that are features."""
-    return features

@@ -16,6 +16,7 @@ from numpyro.infer import SVI, Trace_ELBO
 import numpyro_scalegp as sgp
 from numpyro_scalegp.log_determinants import Compositional, MiniBatch, Minimax, Variational
 from numpyro_scalegp.log_determinants.log_determinant import Batch
+from tests.compilation import largest_array
 from tests.feature_problem import BATCH, D, N, best_weights, data, exact, features
 
 KEY = jax.random.key(0)
@@ -27,10 +28,9 @@ def model(X: Array, y: Array, logdet: Any, batch_size: int | None = None, lowest
     log_scale = numpyro.param("log_scale", jnp.full(D, -1.0))
     noise = numpyro.param("noise", 1.0, constraint=constraints.greater_than(lowest))
     weights = numpyro.param("weights", jnp.zeros(D))
-    with sgp.plate("rows", len(X), batch_size) as index:
-        X_batch, y_batch = X[index], y[index]
-    Phi = features(log_scale, X_batch)
-    gp = sgp.FeatureSpaceGP(Phi, noise, weights, num_data=len(X), logdet=logdet)
+    X_batch, y_batch = sgp.plate("rows", len(X), batch_size).take(X, y)
+    phi = functools.partial(features, log_scale)
+    gp = sgp.FeatureSpaceGP(phi, X_batch, noise, weights, num_data=len(X), logdet=logdet)
     numpyro.sample("y", gp, obs=y_batch)
 
 
@@ -49,7 +49,8 @@ def test_all_rows_give_the_exact_value_and_gradient(logdet, n, noise, x64):
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def ours(log_scale: Array, noise: Array) -> Array:
-        gp = sgp.FeatureSpaceGP(features(log_scale, X), noise, weights, num_data=n, logdet=logdet)
+        phi = functools.partial(features, log_scale)
+        gp = sgp.FeatureSpaceGP(phi, X, noise, weights, num_data=n, logdet=logdet)
         return gp.log_prob(y)
 
     value, gradient = ours(log_scale, jnp.array(noise))
@@ -100,7 +101,7 @@ def test_single_precision_with_little_noise(logdet, x64):
         phi = Phi.with_kernel(sgp.kernels.RBF(lengthscale))  # the frequencies of float64
         arrays = (phi(X), noise, weights, y)
         features, noise, w, observed = (jnp.asarray(a, dtype) for a in arrays)
-        gp = sgp.FeatureSpaceGP(features, noise, w, num_data=len(X), logdet=logdet)
+        gp = sgp.FeatureSpaceGP(lambda X: X, features, noise, w, num_data=len(X), logdet=logdet)
         return gp.log_prob(observed)
 
     at = jnp.log(jnp.array([1.0, noise]))
@@ -197,8 +198,9 @@ def test_several_particles_are_refused():
 
 def test_draws_have_the_moments_of_the_prior(x64):
     X, _ = data(4)
-    Phi = features(jnp.full(D, -1.0), X)
-    gp = sgp.FeatureSpaceGP(Phi, 0.3, jnp.zeros(D), num_data=N, logdet=MiniBatch())
+    phi = functools.partial(features, jnp.full(D, -1.0))
+    gp = sgp.FeatureSpaceGP(phi, X, 0.3, jnp.zeros(D), num_data=N, logdet=MiniBatch())
+    Phi = phi(X)
     draws = gp.sample(KEY, (2, 20_000))
     assert draws.shape == (2, 20_000, 4)
     covariance = Phi @ Phi.T + 0.3 * jnp.eye(4)
@@ -215,24 +217,54 @@ def test_posterior(x64, tmp_path):
     mean = k @ jnp.linalg.solve(K, y)
     covariance = feature_map(Xs) @ feature_map(Xs).T - k @ jnp.linalg.solve(K, k.T)
 
-    posterior = sgp.posteriors.feature_posterior(feature_map, X, y, 0.3)
+    gp = sgp.FeatureSpaceGP(feature_map, X, 0.3, jnp.zeros(D), num_data=40, logdet=Variational())
+    posterior = gp.condition(y)
     np.testing.assert_allclose(posterior.mean(Xs), mean, rtol=1e-8)
     np.testing.assert_allclose(posterior.covariance(Xs), covariance, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(posterior.variance(Xs), jnp.diagonal(covariance), rtol=1e-6)
     draws = posterior.sample(KEY, Xs, 20_000)
     np.testing.assert_allclose(np.mean(draws, axis=0), mean, atol=0.05)
 
-    gp = sgp.FeatureSpaceGP(Phi, 0.3, jnp.zeros(D), num_data=40, logdet=Variational())
-    np.testing.assert_allclose(gp.condition(y).mean(feature_map(Xs)), mean, rtol=1e-8)
     sgp.save(tmp_path / "fit.npz", posterior)
     again = sgp.load(tmp_path / "fit.npz", trusted=(features,))
     np.testing.assert_array_equal(again.mean(Xs), posterior.mean(Xs))
 
 
+@pytest.mark.parametrize("num_data", [8, 20])  # all rows, and a mini-batch
+@pytest.mark.parametrize("logdet", KINDS, ids=NAMES)
+def test_features_are_evaluated_once_for_each_step(logdet, num_data):
+    def density(scale: Array, X: Array) -> Array:
+        phi = lambda X: jnp.arctan(scale * X)  # noqa: E731
+        gp = sgp.FeatureSpaceGP(phi, X, 0.3, jnp.zeros(3), num_data=num_data, logdet=logdet)
+        return gp.log_prob(jnp.ones(8))
+
+    assert str(jax.make_jaxpr(density)(1.0, jnp.ones((8, 3)))).count(" atan ") == 1
+
+
+@pytest.mark.parametrize("logdet", [Variational(), MiniBatch()])
+def test_conditioning_never_has_the_features_of_all_rows(logdet):
+    n, d = 1_000_000, 64
+
+    def mean(X: Array, y: Array) -> Array:
+        phi = lambda X: jnp.sin(X * jnp.arange(64.0))  # noqa: E731
+        gp = sgp.FeatureSpaceGP(phi, X, 0.3, jnp.zeros(d), num_data=n, logdet=logdet)
+        return gp.condition(y).weights.mean
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, 1), (n,))]
+    assert largest_array(jax.make_jaxpr(mean)(*shapes)) < n * d / 2
+
+
+def given_features(Phi: Array, y: Array, noise: Any) -> sgp.posteriors.FeaturePosterior:
+    """The posterior for inputs that are features."""
+    zero, num = jnp.zeros(Phi.shape[1], Phi.dtype), len(Phi)
+    gp = sgp.FeatureSpaceGP(lambda X: X, Phi, noise, zero, num_data=num, logdet=MiniBatch())
+    return gp.condition(y)
+
+
 def test_leave_one_out_warns_where_digits_are_lost():
     Phi = jnp.array(np.random.default_rng(0).normal(size=(30, 60)), jnp.float32)
     with pytest.warns(RuntimeWarning, match="posterior mean of features is off"):
-        posterior = sgp.posteriors.feature_posterior(lambda X: X, Phi, Phi[:, 0], 1e-5)
+        posterior = given_features(Phi, Phi[:, 0], 1e-5)
         jax.block_until_ready(posterior.weights.mean)
         jax.effects_barrier()
     with pytest.warns(RuntimeWarning, match="leave-one-out densities of features are inaccurate"):
@@ -247,7 +279,7 @@ def test_the_posterior_mean_in_single_precision_with_little_noise(x64):
     means = []
     for dtype in ("float32", "float64"):
         arrays = [jnp.asarray(a.astype(np.float32), dtype) for a in (Phi, y, np.asarray(1e-5))]
-        posterior = sgp.posteriors.feature_posterior(lambda X: X, *arrays)
+        posterior = given_features(*arrays)
         means.append(posterior.mean(jnp.asarray(Xs.astype(np.float32), dtype)))
     single, double = means
     np.testing.assert_allclose(single, double, atol=5e-3 * float(jnp.max(jnp.abs(double))))
@@ -255,7 +287,7 @@ def test_the_posterior_mean_in_single_precision_with_little_noise(x64):
 
 def test_bad_arguments(unchecked):
     Phi, zero = jnp.ones((4, 3)), jnp.zeros(3)
-    build = functools.partial(sgp.FeatureSpaceGP, num_data=8, logdet=Variational())
+    build = functools.partial(sgp.FeatureSpaceGP, jnp.sin, num_data=8, logdet=Variational())
     with pytest.raises(ValueError, match="two rows or more"):
         build(Phi[:1], 0.1, zero, logdet=Minimax())
 

@@ -71,13 +71,12 @@ def model(X: Array, y: Array, kind: str, batch_size: int | None = None) -> Any:
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
     noise = numpyro.sample("noise", dist.LogNormal(-2.0, 1.0))
     weights = numpyro.param("weights", jnp.zeros(WIDTH))
-    with sgp.plate("rows", len(X), batch_size) as index:
-        X_batch, y_batch = X[index], y[index]
+    X_batch, y_batch = sgp.plate("rows", len(X), batch_size).take(X, y)
     features = lambda X: scale * network(X)  # noqa: E731
     logdet = Variational()
-    gp = sgp.FeatureSpaceGP(features(X_batch), noise, weights, num_data=len(X), logdet=logdet)
+    gp = sgp.FeatureSpaceGP(features, X_batch, noise, weights, num_data=len(X), logdet=logdet)
     numpyro.sample("y", gp, obs=y_batch)
-    return features, noise
+    return gp
 
 
 def left_out(Phi: Array, noise: Array, y: Array) -> dist.Normal:
@@ -100,10 +99,10 @@ def test_networks_with_priors_in_svi_and_arviz(kind, x64):
     for draw in (0, 29):
         sites = {name: jnp.array(found["posterior"][name][0, draw]) for name in ("scale", "noise")}
         given = substitute(seed(model, 0), data={**result.params, **sites})
-        features, noise = given(X, y, kind)
-        wanted = left_out(features(X), noise, y).log_prob(y)
+        gp = given(X, y, kind)
+        wanted = left_out(gp.features(X), gp.noise_variance, y).log_prob(y)
         np.testing.assert_allclose(density[draw], wanted, rtol=1e-6)
-        posterior = sgp.posteriors.feature_posterior(features, X, y, noise)
+        posterior = gp.condition(y)
         np.testing.assert_allclose(posterior.leave_one_out().log_prob(y), wanted, rtol=1e-6)
     # Replicates come from the posterior, not from the prior, whose mean is zero.
     replicates = np.asarray(found["posterior_predictive"]["y"])[0]
@@ -111,9 +110,9 @@ def test_networks_with_priors_in_svi_and_arviz(kind, x64):
     assert np.asarray(found["sample_stats"]["jitter"]).shape == (1, 30)
 
 
-def rbf_on_network(network: eqx.nn.MLP, lengthscale: Array, X: Array) -> Array:
-    kernel = sgp.kernels.RBF(lengthscale)
-    return sgp.features.RandomFourier(kernel, 2000, seed=0)(jax.vmap(network)(X))
+def rbf_on_network(network: eqx.nn.MLP, lengthscale: Array) -> Callable[[Array], Array]:
+    waves = sgp.features.RandomFourier(sgp.kernels.RBF(lengthscale), 2000, seed=0)
+    return lambda X: waves(jax.vmap(network)(X))
 
 
 def test_random_features_of_a_network_make_a_deep_kernel(x64):
@@ -124,9 +123,8 @@ def test_random_features_of_a_network_make_a_deep_kernel(x64):
     @eqx.filter_value_and_grad
     def ours(at: Any) -> Array:
         network, lengthscale = at
-        Phi = rbf_on_network(network, lengthscale, X)
-        zero = jnp.zeros(Phi.shape[1])
-        return sgp.FeatureSpaceGP(Phi, NOISE, zero, num_data=N, logdet=MiniBatch()).log_prob(y)
+        phi, zero = rbf_on_network(network, lengthscale), jnp.zeros(2000)
+        return sgp.FeatureSpaceGP(phi, X, NOISE, zero, num_data=N, logdet=MiniBatch()).log_prob(y)
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad
@@ -146,15 +144,17 @@ def test_random_features_of_a_network_make_a_deep_kernel(x64):
 def test_posteriors_of_networks_are_saved(x64, tmp_path):
     X, y = data()
     # An Equinox network maps one row, and is saved with its posterior.
-    posterior = sgp.posteriors.feature_posterior(equinox_network(), X, y, NOISE)
+    network, zero = equinox_network(), jnp.zeros(WIDTH)
+    gp = sgp.FeatureSpaceGP(network, X, NOISE, zero, num_data=N, logdet=MiniBatch())
+    posterior = gp.condition(y)
     sgp.save(tmp_path / "fit.npz", posterior)
     np.testing.assert_array_equal(sgp.load(tmp_path / "fit.npz").mean(X), posterior.mean(X))
 
 
 def sampled(X: Array, y: Array, logdet: Any) -> None:
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
-    Phi = scale * jnp.cos(X[:, :1] * jnp.arange(1.0, 4.0))
-    gp = sgp.FeatureSpaceGP(Phi, NOISE, jnp.zeros(3), num_data=len(X), logdet=logdet)
+    phi = lambda X: scale * jnp.cos(X[:, :1] * jnp.arange(1.0, 4.0))  # noqa: E731
+    gp = sgp.FeatureSpaceGP(phi, X, NOISE, jnp.zeros(3), num_data=len(X), logdet=logdet)
     numpyro.sample("y", gp, obs=y)
 
 

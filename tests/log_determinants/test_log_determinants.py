@@ -243,7 +243,7 @@ def test_what_is_not_finite_is_never_learned(logdet, x64):
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def step(noise: Array, weights: Array, Z: Array, mutable: Any) -> tuple[Array, Any]:
         def model() -> None:
-            gp = sgp.FeatureSpaceGP(Z, noise, weights, num_data=20, logdet=logdet)
+            gp = sgp.FeatureSpaceGP(lambda Z: Z, Z, noise, weights, num_data=20, logdet=logdet)
             numpyro.sample("y", gp, obs=jnp.ones(6))
 
         given = numpyro.handlers.substitute(model, data=jax.tree.map(lambda a: a, mutable))
