@@ -29,7 +29,7 @@ from numpyro_scalegp.families import (
     SparseGP,
     WeightSpaceGP,
 )
-from numpyro_scalegp.infer import relevance_vectors
+from numpyro_scalegp.infer import posterior, relevance_vectors
 from numpyro_scalegp.saving import load, save
 from numpyro_scalegp.solvers import preconditioners
 
@@ -54,6 +54,7 @@ __all__ = [
     "load",
     "log_determinants",
     "plate",
+    "posterior",
     "posteriors",
     "preconditioners",
     "relevance_vectors",

@@ -1,5 +1,7 @@
 """The log marginal likelihood with random Fourier features in place of the kernel."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
@@ -30,6 +32,10 @@ class KernelFeatures(eqx.Module):
     def __call__(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
         """The features, shape (n, p)."""
         return self.kernel.random_features(self.key, X, self.num_features, origin=self.origin)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "KernelFeatures":
+        """The features of a part of the kernel."""
+        return KernelFeatures(change(self.kernel), self.key, self.num_features, self.origin)
 
 
 class RandomFourier(AbstractEstimator):

@@ -60,6 +60,11 @@ class ChevronPosterior(AbstractVariationalPosterior):
     scale_diag: Float[Array, " m"]
     scale_columns: Float[Array, "m k"]
     augmentation: _Augmentation | None = None
+    noise_variance: Float[Array, "..."] | None = None
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "ChevronPosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        return dataclasses.replace(self, features=self.features.restrict(change), augmentation=None)
 
     @property
     def _num_columns(self) -> int | None:

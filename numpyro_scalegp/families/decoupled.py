@@ -1,5 +1,7 @@
 """A variational family with one basis for its mean and one for its covariance."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,6 +88,16 @@ class DecoupledPosterior(AbstractKernelPosterior):
     mean_weights: Float[Array, "*batch M_p"]
     cov_points: Float[Array, "M_q d"]
     cov_scale_tril: Float[Array, "*batch M_q M_q"]
+    noise_variance: Float[Array, "..."] | None = None
+    part: AbstractKernel | None = None  # of f, in place of the whole
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "DecoupledPosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        return dataclasses.replace(self, part=change(self._of_f))
+
+    @property
+    def _of_f(self) -> AbstractKernel:
+        return self.kernel if self.part is None else self.part
 
     @property
     def _num_columns(self) -> int:
@@ -115,22 +127,22 @@ class DecoupledPosterior(AbstractKernelPosterior):
         return matmul(self._whitening(), self.cov_scale_tril.T)
 
     def _mean(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return matmul(self.kernel(X, self.mean_points), self.mean_weights)
+        return matmul(self._of_f(X, self.mean_points), self.mean_weights)
 
     def _moments(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        explained = jnp.sum(jnp.square(matmul(factors, self.kernel(self.cov_points, X))), axis=0)
-        return self._mean(X), jnp.maximum(self.kernel.diag(X) - explained, 0.0)
+        explained = jnp.sum(jnp.square(matmul(factors, self._of_f(self.cov_points, X))), axis=0)
+        return self._mean(X), jnp.maximum(self._of_f.diag(X) - explained, 0.0)
 
     def _joint(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-        white = matmul(factors, self.kernel(self.cov_points, X))
-        return self._mean(X), self.kernel.covariance(X) - matmul(white.T, white)
+        white = matmul(factors, self._of_f(self.cov_points, X))
+        return self._mean(X), self._of_f.covariance(X) - matmul(white.T, white)
 
     def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.kernel.diag(X)
+        return self._of_f.diag(X)
 
 
 class DecoupledGP(AbstractVariationalGP):

@@ -1,5 +1,7 @@
 """A sparse variational family with further basis functions for its mean."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,6 +38,11 @@ class HybridPosterior(AbstractKernelPosterior):
     sparse: SparsePosterior
     residual_points: Float[Array, "M_r d"]
     residual_weights: Float[Array, "*batch M_r"]
+    noise_variance: Float[Array, "..."] | None = None
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "HybridPosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        return dataclasses.replace(self, sparse=self.sparse.restrict(change))
 
     @property
     def _num_columns(self) -> int:
@@ -52,7 +59,7 @@ class HybridPosterior(AbstractKernelPosterior):
         return self.sparse._factorise()
 
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return matmul(self.sparse.kernel(X, self.residual_points), self.residual_weights)
+        return matmul(self.sparse._of_f(X, self.residual_points), self.residual_weights)
 
     def _moments(
         self, factors: Any, X: Float[Array, "n d"]

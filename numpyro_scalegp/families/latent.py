@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks, functions, linalg, memory
@@ -95,6 +94,4 @@ class LatentGP(AbstractPriorGP):
         checks.finite("f", f)
         factor = linalg.factorise(self.covariance())
         zero = functions.constant_function(checks.as_float(0.0))
-        return ExactPosterior.from_factor(
-            self.kernel, self.X, f, f, jnp.zeros((), f.dtype), zero, factor
-        )
+        return ExactPosterior.from_factor(self.kernel, self.X, f, f, None, zero, factor)

@@ -1,5 +1,7 @@
 """The coupled sparse variational family: SVGP."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -44,6 +46,16 @@ class SparsePosterior(AbstractKernelPosterior):
     loc: Float[Array, "*batch M"]
     scale_tril: Float[Array, "*batch M M"]
     jitter: float | None = eqx.field(static=True, default=None)
+    noise_variance: Float[Array, "..."] | None = None
+    part: AbstractKernel | None = None  # of f, in place of the whole
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "SparsePosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        return dataclasses.replace(self, part=change(self._of_f))
+
+    @property
+    def _of_f(self) -> AbstractKernel:
+        return self.kernel if self.part is None else self.part
 
     @property
     def _num_columns(self) -> int:
@@ -64,8 +76,8 @@ class SparsePosterior(AbstractKernelPosterior):
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         K, factor = factors
-        across = self.kernel(self.inducing_points, X)
-        diagonal = self.kernel.diag(X)
+        across = self._of_f(self.inducing_points, X)
+        diagonal = self._of_f.diag(X)
         return whitened_moments(K, across, diagonal, self.loc, self.scale_tril, factor)
 
     def _joint(
@@ -73,13 +85,13 @@ class SparsePosterior(AbstractKernelPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         K, factor = factors
         whitener = linalg.inverse_cholesky_given(K, factor.tril)
-        A = matmul(whitener, self.kernel(self.inducing_points, X))
+        A = matmul(whitener, self._of_f(self.inducing_points, X))
         SA = matmul(self.scale_tril.T, A)
-        covariance = self.kernel.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
+        covariance = self._of_f.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
         return matmul(self.loc, A), covariance
 
     def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.kernel.diag(X)
+        return self._of_f.diag(X)
 
 
 class SparseGP(AbstractVariationalGP):

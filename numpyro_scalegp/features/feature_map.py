@@ -1,6 +1,7 @@
 """The interface of a finite feature map."""
 
 import abc
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels import AbstractKernel
 
 
 class AbstractFeatures(eqx.Module):
@@ -76,6 +78,14 @@ class AbstractFeatures(eqx.Module):
 
         For a dense S, Phi(X)'K(X, X)^-1 Phi(X) with this K is an approximation of S.
         """
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "AbstractFeatures":
+        """The features of a part of f, of which `change` gives the kernel.
+
+        Raises:
+            ValueError: if the features have no kernel.
+        """
+        raise ValueError(f"`{type(self).__name__}` features have no kernel to take a part of.")
 
     def hyperparameters(self) -> list[Array]:
         """The arrays that may change from step to step; see `with_hyperparameters`."""

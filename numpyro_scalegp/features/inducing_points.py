@@ -1,5 +1,7 @@
 """Kernel functions centred on points."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -77,6 +79,10 @@ class InducingPoints(AbstractFeatures):
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The kernel itself, shape (n, m)."""
         return self.kernel(X, Z)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "InducingPoints":
+        """The features of a part of f; see `AbstractFeatures.restrict`."""
+        return self.with_kernel(change(self.kernel))
 
     def with_kernel(self, kernel: AbstractKernel) -> "InducingPoints":
         """The same points with another kernel."""

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -106,6 +107,10 @@ class RandomFourier(AbstractFeatures):
                 f"`{type(_inner(kernel)).__name__}`: make features for that kernel."
             )
         return RandomFourier(kernel, self.num_features, self.seed, self.table, self.origin)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "RandomFourier":
+        """The features of a part of f; see `AbstractFeatures.restrict`."""
+        return self.with_kernel(change(self.kernel))
 
     def _waves(self, pairs: Int[Array, " p"], d: int) -> Waves:
         def one(pair: Array) -> Waves:

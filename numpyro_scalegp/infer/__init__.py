@@ -1,5 +1,6 @@
 """Objectives for variational inference, and draws from its result."""
 
+from numpyro_scalegp.infer.conditioning import posterior
 from numpyro_scalegp.infer.initial_pass import initial_pass
 from numpyro_scalegp.infer.initialization import initial_hyperparameters, median_distance
 from numpyro_scalegp.infer.joint import JointELBO
@@ -28,6 +29,7 @@ __all__ = [
     "initial_pass",
     "log_determinant_diagnostics",
     "median_distance",
+    "posterior",
     "relevance_vectors",
     "replace_params",
     "row_adagrad",

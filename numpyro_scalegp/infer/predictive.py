@@ -14,11 +14,18 @@ from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
+from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.families.family import AbstractPriorGP
+from numpyro_scalegp.families.family import AbstractPriorGP, AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
+from numpyro_scalegp.infer.conditioning import (
+    conditioned,
+    is_gp_prior,
+    number_of_draws,
+    run_model,
+)
 from numpyro_scalegp.infer.joint import JointDraws
+from numpyro_scalegp.posteriors import AbstractPosterior
 from numpyro_scalegp.quadruply_stochastic.problem import Stopped
 from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.elbo import Trace
@@ -48,13 +55,19 @@ class Draws(NamedTuple):
 
 
 class Predictive:
-    """Posterior predictive draws of a model, like `numpyro.infer.Predictive`, for large models.
+    """Predictive draws of a model, like `numpyro.infer.Predictive`, for large models.
 
-    Draws are made one after another, `chunk_size` in a compiled call, and moved to the host:
-    memory follows the chunk, and the guide's parameters are never repeated for each draw.
+    With a guide or with draws, they are posterior ones; with neither, of the prior. GP sites follow
+    their posterior wherever the model is run: at new inputs a function is drawn from its process,
+    or given its values at the rows of the fit, and observations of a `GaussianProcess` or
+    `FeatureSpaceGP` from their predictive distribution given those of the fit. Where the arguments
+    hold the observations of such a site, and there is no `data`, these are what is conditioned on,
+    and replicated at their own inputs.
 
-    An observed `GaussianProcess` or `FeatureSpaceGP` site is replicated from its *posterior* given
-    the observations, at their inputs, where NumPyro's own would draw from the prior.
+    Draws are made one after another, `chunk_size` in a compiled call, and moved to the host: memory
+    follows the chunk, and the guide's parameters are never repeated for each draw. A second call
+    with arguments of the same shapes compiles nothing; so a change of what model and guide take
+    from around them, other than arguments, needs a new `Predictive`.
 
     Args:
         model: the model.
@@ -63,15 +76,20 @@ class Predictive:
             state in the model, together with `SVIState.mutable_state`, so that solves start there.
         posterior_samples: instead of a guide, draws of the latent sites, as from
             `MCMC.get_samples`, leading axis the draws.
-        num_samples: number of draws, where a guide makes them.
+        data: the positional arguments of the model in its fit, `(X, y)`, observations included:
+            what GP sites are conditioned on, where a call is for other inputs. A guide of this
+            package needs none for the function that it owns. Without it, an autoguide's first run
+            is taken for the fit, with a warning.
+        num_samples: number of draws, where there are no `posterior_samples`.
         chunk_size: draws in one compiled call.
-        joint: whether a guide's functions are drawn jointly at all n rows, in O(n^3) a draw. If
-            not, each row is drawn by itself, in linear time: enough for all that depends on one row
-            of a function. Of sites that combine rows, such as a sum, there is a warning.
+        joint: whether functions are drawn jointly at all n rows, in O(n^3) a draw. If not, each row
+            is drawn by itself, in linear time: enough for all that depends on one row of a
+            function. Of sites that combine rows, such as a sum, there is a warning.
 
     Raises:
-        ValueError: if there is neither a guide nor draws, or both; if draws have unequal numbers,
-            or other shapes than the model's sites; in a call, if `params` lacks a parameter.
+        ValueError: if there are both a guide and draws; if draws have unequal numbers, or other
+            shapes than the model's sites; in a call, if `params` lacks a parameter, or a GP site
+            has neither observations nor draws nor `data`.
 
     Example:
         >>> import jax
@@ -93,21 +111,30 @@ class Predictive:
         guide: Callable | None = None,
         params: dict[str, Any] | None = None,
         posterior_samples: dict[str, Any] | None = None,
+        data: tuple[Any, ...] | None = None,
         num_samples: int = 1000,
         chunk_size: int = 100,
         joint: bool = False,
     ) -> None:
-        if (guide is None) == (posterior_samples is None):
+        if guide is not None and posterior_samples is not None:
             raise ValueError("give either a `guide` with its `params`, or `posterior_samples`.")
+        self.is_prior = guide is None and posterior_samples is None
+        if data is not None:
+            checks.instance("data", data, tuple, "the model's positional arguments, a tuple")
+            if self.is_prior:
+                raise ValueError("`data` needs a `guide` or `posterior_samples` to go with it.")
         self.model = checks.function("model", model)
         self.guide = guide
         self.params = {} if params is None else params
         self.posterior_samples = posterior_samples
         if posterior_samples is not None:
-            num_samples = _number_of_draws(posterior_samples)
+            num_samples = number_of_draws(posterior_samples, "`posterior_samples`")
+        self.data = data
         self.num_samples = checks.count("num_samples", num_samples)
         self.chunk_size = checks.count("chunk_size", chunk_size)
         self.joint = joint
+        self._compiled = eqx.filter_jit(self._chunk)
+        self._checked: set[Any] = set()  # shapes of arguments
 
     def __call__(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Draw.
@@ -127,26 +154,31 @@ class Predictive:
     def draws(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> Draws:
         """Draw, with pointwise log-likelihoods and observations as well; see `Draws`."""
         if self.guide is not None:
-            set_up(self.guide, self.params, args, kwargs)
-            if not self.joint:
+            fit = (args, kwargs) if self.data is None else (self.data, {})
+            set_up(self.guide, self.params, *fit)
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            shapes = structure, tuple(map(np.shape, leaves))
+            if not self.joint and shapes not in self._checked:
                 self._warn_of_rows(args, kwargs)
-
+                self._checked.add(shapes)
         # All that may be large is an argument: a constant would be compiled into the program.
-        @eqx.filter_jit
-        def chunk(keys: Array, samples: dict, params: dict, args: tuple, kwargs: dict) -> Draws:
-            def one(item: tuple[Array, dict]) -> Draws:
-                return self._one(*item, params, args, kwargs)
-
-            return jax.lax.map(one, (keys, samples))
-
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
+        rest = self.params, self.data, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
         chunks = []
         for start in range(0, self.num_samples, self.chunk_size):
             part = slice(start, start + self.chunk_size)
             some = jax.tree.map(lambda leaf, part=part: leaf[part], samples)
-            chunks.append(jax.device_get(chunk(keys[part], some, self.params, args, kwargs)))
+            chunks.append(jax.device_get(self._compiled(keys[part], some, *rest)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
+
+    def _chunk(
+        self, keys: Array, samples: dict, params: dict, data: Any, args: tuple, kwargs: dict
+    ) -> Draws:
+        def one(item: tuple[Array, dict]) -> Draws:
+            return self._one(*item, params, data, args, kwargs)
+
+        return jax.lax.map(one, (keys, samples))
 
     def _warn_of_rows(self, args: tuple, kwargs: dict) -> None:
         """Warn of sites that combine rows of the guide's functions, which are drawn one by one."""
@@ -181,32 +213,165 @@ class Predictive:
                     stacklevel=4,
                 )
 
-    def _one(self, key: Array, sample: dict, params: dict, args: tuple, kwargs: dict) -> Draws:
+    def _one(
+        self, key: Array, sample: dict, params: dict, data: Any, args: tuple, kwargs: dict
+    ) -> Draws:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
+        posteriors = {}
+        if data is not None:
+            posteriors = self._posteriors(guide_key, sample, params, data)
+        sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
-        given = set(sample)
+        if not self.is_prior:
+            first_run = {} if self.guide is None else _first_run(self.guide)
+            model = _FromPosteriors(model, posteriors, first_run, joint=self.joint)
+        given = dict(sample)
         if self.guide is not None:
-            guide = Given(handlers.seed(self.guide, guide_key), params)
-            with JointDraws() if self.joint else contextlib.nullcontext():
-                draw = handlers.trace(substituted(guide, params)).get_trace(*args, **kwargs)
+            draw = self._guide_trace(guide_key, params, args, kwargs)
+            draw = {name: site for name, site in draw.items() if name not in posteriors}
             model = Given(handlers.replay(model, draw), params)
-            given |= set(draw)
+            given.update(draw)
         # Draws may hold parameters that vary from one to the next.
         substitute = _Checked(substituted(model, {**params, **sample}, sample), sample)
         trace = handlers.trace(substitute).get_trace(*args, **kwargs)
-        if self.guide is None:
-            _check_names(trace, sample)
+        if self.guide is None and not self.is_prior:
+            _check_names(trace, {**sample, **posteriors})
+        if not self.is_prior:
+            _check_functions(trace, given, posteriors)
         draws = Draws({}, {}, {}, {}, {})
         for number, (name, site) in enumerate(trace.items()):
-            if name not in given and site["type"] == "sample" and not site["is_observed"]:
-                _warn_of_prior(name, site["fn"])
             if site["type"] == "deterministic" or (
                 site["type"] == "sample" and not site["is_observed"]
             ):
                 draws.sites[name] = site["value"]
             elif site["type"] == "sample":
-                _replicate(draws, jax.random.fold_in(replicate_key, number), name, site)
+                key = jax.random.fold_in(replicate_key, number)
+                _replicate(draws, key, name, site, trace, posteriors.get(name))
         return draws
+
+    def _guide_trace(self, key: Array, params: dict, args: tuple, kwargs: dict) -> Trace:
+        guide = Given(handlers.seed(self.guide, key), params)
+        with JointDraws() if self.joint else contextlib.nullcontext():
+            return handlers.trace(substituted(guide, params)).get_trace(*args, **kwargs)
+
+    def _posteriors(
+        self, key: Array, sample: dict, params: dict, data: tuple
+    ) -> dict[str, AbstractPosterior]:
+        """The posteriors of GP sites given the data and a draw of all else."""
+        values, owned = dict(sample), set()
+        if self.guide is not None:
+            # With the key of the run at other inputs: the same draw of hyperparameters.
+            draw = self._guide_trace(key, params, data, {})
+            latent = {name: site for name, site in draw.items() if site["type"] == "sample"}
+            values = {name: site["value"] for name, site in latent.items()}
+            owned = {n for n, s in latent.items() if isinstance(s["fn"], AbstractVariationalGP)}
+        trace = run_model(self.model, {**params, **values}, data, {})
+        return {
+            name: conditioned(trace, name)
+            for name, site in trace.items()
+            if site["type"] == "sample"
+            and is_gp_prior(site["fn"])
+            and name not in owned
+            and (site["is_observed"] or name in values)
+        }
+
+
+def _check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPosterior]) -> None:
+    """Raise where a function comes from its prior, or from a fit at other rows than these may be.
+
+    Args:
+        trace: of the model.
+        given: what guide or draws gave, by name.
+        posteriors: of GP sites.
+    """
+    sampled = {name: site for name, site in trace.items() if site["type"] == "sample"}
+    in_fit = any(site["is_observed"] for site in sampled.values())
+    for name, site in sampled.items():
+        if site["is_observed"] or name in posteriors or not is_gp_prior(site["fn"]):
+            continue
+        drawn = given.get(name)
+        if isinstance(drawn, dict) and isinstance(drawn["fn"], AbstractVariationalGP):
+            continue
+        if drawn is None or not in_fit:
+            raise ValueError(
+                f"the GP site `{name}` has neither observations nor draws at these inputs, and its "
+                "prior knows nothing of the data: give `sgp.infer.Predictive(..., data=(X, y))`, "
+                "the model's arguments in the fit."
+            )
+
+
+def _first_run(guide: Any) -> dict[str, tuple[Array, Array]]:
+    """Inputs and observations of the GPs that an autoguide met when it was set up."""
+    trace = getattr(guide, "prototype_trace", None) or {}
+    return {
+        name: (site["fn"].X, site["value"])
+        for name, site in trace.items()
+        if isinstance(site.get("fn"), GaussianProcess)
+        and site["is_observed"]
+        and checks.is_concrete((site["fn"].X, site["value"]))
+    }
+
+
+class _FromPosteriors(Messenger):
+    """Draws GP sites without observations from their posteriors.
+
+    Args:
+        fn: the model, with its seed.
+        posteriors: by the names of the sites.
+        first_run: inputs and observations by name, to condition on where there is no posterior.
+        joint: whether rows are drawn jointly.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        posteriors: dict[str, AbstractPosterior],
+        first_run: dict[str, tuple[Array, Array]],
+        *,
+        joint: bool,
+    ) -> None:
+        super().__init__(fn)
+        self.posteriors = posteriors
+        self.first_run = first_run
+        self.joint = joint
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Draw at a site."""
+        name = msg["name"]
+        if msg["type"] != "sample" or msg["is_observed"] or not is_gp_prior(msg["fn"]):
+            return
+        if name not in self.posteriors and name not in self.first_run:
+            return
+        fn = unwrapped(msg["fn"])[0]
+        draw_key, noise_key, condition_key = jax.random.split(msg["kwargs"]["rng_key"], 3)
+        if name not in self.posteriors:
+            self.posteriors[name] = _as_in_first_run(name, fn, *self.first_run[name], condition_key)
+        found = self.posteriors[name]
+        if self.joint:
+            value = found.sample(draw_key, fn.X)[0]
+        else:
+            mean = found.mean(fn.X)
+            normal = jax.random.normal(draw_key, mean.shape, mean.dtype)
+            value = mean + jnp.sqrt(found.variance(fn.X)) * normal
+        if not isinstance(fn, AbstractPriorGP):
+            normal = jax.random.normal(noise_key, value.shape, value.dtype)
+            value = value + jnp.sqrt(fn.noise_variance) * normal
+        msg["value"] = value
+
+
+def _as_in_first_run(
+    name: str, fn: GaussianProcess, X: Array, y: Array, key: Array
+) -> AbstractPosterior:
+    """The posterior given the data of a guide's first run, with the hyperparameters of `fn`."""
+    warnings.warn(
+        f"the GP site `{name}` is conditioned on the {len(X)} rows that the guide was first run "
+        "with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",
+        UserWarning,
+        stacklevel=2,
+    )
+    mean, estimator = fn.mean_function, fn.estimator
+    gp = GaussianProcess(fn.kernel, X, fn.noise_variance, mean=mean, estimator=estimator, key=key)
+    return gp.condition(y)
 
 
 def _parts(site: dict[str, Any]) -> list[Array]:
@@ -220,21 +385,8 @@ def _parts(site: dict[str, Any]) -> list[Array]:
         for leaf in map(jnp.asarray, jax.tree.leaves(site["fn"]))
         if jnp.issubdtype(leaf.dtype, jnp.number)
     ]
-    is_collapsed = isinstance(unwrapped(site["fn"])[0], GaussianProcess | FeatureSpaceGP)
-    return [*parts, log_terms(site)] if site["is_observed"] and not is_collapsed else parts
-
-
-def _number_of_draws(samples: dict[str, Any]) -> int:
-    """The leading axis that all draws share."""
-    shapes = {
-        name: np.shape(leaf) for name, value in samples.items() for leaf in jax.tree.leaves(value)
-    }
-    if not shapes or not all(shapes.values()) or len({shape[0] for shape in shapes.values()}) > 1:
-        raise ValueError(
-            "`posterior_samples` must be a dict of arrays with a leading axis of draws, the same "
-            f"for all, got the shapes {shapes}."
-        )
-    return next(iter(shapes.values()))[0]
+    own = site["is_observed"] and not is_gp_prior(site["fn"])
+    return [*parts, log_terms(site)] if own else parts
 
 
 def _check_names(trace: dict[str, Any], sample: dict[str, Any]) -> None:
@@ -268,32 +420,24 @@ class _Checked(Messenger):
             )
 
 
-def _warn_of_prior(name: str, fn: Any) -> None:
-    if isinstance(unwrapped(fn)[0], GaussianProcess | FeatureSpaceGP | AbstractPriorGP):
-        warnings.warn(
-            f"the GP site `{name}` has neither observations nor draws: it is drawn from its prior, "
-            "which knows nothing of the data. At new inputs take `condition(y)` of a collapsed GP "
-            "and `condition(f)` of a `LatentGP`, under each draw of the other sites.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _replicate(draws: Draws, key: Array, name: str, site: dict[str, Any]) -> None:
+def _replicate(
+    draws: Draws,
+    key: Array,
+    name: str,
+    site: dict[str, Any],
+    trace: Trace,
+    posterior: AbstractPosterior | None,
+) -> None:
     """Add a replicate of an observed site and its pointwise log-likelihood to `draws`."""
     fn, value = site["fn"], site["value"]
-    if isinstance(unwrapped(fn)[0], GaussianProcess | FeatureSpaceGP) and not isinstance(
-        fn, GaussianProcess | FeatureSpaceGP
-    ):
-        raise ValueError(
-            f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` or `mask` "
-            "around it, where replicates would come from the prior: write a site for each function."
-        )
-    if isinstance(fn, GaussianProcess | FeatureSpaceGP):
-        posterior = fn.condition(value)
-        draws.predictive[name] = posterior.at_data().sample(key)
-        draws.log_likelihood[name] = posterior.leave_one_out().log_prob(value)
-        draws.diagnostics[name] = posterior.diagnostics
+    if is_gp_prior(fn):
+        is_new = posterior is not None
+        found: Any = posterior if is_new else conditioned(trace, name)
+        predictive = found.predictive(fn.X, fn.noise_variance) if is_new else found.at_data()
+        pointwise = predictive if is_new else found.leave_one_out()
+        draws.predictive[name] = predictive.sample(key)
+        draws.log_likelihood[name] = pointwise.log_prob(value)
+        draws.diagnostics[name] = found.diagnostics
     else:
         check_value(site)
         draws.predictive[name] = fn.sample(key)

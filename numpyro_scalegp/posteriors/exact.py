@@ -1,5 +1,8 @@
 """The posterior of an exact Gaussian process."""
 
+import dataclasses
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,7 +10,7 @@ import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, chunks, linalg
+from numpyro_scalegp.core import checks, chunks, functions, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
@@ -31,7 +34,7 @@ class ExactPosterior(AbstractConditioned):
     kernel: AbstractKernel
     X: Float[Array, "n d"]
     y: Float[Array, " n"]
-    noise_variance: Float[Array, "..."]
+    noise_variance: Float[Array, "..."] | None
     mean_function: RowsFunction
     factor: linalg.Factor
     representer_weights: Float[Array, " n"]  # a = H^-1 (y - m(X))
@@ -43,7 +46,7 @@ class ExactPosterior(AbstractConditioned):
         X: Float[Array, "n d"],
         y: Float[ArrayLike, " n"],
         residual: Float[Array, " n"],
-        noise_variance: Float[Array, "..."],
+        noise_variance: Float[Array, "..."] | None,
         mean_function: RowsFunction,
         factor: linalg.Factor,
     ) -> "ExactPosterior":
@@ -63,12 +66,21 @@ class ExactPosterior(AbstractConditioned):
     def diagnostics(self) -> dict[str, Array]:
         """What the factorisation took.
 
-        `jitter`, in the units of the covariance, and `jitter_to_noise`, its ratio to the mean noise
-        variance: where that is not small, y was taken for noisier than the model says.
+        `jitter`, in the units of the covariance, and of noisy observations `jitter_to_noise`, its
+        ratio to the mean noise variance: where that is not small, y was taken for noisier than the
+        model says.
         """
         jitter = self.factor.jitter
+        if self.noise_variance is None:
+            return {"jitter": jitter}
         ratio = jnp.where(jitter > 0, jitter / jnp.mean(self.noise_variance), 0.0)
         return {"jitter": jitter, "jitter_to_noise": ratio}
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "ExactPosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        # The whole's kernel is in the factor already.
+        zero = functions.constant_function(jnp.zeros((), self.representer_weights.dtype))
+        return dataclasses.replace(self, kernel=change(self.kernel), mean_function=zero)
 
     @property
     def _row_width(self) -> int:

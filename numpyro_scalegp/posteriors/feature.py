@@ -1,5 +1,6 @@
 """The posterior of a GP whose kernel is an inner product of p features."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
+from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 # A leverage is told from one by its distance from it, in units of rounding: 1 % of accuracy.
@@ -45,6 +47,12 @@ class FeaturePosterior(AbstractConditioned):
     def diagnostics(self) -> dict[str, Array]:
         """What the factorisation took: `jitter`, relative to the unit prior of the weights."""
         return {"jitter": self.weights.jitter}
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "FeaturePosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        zero = constant_function(jnp.zeros((), self.weights.mean.dtype))
+        features = self.features.restrict(change)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, features=features, mean_function=zero)
 
     @property
     def _row_width(self) -> int:

@@ -1,12 +1,15 @@
 """The posterior of a Gaussian process from solves of linear systems: pathwise conditioning."""
 
+import dataclasses
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core import checks, chunks, functions
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.prior_draws import PriorDraws
@@ -40,6 +43,7 @@ class PathwisePosterior(AbstractConditioned):
     solver: AbstractSolver
     solution: Solution  # columns v, u_1 .. u_s
     draws: PriorDraws
+    part: AbstractKernel | None = None  # of f, in place of the whole
 
     @property
     def representer_weights(self) -> Float[Array, " n"]:
@@ -70,12 +74,21 @@ class PathwisePosterior(AbstractConditioned):
             "reason": self.solution.reason,
         }
 
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "PathwisePosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        zero = functions.constant_function(jnp.zeros((), self.solution.value.dtype))
+        return dataclasses.replace(self, part=change(self._of_f), mean_function=zero)
+
+    @property
+    def _of_f(self) -> AbstractKernel:
+        return self.kernel if self.part is None else self.part
+
     @property
     def _row_width(self) -> int:
         return self.X.shape[0]
 
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return matmul(self.kernel(rows, self.X), self.representer_weights)
+        return matmul(self._of_f(rows, self.X), self.representer_weights)
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
@@ -97,7 +110,7 @@ class PathwisePosterior(AbstractConditioned):
         X, Xs = (rows.astype(U.dtype) for rows in (self.X, Xs))
 
         def chunk(rows: Array) -> Array:
-            return self.draws(self.kernel, rows, X[0]) - matmul(self.kernel(rows, X), U)
+            return self.draws(self._of_f, rows, X[0]) - matmul(self._of_f(rows, X), U)
 
         return chunks.map_rows(chunk, Xs, chunk_size)
 

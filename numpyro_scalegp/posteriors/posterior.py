@@ -1,6 +1,7 @@
 """What every posterior over a function offers."""
 
 import abc
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -10,10 +11,49 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.kernels import AbstractKernel
 
 
 class AbstractPosterior(eqx.Module):
-    """A Gaussian posterior over a function: moments and joint samples at new inputs."""
+    """A posterior over a function: moments, joint samples and predictions at new inputs.
+
+    `noise_variance` is that of the observations, where the model has one that is Gaussian and the
+    same for all; shape (), or (n,) with one value for each training row, or None.
+    """
+
+    noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
+
+    @property
+    def diagnostics(self) -> dict[str, Array]:
+        """How the computation went, by name."""
+        return {}
+
+    @abc.abstractmethod
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "AbstractPosterior":
+        """The posterior of a part of f, of which `change` gives the kernel; see `component`."""
+
+    def component(self, select: Callable[[AbstractKernel], AbstractKernel]) -> "Component":
+        """The posterior of one part of a sum of kernels: the trend alone, or the season alone.
+
+        Of f = f_1 + f_2 with independent parts a priori, f_1 has the posterior mean k_1(x, X) v and
+        covariance k_1(x, z) - k_1(x, X) G k_1(X, z), with the v and G of the whole. The means of
+        all parts, and the mean function, add up to that of the whole; their variances do not.
+
+        Args:
+            select: a function from the posterior's kernel to a part of it, such as
+                `lambda kernel: kernel.left`.
+
+        Returns:
+            The posterior of that part, without mean function and noise. Costs are the whole's.
+
+        Raises:
+            ValueError: if the part is none of the kernel's, or the posterior has no kernel.
+
+        References:
+            Duvenaud (2014), Automatic Model Construction with Gaussian Processes, section 2.4.5.
+        """
+        checks.function("select", select)
+        return Component(self.restrict(lambda kernel: kernel.component(select(kernel))))
 
     @abc.abstractmethod
     def mean(
@@ -64,24 +104,26 @@ class AbstractPosterior(eqx.Module):
     def predictive(
         self,
         Xs: Float[ArrayLike, "m d"],
-        noise_variance: Float[ArrayLike, "..."],
+        noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,
-    ) -> dist.Normal:
+    ) -> dist.Distribution:
         """The predictive distribution of new observations with Gaussian noise.
 
         Args:
             Xs: inputs, shape (m, d).
             noise_variance: variance of the noise at the new inputs, shape () or (m,); for a batch
-                of functions also (*batch, 1) or (*batch, m).
+                of functions also (*batch, 1) or (*batch, m). None for the model's own.
             chunk_size: rows worked on at a time.
 
         Returns:
             A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
 
         Raises:
-            ValueError: if `noise_variance` has another shape, or a negative entry.
+            ValueError: if `noise_variance` has another shape, or a negative entry; if it is not
+                given, and the posterior knows of none, or of one for each training row.
         """
+        noise_variance = self._noise_or_raise() if noise_variance is None else noise_variance
         noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.positive("noise_variance", noise, or_zero=True)
         variance = self.variance(Xs, chunk_size=chunk_size)
@@ -91,6 +133,20 @@ class AbstractPosterior(eqx.Module):
                 f"{noise.shape}: one value, or one for each row of `Xs`."
             )
         return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance + noise))
+
+    def _noise_or_raise(self) -> Float[Array, ""]:
+        if self.noise_variance is None:
+            raise ValueError(
+                "`noise_variance` must be given: this posterior knows of no Gaussian noise. "
+                "`sgp.posterior(model, ...)` finds it where the likelihood is Gaussian around f; "
+                "for any other take `sgp.infer.Predictive`."
+            )
+        if jnp.ndim(self.noise_variance) > 0:
+            raise ValueError(
+                "`noise_variance` must be given: the model has one noise variance for each "
+                f"training row (shape {self.noise_variance.shape}) and none for new inputs."
+            )
+        return self.noise_variance
 
     @staticmethod
     def _joint_sample(
@@ -112,7 +168,7 @@ class AbstractConditioned(AbstractPosterior):
 
     X: eqx.AbstractVar[Float[Array, "n d"]]
     y: eqx.AbstractVar[Float[Array, " n"]]
-    noise_variance: eqx.AbstractVar[Float[Array, "..."]]
+    noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
     mean_function: eqx.AbstractVar[RowsFunction]
 
     @property
@@ -151,25 +207,36 @@ class AbstractConditioned(AbstractPosterior):
 
         return chunks.map_rows(chunk, Xs, chunk_size)
 
-    def predictive(
-        self,
-        Xs: Float[ArrayLike, "m d"],
-        noise_variance: Float[ArrayLike, "..."] | None = None,
-        *,
-        chunk_size: int | None = None,
-    ) -> dist.Normal:
-        """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
 
-        By default the noise is the model's own, if that is a scalar.
+class Component(AbstractPosterior):
+    """The posterior of a part of a function: moments and draws, without noise."""
 
-        Raises:
-            ValueError: if the model's noise is one value a row and `noise_variance` is not given.
-        """
-        if noise_variance is None:
-            noise_variance = self.noise_variance
-            if jnp.ndim(noise_variance) > 0:
-                raise ValueError(
-                    "`noise_variance` must be given: the model has one noise variance for each "
-                    f"training row (shape {noise_variance.shape}) and none for new inputs."
-                )
-        return super().predictive(Xs, noise_variance, chunk_size=chunk_size)
+    part: AbstractPosterior
+    noise_variance: None = None
+
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, "*batch m"]:
+        """The posterior mean of the part; see `AbstractPosterior.mean`."""
+        return self.part.mean(Xs, chunk_size=chunk_size)
+
+    def variance(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, "*batch m"]:
+        """The posterior variance of the part; see `AbstractPosterior.variance`."""
+        return self.part.variance(Xs, chunk_size=chunk_size)
+
+    def sample(
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples *batch m"]:
+        """Draw the part jointly at all rows of Xs; see `AbstractPosterior.sample`."""
+        return self.part.sample(key, Xs, num_samples)
+
+    @property
+    def diagnostics(self) -> dict[str, Array]:
+        """Those of the whole."""
+        return self.part.diagnostics
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> AbstractPosterior:
+        """The posterior of a part of the part."""
+        return self.part.restrict(change)

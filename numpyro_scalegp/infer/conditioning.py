@@ -1,0 +1,364 @@
+"""From a fit to the posterior over its function."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jaxtyping import Array, Key
+from numpyro import handlers
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
+from numpyro_scalegp.distributions.rows import unwrapped
+from numpyro_scalegp.families.family import AbstractPriorGP, AbstractVariationalGP
+from numpyro_scalegp.guides.guide import Given, set_up
+from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior
+from numpyro_scalegp.tracing.elbo import Trace
+from numpyro_scalegp.tracing.substitution import substituted
+
+
+def posterior(
+    model: Callable[..., Any],
+    fit: Callable[..., Any] | Mapping[str, Any],
+    *args: Any,
+    site: str | None = None,
+    key: Key[Array, ""] | None = None,
+    num_samples: int | None = None,
+    max_epochs: int | float | None = None,
+    **kwargs: Any,
+) -> AbstractPosterior:
+    """The posterior over a function of a model that has been fitted.
+
+    After SVI, `sgp.posterior(model, guide, result, X, y)`: under the guide's medians of all other
+    sites, or one draw of them. After NUTS and its like, `sgp.posterior(model, samples, X, y)`: the
+    mixture over all draws. Solver states, grown bases and networks come from the fit.
+
+    Args:
+        model: the model.
+        fit: the guide, then what `SVI.run` returned or a dict of parameters with mutable state; or
+            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws.
+        *args: after the result of SVI, the model's positional arguments as in the fit, observations
+            included, without mini-batches where the model has a collapsed GP.
+        site: the name of the GP site; None if the model has only one.
+        key: after SVI, None for the guide's medians, or a typed JAX key for one draw.
+        num_samples: of a `GaussianProcess` with an iterative estimator, posterior samples to store.
+        max_epochs: of such a one, the budget of the solve.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The posterior, with moments, samples and predictions at any inputs: after NUTS a
+        `MixturePosterior`, which conditions anew for each draw in each call; otherwise that of the
+        family, in the time that `condition` takes. It has the likelihood's noise variance where
+        that is Gaussian around the function, with one scale.
+
+    Raises:
+        ValueError: if the model has no GP site, or several and no `site`; if the parameters lack
+            some, or a guide has no medians and there is no `key`; if a collapsed site has no
+            observations, or stands in a plate.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import numpyro
+        >>> import optax
+        >>> from numpyro.infer import SVI
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y=None):
+        ...     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.3), X))
+        ...     with numpyro.plate("rows", len(X)):
+        ...         numpyro.sample("y", numpyro.distributions.Normal(f, 0.1), obs=y)
+        >>> X = jnp.linspace(0.0, 1.0, 30)[:, None]
+        >>> guide = sgp.guides.AutoSparseGP(model, num_inducing=5)
+        >>> svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO())
+        >>> result = svi.run(jax.random.key(0), 10, X, jnp.sin(X[:, 0]), progress_bar=False)
+        >>> posterior = sgp.posterior(model, guide, result, X, jnp.sin(X[:, 0]))
+        >>> posterior.mean(X[:4]).shape, posterior.predictive(X[:4]).variance.shape
+        ((4,), (4,))
+    """
+    checks.function("model", model)
+    key = key if key is None else checks.as_key(key)
+    options = {"num_samples": num_samples, "max_epochs": max_epochs}
+    options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(fit, Mapping):
+        return _of_draws(model, dict(fit), args, kwargs, site, key, options)
+    checks.function("fit", fit)
+    if not args:
+        raise TypeError(
+            "after the guide, give what `SVI.run` returned, then the model's arguments."
+        )
+    params, args = parameters_of(args[0]), args[1:]
+    name, fn = _the_site(model, params, args, kwargs, site)
+    if isinstance(fn, AbstractPriorGP) and (owner := _owner(fit, name)) is not None:
+        found = owner.posterior(params, *args, key=key, **kwargs)
+        # Of the draw that a key makes, the guide keeps nothing but the posterior.
+        values = {} if key is not None else owner.median(params)
+        trace = run_model(model, {**params, **values}, args, kwargs)
+        return found if key is not None else with_noise(found, trace, name)
+    values, families = fitted_values(fit, params, key, args, kwargs)
+    if name in families:
+        trace = run_model(model, {**params, **values}, args, kwargs)
+        return with_noise(families[name].posterior(), trace, name)
+    if isinstance(fn, AbstractPriorGP) and key is None:
+        raise ValueError(
+            f"the guide has draws of the function `{name}` at the rows of the fit, and no process: "
+            "give draws in place of the guide, "
+            "sgp.posterior(model, guide.sample_posterior(key, params, sample_shape=(1000,)), X, y),"
+            " or a `key` for a single one."
+        )
+    given = _Conditioner(model, name, args, kwargs, tuple(options.items()))
+    return given({**params, **values})
+
+
+def parameters_of(result: Any) -> dict[str, Any]:
+    """Parameters and mutable state of what `SVI.run` returned, or of a dict.
+
+    Raises:
+        TypeError: if the result is something else.
+    """
+    if isinstance(result, Mapping):
+        return dict(result)
+    if not hasattr(result, "params"):
+        raise TypeError(
+            "after the guide, give what `SVI.run` returned or a dict of parameters, such as "
+            "{**svi.get_params(state), **(state.mutable_state or {})}, got "
+            f"{checks.described(result)}."
+        )
+    mutable = getattr(getattr(result, "state", None), "mutable_state", None) or {}
+    return {**result.params, **mutable}
+
+
+def _of_draws(
+    model: Callable[..., Any],
+    samples: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    site: str | None,
+    key: Key[Array, ""] | None,
+    options: dict[str, Any],
+) -> MixturePosterior:
+    if key is not None:
+        raise ValueError("`key` is for one draw of a guide: draws of NUTS are all used.")
+    number_of_draws(samples, "`fit`")
+    draws = jax.tree.map(jnp.asarray, samples)
+    first = jax.tree.map(lambda leaf: leaf[0], draws)
+    name, fn = _the_site(model, first, args, kwargs, site)
+    if isinstance(fn, AbstractPriorGP) and name not in samples:
+        raise ValueError(
+            f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
+        )
+    return MixturePosterior(_Conditioner(model, name, args, kwargs, tuple(options.items())), draws)
+
+
+class _Conditioner(eqx.Module):
+    """The posterior at a GP site of a model, given values of its latent sites and parameters."""
+
+    model: Callable[..., Any] = eqx.field(static=True)
+    site: str = eqx.field(static=True)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+    def __call__(self, values: dict[str, Any]) -> AbstractPosterior:
+        trace = run_model(self.model, values, self.args, self.kwargs)
+        return conditioned(trace, self.site, **dict(self.options))
+
+
+def run_model(
+    model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Trace:
+    """The trace of a model at values of parameters and latent sites; GP sites without one are zero.
+
+    Args:
+        model: the model.
+        values: of parameters, mutable and latent sites, by name.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+    """
+    values = jax.tree.map(lambda leaf: leaf, values)  # mutable state is written to
+    given = substituted(handlers.seed(model, jax.random.key(0)), values, values)
+    with _WithoutDraws():
+        return handlers.trace(given).get_trace(*args, **kwargs)
+
+
+class _WithoutDraws(Messenger):
+    """Puts zeros at GP sites that have no value, in place of draws from the prior."""
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        is_gp = msg["type"] == "sample" and is_gp_prior(msg["fn"])
+        if is_gp and msg["value"] is None:
+            prior = unwrapped(msg["fn"])[0]
+            msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
+            msg["stop"] = True
+
+
+def is_gp_prior(fn: Any) -> bool:
+    """Whether a model's distribution is a GP, over a function or over its observations."""
+    return isinstance(unwrapped(fn)[0], AbstractPriorGP | GaussianProcess | FeatureSpaceGP)
+
+
+def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
+    """The posterior at a GP site of a model's trace, given the site's value.
+
+    Raises:
+        ValueError: if a collapsed site has no observations, or a wrapper around it.
+    """
+    site = trace[name]
+    fn, wrapper = unwrapped(site["fn"])
+    if isinstance(fn, AbstractPriorGP):
+        return with_noise(fn.condition(site["value"]), trace, name)
+    if not site["is_observed"]:
+        raise ValueError(
+            f"the GP site `{name}` has no observations: give the model's arguments as in the fit."
+        )
+    if wrapper or site["fn"] is not fn:
+        raise ValueError(
+            f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` or `mask` "
+            "around it: write a site for each function."
+        )
+    return fn.condition(site["value"], **options)
+
+
+def with_noise(found: AbstractPosterior, trace: Trace, name: str) -> AbstractPosterior:
+    """A posterior with the noise variance of a Gaussian likelihood around the function `name`."""
+    f = trace[name]["value"]
+    for site in trace.values():
+        fn = unwrapped(site["fn"])[0] if site["type"] == "sample" else None
+        if isinstance(fn, dist.Normal) and fn.loc is f:
+            noise = jnp.square(fn.scale)
+            noise = noise.reshape(()) if noise.size == 1 else noise
+            return dataclasses.replace(found, noise_variance=noise)
+    return found
+
+
+def _the_site(
+    model: Callable[..., Any],
+    values: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    site: str | None,
+) -> tuple[str, Any]:
+    """The name of the GP site and its distribution, of which classes and shapes count."""
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        trace = run_model(model, values, args, kwargs)
+        found.update(
+            {
+                name: unwrapped(one["fn"])[0]
+                for name, one in trace.items()
+                if one["type"] == "sample" and is_gp_prior(one["fn"])
+            }
+        )
+
+    jax.eval_shape(run)
+    if site is not None and site not in found:
+        raise ValueError(f"`site` is {site!r}, and the model's GP sites are {sorted(found)}.")
+    if not found:
+        raise ValueError("the model has no GP site: see `sgp.GaussianProcess` and `sgp.LatentGP`.")
+    if site is None and len(found) > 1:
+        raise ValueError(f"the model has the GP sites {sorted(found)}: name one with `site=`.")
+    name = next(iter(found)) if site is None else site
+    return name, found[name]
+
+
+def _owner(guide: Any, name: str) -> Any:
+    """The guide of this package that owns a GP site, if the guide is one or holds one."""
+    while hasattr(guide, "posterior"):
+        if guide.site in (None, name):
+            return guide
+        guide = guide.rest
+    return None
+
+
+def fitted_values(
+    guide: Callable[..., Any],
+    params: dict[str, Any],
+    key: Key[Array, ""] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, AbstractVariationalGP]]:
+    """Values of a guide's latent sites: medians and means of functions, or a draw.
+
+    Returns:
+        The values by name, and the variational processes of its GP sites.
+
+    Raises:
+        ValueError: if there is no key, and the guide has no median of a site.
+    """
+    set_up(guide, params, args, kwargs)
+    medians = _medians(guide, params, args, kwargs) if key is None else {}
+    given = jax.tree.map(lambda leaf: leaf, params)
+    seeded = handlers.seed(guide, jax.random.key(0) if key is None else key)
+    with _Functions(means=key is None) as functions:
+        run = substituted(Given(seeded, given), given, medians)
+        trace = handlers.trace(run).get_trace(*args, **kwargs)
+    latent = {
+        name: one
+        for name, one in trace.items()
+        if one["type"] == "sample" and not one["infer"].get("is_auxiliary")
+    }
+    if key is None:
+        known = {**medians, **functions.found}
+        random = [
+            name
+            for name, one in latent.items()
+            if name not in known and not isinstance(unwrapped(one["fn"])[0], dist.Delta)
+        ]
+        if random:
+            raise ValueError(
+                f"the guide has no medians of {random}: give a `key` for one draw of them."
+            )
+    return {name: one["value"] for name, one in latent.items()}, functions.found
+
+
+def _medians(
+    guide: Any, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    if hasattr(guide, "posterior"):
+        return guide.median(params, *args, **kwargs)
+    try:
+        return guide.median(params) if hasattr(guide, "median") else {}
+    except NotImplementedError:
+        return {}
+
+
+class _Functions(Messenger):
+    """Notes the variational processes at a guide's GP sites, and puts means there if asked to."""
+
+    def __init__(self, *, means: bool) -> None:
+        super().__init__()
+        self.means = means
+        self.found: dict[str, AbstractVariationalGP] = {}
+
+    def __enter__(self) -> "_Functions":
+        super().__enter__()
+        return self
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
+            self.found[msg["name"]] = msg["fn"]
+            if self.means:
+                msg["value"] = msg["fn"].mean
+
+
+def number_of_draws(samples: Mapping[str, Any], argument: str) -> int:
+    """The leading axis that all draws share.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    shapes = {
+        name: np.shape(leaf) for name, value in samples.items() for leaf in jax.tree.leaves(value)
+    }
+    if not shapes or not all(shapes.values()) or len({shape[0] for shape in shapes.values()}) > 1:
+        raise ValueError(
+            f"{argument} must be a dict of arrays with a leading axis of draws, the same for all, "
+            f"got the shapes {shapes}."
+        )
+    return next(iter(shapes.values()))[0]

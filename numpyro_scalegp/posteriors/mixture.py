@@ -1,0 +1,144 @@
+"""The posterior over a function with the hyperparameters integrated out by draws of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+
+
+class MixturePosterior(AbstractPosterior):
+    """The mixture of the posteriors given each of S draws of the hyperparameters.
+
+    Its mean is the mean of the S means, its variance the mean of the S variances plus the variance
+    of the S means. Each call conditions on the data once for each draw, one after the other, and
+    keeps none of it: time is S times that of one posterior, memory that of one besides (S, m)
+    moments.
+
+    Args:
+        given: the posterior given one draw, a pure function.
+        draws: a pytree of arrays with a leading axis of S draws.
+
+    References:
+        Rasmussen and Williams (2006), section 5.2, for the hierarchy.
+    """
+
+    given: Callable[[Any], AbstractPosterior]
+    draws: Any
+    noise_variance: None = None  # each draw has its own
+
+    @property
+    def num_draws(self) -> int:
+        """The number S of draws."""
+        return jax.tree.leaves(self.draws)[0].shape[0]
+
+    def _each(self, function: Callable[[AbstractPosterior], Any], draws: Any = None) -> Any:
+        """What a function gives for the posterior given each draw, stacked."""
+        chosen = self.draws if draws is None else draws
+        return jax.lax.map(lambda draw: function(self.given(draw)), chosen)
+
+    @eqx.filter_jit
+    def _moments(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        def moments(posterior: AbstractPosterior) -> tuple[Array, Array]:
+            options = {"chunk_size": chunk_size}
+            return posterior.mean(Xs, **options), posterior.variance(Xs, **options)
+
+        return self._each(moments)
+
+    def mean(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior mean of f; see `AbstractPosterior.mean`."""
+        return self._mean(checks.inputs("Xs", Xs), chunk_size)
+
+    @eqx.filter_jit
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        means = self._each(lambda posterior: posterior.mean(Xs, chunk_size=chunk_size))
+        return jnp.mean(means, axis=0)
+
+    def variance(
+        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+    ) -> Float[Array, " m"]:
+        """The posterior variance of f, that of the hyperparameters included."""
+        means, variances = self._moments(checks.inputs("Xs", Xs), chunk_size)
+        return jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
+
+    def sample(
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
+    ) -> Float[Array, "num_samples m"]:
+        """Draw jointly at all rows of Xs, each time under a draw of the hyperparameters.
+
+        As far as there are as many, no draw is used twice.
+        """
+        count = checks.count("num_samples", num_samples)
+        return self._sample(checks.as_key(key), checks.inputs("Xs", Xs), count)
+
+    @eqx.filter_jit
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        order_key, draw_key = jax.random.split(key)
+        order = jax.random.permutation(order_key, self.num_draws)
+        chosen = order[jnp.arange(num_samples) % self.num_draws]
+        draws = jax.tree.map(lambda leaf: leaf[chosen], self.draws)
+
+        def sample(item: tuple[Any, Array]) -> Array:
+            return self.given(item[0]).sample(item[1], Xs, 1)[0]
+
+        return jax.lax.map(sample, (draws, jax.random.split(draw_key, num_samples)))
+
+    def predictive(
+        self,
+        Xs: Float[ArrayLike, "m d"],
+        noise_variance: Float[ArrayLike, "..."] | None = None,
+        *,
+        chunk_size: int | None = None,
+    ) -> dist.MixtureSameFamily:
+        """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
+
+        Returns:
+            A mixture of S normal distributions for each row, of batch shape (m,).
+        """
+        normal = self._predictive(checks.inputs("Xs", Xs), noise_variance, chunk_size)
+        components = dist.Normal(normal[0].T, normal[1].T)
+        weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)
+        return dist.MixtureSameFamily(dist.Categorical(probs=weights), components)
+
+    @eqx.filter_jit
+    def _predictive(
+        self, Xs: Array, noise_variance: Any, chunk_size: int | None
+    ) -> tuple[Array, Array]:
+        def predictive(posterior: AbstractPosterior) -> tuple[Array, Array]:
+            normal = posterior.predictive(Xs, noise_variance, chunk_size=chunk_size)
+            return normal.mean, jnp.sqrt(normal.variance)
+
+        return self._each(predictive)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "MixturePosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        return dataclasses.replace(self, given=_Restricted(self.given, change))
+
+    @property
+    def diagnostics(self) -> dict[str, Array]:
+        """Those given each draw, with a leading axis of draws."""
+        return self._diagnostics()
+
+    @eqx.filter_jit
+    def _diagnostics(self) -> dict[str, Array]:
+        return self._each(lambda posterior: posterior.diagnostics)
+
+
+class _Restricted(eqx.Module):
+    """The posterior of a part of f given one draw."""
+
+    given: Callable[[Any], AbstractPosterior]
+    change: Callable[[AbstractKernel], AbstractKernel] = eqx.field(static=True)
+
+    def __call__(self, draw: Any) -> AbstractPosterior:
+        return self.given(draw).restrict(self.change)
