@@ -224,7 +224,7 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
     return fn.condition(site["value"], **options)
 
 
-def with_noise(found: AbstractPosterior, trace: Trace, name: str) -> AbstractPosterior:
+def with_noise(found: Any, trace: Trace, name: str) -> AbstractPosterior:
     """A posterior with the noise variance of a Gaussian likelihood around the function `name`."""
     f = trace[name]["value"]
     for site in trace.values():
@@ -326,6 +326,11 @@ def _medians(
         return guide.median(params) if hasattr(guide, "median") else {}
     except NotImplementedError:
         return {}
+    except KeyError as error:
+        raise ValueError(
+            f"`params` lacks `{error.args[0]}`: give all parameters of guide and model, to the "
+            "guide that they were fitted with."
+        ) from None
 
 
 class _Functions(Messenger):

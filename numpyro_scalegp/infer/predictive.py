@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jaxtyping import Array, Key
 from numpyro import handlers
 from numpyro.primitives import Messenger
@@ -175,10 +176,22 @@ class Predictive:
     def _chunk(
         self, keys: Array, samples: dict, params: dict, data: Any, args: tuple, kwargs: dict
     ) -> Draws:
+        fixed = None
+        if data is not None and self._is_fixed(params, data):
+            fixed = self._posteriors(keys[0], {}, params, data)
+
         def one(item: tuple[Array, dict]) -> Draws:
-            return self._one(*item, params, data, args, kwargs)
+            return self._one(*item, params, data, fixed, args, kwargs)
 
         return jax.lax.map(one, (keys, samples))
+
+    def _is_fixed(self, params: dict, data: tuple) -> bool:
+        """Whether the guide draws nothing but its functions, so that one posterior serves all."""
+        if self.guide is None:
+            return False
+        trace = self._guide_trace(jax.random.key(0), params, data, {})
+        sites = [site["fn"] for site in trace.values() if site["type"] == "sample"]
+        return all(isinstance(unwrapped(fn)[0], AbstractVariationalGP | dist.Delta) for fn in sites)
 
     def _warn_of_rows(self, args: tuple, kwargs: dict) -> None:
         """Warn of sites that combine rows of the guide's functions, which are drawn one by one."""
@@ -214,11 +227,18 @@ class Predictive:
                 )
 
     def _one(
-        self, key: Array, sample: dict, params: dict, data: Any, args: tuple, kwargs: dict
+        self,
+        key: Array,
+        sample: dict,
+        params: dict,
+        data: Any,
+        fixed: dict[str, AbstractPosterior] | None,
+        args: tuple,
+        kwargs: dict,
     ) -> Draws:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
-        posteriors = {}
-        if data is not None:
+        posteriors = dict(fixed or {})
+        if data is not None and fixed is None:
             posteriors = self._posteriors(guide_key, sample, params, data)
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -21,7 +22,12 @@ class AbstractPosterior(eqx.Module):
     same for all; shape (), or (n,) with one value for each training row, or None.
     """
 
-    noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
+    if TYPE_CHECKING:  # checkers take an `AbstractVar` for the first argument of all subclasses
+
+        @property
+        def noise_variance(self) -> Float[Array, "..."] | None: ...  # noqa: D102
+    else:
+        noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
 
     @property
     def diagnostics(self) -> dict[str, Array]:

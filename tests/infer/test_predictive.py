@@ -11,7 +11,8 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jaxtyping import Array
-from numpyro.infer import SVI
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.infer import Predictive
@@ -143,9 +144,16 @@ def test_draws_lie_on_the_host_and_hold_every_kind_of_site():
 def test_a_guide_or_draws():
     message = "give either a `guide` with its `params`, or `posterior_samples`"
     with pytest.raises(ValueError, match=message):
-        Predictive(linear)
-    with pytest.raises(ValueError, match=message):
         Predictive(linear, guide=linear, params={}, posterior_samples=slopes(2))
+    with pytest.raises(ValueError, match="`data` needs a `guide` or `posterior_samples`"):
+        Predictive(linear, data=(X, Y))
+
+
+def test_without_either_draws_are_of_the_prior():
+    predictive = Predictive(gp_model, num_samples=3000)
+    draws = predictive(KEY, X)
+    assert draws["f"].shape == draws["y"].shape == (3000, N)
+    assert abs(np.mean(np.square(draws["f"])) - 1.0) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -172,14 +180,128 @@ def test_parameters_that_are_missing():
         Predictive(gp_model, guide=guide)(KEY, X)
 
 
-def test_a_function_without_draws_is_said_to_be_of_the_prior():
-    def model(X: Array) -> None:
-        noise = numpyro.sample("noise", dist.LogNormal())
-        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, noise))
+def noisy(X: Array, Y: Array | None = None) -> None:
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.2))
+    numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, noise, mean=2.0), obs=Y)
 
-    predictive = Predictive(model, posterior_samples={"noise": jnp.ones(2)})
-    with pytest.warns(UserWarning, match="GP site `y` has neither observations nor draws.*prior"):
-        predictive(KEY, X)
+
+def bernoulli(X: Array, Y: Array | None = None) -> None:
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+    numpyro.deterministic("p", jax.nn.sigmoid(f))
+    numpyro.sample("y", dist.Bernoulli(logits=f).to_event(1), obs=Y)
+
+
+NEW = X[::-1] + 2.0  # as many rows as there were
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_collapsed_gp_at_new_inputs(joint, x64):
+    samples = {"noise": jnp.array([0.2, 0.5] * 2000)}
+    draws = Predictive(noisy, posterior_samples=samples, data=(X, Y), joint=joint)(KEY, NEW)
+    gps = [sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, s, mean=2.0) for s in (0.2, 0.5)]
+    exact = [gp.condition(Y).predictive(NEW) for gp in gps]
+    for number in range(2):
+        y, normal = draws["y"][number::2], exact[number]
+        assert np.all(np.abs(y.mean(axis=0) - normal.mean) < 5.0 * normal.scale / 2000**0.5)
+        np.testing.assert_allclose(y.var(axis=0), normal.variance, rtol=0.2)
+    covariance = exact[0].variance[0]
+    if joint:
+        covariance = gps[0].condition(Y).covariance(NEW)[0, 1]
+        found = np.cov(draws["y"][::2, :2], rowvar=False)[0, 1]
+        assert abs(found - covariance) < 0.2 * abs(covariance)
+    test = Predictive(noisy, posterior_samples=samples, data=(X, Y)).draws(KEY, NEW, Y)
+    np.testing.assert_allclose(test.log_likelihood["y"][0], exact[0].log_prob(Y), rtol=1e-5)
+
+
+def test_draws_of_a_function_at_new_inputs(x64):
+    """Given its values at the rows of the fit, and not these values once more."""
+    f = jnp.sin(jnp.arange(N) + jnp.arange(4000.0)[:, None])
+    draws = Predictive(bernoulli, posterior_samples={"f": f}, data=(X, Y > 0))(KEY, NEW)
+    prior = sgp.LatentGP(sgp.kernels.RBF(1.0), X)
+    expected = np.array([prior.condition(f[i]).mean(NEW) for i in range(3)])
+    error = draws["f"][:3] - expected
+    assert np.all(np.abs(error) < 6.0 * np.sqrt(prior.condition(f[0]).variance(NEW)))
+    weights = jnp.linalg.solve(prior.covariance(), f.T)
+    expected = weights.T @ sgp.kernels.RBF(1.0)(X, NEW)
+    posterior = prior.condition(f[0])
+    error = draws["f"] - expected
+    variance = np.asarray(posterior.variance(NEW))
+    assert np.all(np.abs(error.mean(axis=0)) < 5.0 * np.sqrt(variance / 4000) + 1e-3)
+    np.testing.assert_allclose(error.var(axis=0), variance, rtol=0.2, atol=1e-4)
+    np.testing.assert_allclose(draws["p"], jax.nn.sigmoid(draws["f"]), rtol=1e-6)
+    assert abs(draws["y"].mean() - draws["p"].mean()) < 0.02
+
+
+def test_a_guide_of_hyperparameters_at_new_inputs(x64):
+    guide = AutoNormal(noisy)
+    svi = SVI(noisy, guide, optax.adam(0.1), Trace_ELBO())
+    params = svi.get_params(svi.init(KEY, X, Y))
+    given = Predictive(noisy, guide=guide, params=params, num_samples=500, data=(X, Y))
+    expected = given(KEY, NEW)
+    exact = sgp.posterior(noisy, guide, params, X, Y).predictive(NEW)
+    assert np.all(np.abs(expected["y"].mean(axis=0) - exact.mean) < 6.0 * exact.scale / 500**0.5)
+    first_run = Predictive(noisy, guide=guide, params=params, num_samples=500)
+    with pytest.warns(UserWarning, match=f"`y` is conditioned on the {N} rows .*data=\\(X, y\\)"):
+        found = first_run(KEY, NEW)
+    assert np.all(np.abs(found["y"].mean(axis=0) - exact.mean) < 6.0 * exact.scale / 500**0.5)
+    # A guide in a new process has met no data.
+    fresh = Predictive(noisy, guide=AutoNormal(noisy), params=params, num_samples=2)
+    with pytest.raises(ValueError, match=r"has not run yet|data=\(X, y\)"):
+        fresh(KEY, NEW)
+    again = Predictive(noisy, guide=AutoNormal(noisy), params=params, num_samples=500, data=(X, Y))
+    np.testing.assert_allclose(again(KEY, NEW)["y"], expected["y"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "samples"),
+    [(noisy, {"noise": jnp.ones(2)}), (bernoulli, {"f": jnp.zeros((2, N))})],
+)
+def test_a_function_is_never_drawn_from_its_prior(model, samples):
+    """Nor left as it was at the rows of the fit, of which there are as many."""
+    predictive = Predictive(model, posterior_samples=samples)
+    with pytest.raises(ValueError, match=r"neither observations nor draws.*prior.*data=\(X, y\)"):
+        predictive(KEY, NEW)
+
+
+def test_held_hyperparameters_are_conditioned_on_once():
+    solves = 0
+
+    class Counted(sgp.estimators.Cholesky):
+        def factorise(self, *args: Any) -> Any:
+            nonlocal solves
+            jax.debug.callback(count)
+            return super().factorise(*args)
+
+    def count() -> None:
+        nonlocal solves
+        solves += 1
+
+    def model(X: Array, Y: Array | None = None) -> None:
+        scale = numpyro.param("scale", 0.7)
+        gp = sgp.GaussianProcess(sgp.kernels.RBF(scale), X, 0.1, estimator=Counted())
+        numpyro.sample("y", gp, obs=Y)
+
+    given = {"guide": lambda X, Y=None: None, "params": {"scale": 0.5}, "num_samples": 20}
+    predictive = Predictive(model, data=(X, Y), **given)
+    found = predictive(KEY, NEW)["y"]
+    jax.effects_barrier()
+    assert solves == 1
+    assert len(np.unique(found[:, 0])) == 20
+
+
+def test_a_second_call_compiles_nothing():
+    traces = 0
+
+    def model(X: Array, Y: Array | None = None) -> None:
+        nonlocal traces
+        traces += 1
+        noisy(X, Y)
+
+    predictive = Predictive(model, posterior_samples={"noise": jnp.ones(2)}, data=(X, Y))
+    predictive(KEY, NEW)
+    before = traces
+    predictive(jax.random.key(1), NEW + 1.0)
+    assert traces == before
 
 
 def test_sites_that_combine_rows():
@@ -219,5 +341,5 @@ def test_a_collapsed_site_in_a_plate_is_refused():
             numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1), obs=Y)
 
     draws = Predictive(model, posterior_samples={"unused": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=r"GP site `y` stands inside a plate.* from the prior"):
+    with pytest.raises(ValueError, match="GP site `y` stands inside a plate"):
         draws(jax.random.key(0), jnp.ones((3, 1)), jnp.zeros((2, 3)))

@@ -1,0 +1,234 @@
+"""`sgp.posterior`: from a fit to the posterior over its function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+
+import numpyro_scalegp as sgp
+
+KEY = jax.random.key(0)
+X = jnp.linspace(0.0, 2.0, 9)[:, None]
+Y = jnp.sin(3.0 * X[:, 0])
+XS = jnp.linspace(-0.3, 2.5, 4)[:, None]
+
+
+def kernel(lengthscale):
+    return sgp.kernels.Matern32(lengthscale, 1.3)
+
+
+def collapsed(X, y=None, estimator=None, state=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.3))
+    gp = sgp.GaussianProcess(
+        kernel(lengthscale), X, noise**2, mean=0.5, estimator=estimator, state=state
+    )
+    numpyro.sample("y", gp, obs=y)
+
+
+def latent(X, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.3))
+    f = numpyro.sample("f", sgp.LatentGP(kernel(lengthscale), X))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def started(model, guide, loss, *args):
+    """Parameters before the first step, moved a little, and mutable state."""
+    svi = SVI(model, guide, optax.adam(0.1), loss)
+    state = svi.init(KEY, *args)
+    moved = {n: 0.9 * p if p.ndim > 1 else p + 0.1 for n, p in svi.get_params(state).items()}
+    return {**moved, **(state.mutable_state or {})}
+
+
+def assert_same(one, other):
+    np.testing.assert_allclose(one.mean(XS), other.mean(XS), rtol=2e-5)
+    np.testing.assert_allclose(one.variance(XS), other.variance(XS), rtol=2e-5)
+
+
+def test_of_a_collapsed_gp():
+    guide = AutoNormal(collapsed)
+    params = started(collapsed, guide, Trace_ELBO(), X, Y)
+    found = sgp.posterior(collapsed, guide, params, X, Y)
+    median = guide.median(params)
+    gp = sgp.GaussianProcess(kernel(median["lengthscale"]), X, median["noise"] ** 2, mean=0.5)
+    assert_same(found, gp.condition(Y))
+    expected = found.variance(XS) + median["noise"] ** 2
+    np.testing.assert_allclose(found.predictive(XS).variance, expected, rtol=1e-5)
+    draw = sgp.posterior(collapsed, guide, params, X, Y, key=jax.random.key(1))
+    assert not np.allclose(draw.mean(XS), found.mean(XS), rtol=1e-3)
+    with pytest.raises(ValueError, match="GP site `y` has no observations"):
+        sgp.posterior(collapsed, guide, params, X)
+    with pytest.raises(ValueError, match="`params` lacks `lengthscale_auto_loc`"):
+        sgp.posterior(collapsed, guide, {}, X, Y)
+    with pytest.raises(TypeError, match=r"after the guide, give what `SVI.run` returned"):
+        sgp.posterior(collapsed, guide, X, Y)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, **options: sgp.guides.AutoSparseGP(model, num_inducing=4, **options),
+        lambda model, **options: sgp.guides.AutoDecoupledGP(
+            model, mean_points=X[::2], cov_points=X[::3], **options
+        ),
+        lambda model, **options: sgp.guides.AutoHybridGP(
+            model, num_inducing=3, num_residual=5, **options
+        ),
+    ],
+)
+def test_of_a_guide(make):
+    guide = make(latent)
+    params = started(latent, guide, sgp.infer.QuadratureELBO(2), X, Y)
+    found = sgp.posterior(latent, guide, params, X, Y)
+    assert_same(found, guide.posterior(params, X, Y))
+    noise = guide.median(params)["noise"] ** 2
+    expected = found.variance(XS) + noise
+    np.testing.assert_allclose(found.predictive(XS).variance, expected, rtol=1e-5)
+
+
+def test_of_one_of_two_sites():
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.LatentGP(kernel(0.5), X))
+        g = numpyro.sample("g", sgp.LatentGP(kernel(1.5), X))
+        numpyro.sample("y", dist.Normal(f, jnp.exp(g)).to_event(1), obs=y)
+
+    rest = functools.partial(sgp.guides.AutoSparseGP, num_inducing=3)
+    guide = sgp.guides.AutoSparseGP(model, "f", rest=rest, num_inducing=4)
+    params = started(model, guide, sgp.infer.QuadratureELBO(2), X, Y)
+    with pytest.raises(ValueError, match=r"the GP sites \['f', 'g'\]: name one with `site=`"):
+        sgp.posterior(model, guide, params, X, Y)
+    with pytest.raises(ValueError, match=r"`site` is 'h', and the model's GP sites are"):
+        sgp.posterior(model, guide, params, X, Y, site="h")
+    assert_same(sgp.posterior(model, guide, params, X, Y, site="f"), guide.posterior(params, X, Y))
+    inner = guide.rest.posterior(params, X, Y)
+    found = sgp.posterior(model, guide, params, X, Y, site="g")
+    assert_same(found, inner)
+    with pytest.raises(ValueError, match="knows of no Gaussian noise"):
+        found.predictive(XS)
+
+
+def test_of_a_guide_written_by_hand():
+    process = sgp.SparseGP(kernel(0.7), X, X[::3], jnp.array([0.3, 0.1, -0.3]), 0.5 * jnp.eye(3))
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.LatentGP(kernel(0.7), X))
+        numpyro.sample("y", dist.Normal(f, 0.2).to_event(1), obs=y)
+
+    def guide(X, y=None):
+        numpyro.sample("f", process)
+
+    found = sgp.posterior(model, guide, {}, X, Y)
+    assert_same(found, process.posterior())
+    assert float(found.noise_variance) == pytest.approx(0.04)
+
+    def random(X, y=None):
+        numpyro.sample("scale", dist.LogNormal())
+        numpyro.sample("f", process)
+
+    with pytest.raises(ValueError, match=r"no medians of \['scale'\]: give a `key`"):
+        sgp.posterior(model, random, {}, X, Y)
+    assert_same(sgp.posterior(model, random, {}, X, Y, key=KEY), process.posterior())
+
+
+def by_hand(draws, each):
+    """Moments of the mixture over draws, one after another."""
+    posteriors = [
+        each({name: leaf[i] for name, leaf in draws.items()}) for i in range(len(draws["noise"]))
+    ]
+    means, variances = (
+        np.array([np.asarray(getattr(p, moment)(XS)) for p in posteriors])
+        for moment in ("mean", "variance")
+    )
+    return means.mean(axis=0), variances.mean(axis=0) + means.var(axis=0)
+
+
+def draws_of(model, names):
+    generator = np.random.default_rng(1)
+    values = {
+        "lengthscale": generator.uniform(0.3, 0.9, 5),
+        "noise": generator.uniform(0.1, 0.4, 5),
+        "f": generator.normal(size=(5, len(X))),
+    }
+    return {name: jnp.array(values[name]) for name in names}
+
+
+def test_over_draws_of_a_collapsed_gp(x64):
+    draws = draws_of(collapsed, ["lengthscale", "noise"])
+    found = sgp.posterior(collapsed, draws, X, Y)
+
+    def each(draw):
+        gp = sgp.GaussianProcess(kernel(draw["lengthscale"]), X, draw["noise"] ** 2, mean=0.5)
+        return gp.condition(Y)
+
+    mean, variance = by_hand(draws, each)
+    np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-9)
+    np.testing.assert_allclose(found.variance(XS), variance, rtol=1e-9)
+    predictive = found.predictive(XS)
+    noise = np.mean(np.square(draws["noise"]))
+    np.testing.assert_allclose(predictive.mean, mean, rtol=1e-9)
+    np.testing.assert_allclose(predictive.variance, variance + noise, rtol=1e-9)
+    samples = found.sample(KEY, XS, 4000)
+    assert np.all(np.abs(samples.mean(axis=0) - mean) < 5.0 * np.sqrt(variance / 4000))
+    assert np.all(np.abs(np.var(samples, axis=0) - variance) < 0.2 * variance)
+    assert found.diagnostics["jitter"].shape == (5,)
+    with pytest.raises(ValueError, match="`key` is for one draw of a guide"):
+        sgp.posterior(collapsed, draws, X, Y, key=KEY)
+
+
+def test_over_draws_of_a_latent_function(x64):
+    draws = draws_of(latent, ["lengthscale", "noise", "f"])
+    found = sgp.posterior(latent, draws, X, Y)
+
+    def each(draw):
+        return sgp.LatentGP(kernel(draw["lengthscale"]), X).condition(draw["f"])
+
+    mean, variance = by_hand(draws, each)
+    np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-9)
+    np.testing.assert_allclose(found.variance(XS), variance, rtol=1e-9)
+    noise = np.mean(np.square(draws["noise"]))
+    np.testing.assert_allclose(found.predictive(XS).variance, variance + noise, rtol=1e-9)
+    with pytest.raises(ValueError, match="none of the function `f`"):
+        sgp.posterior(latent, {"noise": jnp.ones(3)}, X, Y)
+
+
+def test_a_plain_guide_of_a_latent_function():
+    guide = AutoNormal(latent)
+    params = started(latent, guide, Trace_ELBO(), X, Y)
+    with pytest.raises(ValueError, match=r"the guide has draws of the function `f`.*sample_post"):
+        sgp.posterior(latent, guide, params, X, Y)
+    draws = guide.sample_posterior(KEY, params, sample_shape=(3,))
+    assert sgp.posterior(latent, draws, X, Y).mean(XS).shape == (4,)
+    assert sgp.posterior(latent, guide, params, X, Y, key=KEY).mean(XS).shape == (4,)
+
+
+def test_after_nuts(x64):
+    """With held hyperparameters the posterior is that of the exact GP."""
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern12(0.5), X))
+        numpyro.sample("y", dist.Normal(f, 0.5).to_event(1), obs=y)
+
+    mcmc = MCMC(NUTS(model), num_warmup=300, num_samples=1500, progress_bar=False)
+    mcmc.run(KEY, X, Y)
+    found = sgp.posterior(model, mcmc.get_samples(), X, Y)
+    exact = sgp.GaussianProcess(sgp.kernels.Matern12(0.5), X, 0.25).condition(Y)
+    error = 6.0 * np.sqrt(exact.variance(XS) / 1500)
+    assert np.all(np.abs(found.mean(XS) - exact.mean(XS)) < error)
+    np.testing.assert_allclose(found.variance(XS), exact.variance(XS), rtol=0.15)
+
+
+def test_of_no_gp():
+    def model(X, y=None):
+        numpyro.sample("y", dist.Normal(0.0, numpyro.sample("s", dist.LogNormal())), obs=y)
+
+    with pytest.raises(ValueError, match="the model has no GP site"):
+        sgp.posterior(model, {"s": jnp.ones(3)}, X, Y)
