@@ -10,6 +10,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array
 from numpyro.distributions import Distribution
@@ -283,6 +284,25 @@ DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]]
     ),
 ]
 
+
+def _of_sum(kernel: AbstractKernel, X: Array) -> AbstractPosterior:
+    total = kernel + sgp.kernels.Linear(0.3)
+    return sgp.GaussianProcess(total, X, 0.1).condition(jnp.sin(X[:, 0]))
+
+
+# Draws of a hyperparameter, as from a sampler.
+NOISES = np.array([0.1, 0.2])
+
+
+class _GivenNoise(eqx.Module):
+    kernel: AbstractKernel
+    X: Array
+
+    def __call__(self, noise: Array) -> AbstractPosterior:
+        noise = noise.astype(self.X.dtype)
+        return sgp.GaussianProcess(self.kernel, self.X, noise).condition(jnp.sin(self.X[:, 0]))
+
+
 # posterior = factory(kernel, X): posteriors over a function.
 POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]]] = [
     ("exact", _conditioned(sgp.estimators.Cholesky)),
@@ -306,6 +326,8 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
             kernel, X[:3], jnp.eye(2, 3), jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)])
         ),
     ),
+    ("component", lambda kernel, X: _of_sum(kernel, X).component(lambda total: total.left)),
+    ("mixture", lambda kernel, X: sgp.posteriors.MixturePosterior(_GivenNoise(kernel, X), NOISES)),
     ("hybrid", lambda kernel, X: _hybrid(kernel, X).posterior()),
     ("decoupled", lambda kernel, X: _decoupled(kernel, X).posterior()),
     (

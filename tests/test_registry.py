@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "the only one of its kind, with tests of its own": (
         "infer.Predictive",
         "infer.RowOptimizer",
+        "plate",
         "infer.SparseSVI",
     ),
 }

@@ -226,6 +226,31 @@ def test_after_nuts(x64):
     np.testing.assert_allclose(found.variance(XS), exact.variance(XS), rtol=0.15)
 
 
+def test_of_features_in_mini_batches(x64):
+    """The network comes back by itself; what is learned of log|F| takes no part."""
+
+    def model(X, y=None, batch_size=None):
+        scale = numpyro.param("scale", 0.7)
+        phi = sgp.features.RandomFourier(kernel(scale), 6, seed=0)
+        weights = numpyro.param("weights", jnp.zeros(6))
+        X_batch, y_batch = sgp.plate("rows", len(X), batch_size).take(X, y)
+        logdet = sgp.log_determinants.Variational()
+        gp = sgp.FeatureSpaceGP(phi, X_batch, 0.3, weights, num_data=len(X), logdet=logdet)
+        numpyro.sample("y", gp, obs=y_batch)
+
+    def guide(X, y=None, batch_size=None):
+        pass
+
+    params = started(model, guide, Trace_ELBO(), X, Y, 4)
+    found = sgp.posterior(model, guide, params, X, Y)
+    phi = sgp.features.RandomFourier(kernel(0.8), 6, seed=0)
+    A = phi(X).T @ phi(X) / 0.3 + jnp.eye(6)
+    mean = phi(XS) @ jnp.linalg.solve(A, phi(X).T @ Y) / 0.3
+    np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-7)
+    with pytest.raises(ValueError, match="all 9 rows"):
+        sgp.posterior(model, guide, params, X, Y, 4)
+
+
 def test_of_no_gp():
     def model(X, y=None):
         numpyro.sample("y", dist.Normal(0.0, numpyro.sample("s", dist.LogNormal())), obs=y)
