@@ -31,11 +31,6 @@ import numpyro_scalegp as sgp
 matplotlib.use("Agg")
 
 
-def gaussian_process(values, X, estimator, key=None):
-    kernel = sgp.kernels.Matern32(values["lengthscale"], values["variance"])
-    return sgp.GaussianProcess(kernel, X, values["noise"] ** 2, estimator=estimator, key=key)
-
-
 def model(X, y, estimator=None):
     # In alphabetical order, so that guides, NUTS and `ravel_pytree` make the same vector of them.
     columns = X.shape[1]
@@ -46,7 +41,9 @@ def model(X, y, estimator=None):
         "noise": numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)),
         "variance": numpyro.sample("variance", dist.LogNormal(0.0, 1.0)),
     }
-    numpyro.sample("y", gaussian_process(values, X, estimator), obs=y)
+    kernel = sgp.kernels.Matern32(values["lengthscale"], values["variance"])
+    gp = sgp.GaussianProcess(kernel, X, values["noise"] ** 2, estimator=estimator)
+    numpyro.sample("y", gp, obs=y)
 
 
 def unbiased(num_rows, mean_iterations, rank, num_features=2000, num_probes=16):
@@ -126,18 +123,12 @@ def print_table(table, columns):
         print(f"{name:20}" + "".join(cells))
 
 
-def predict(key, draws, X, y, X_test, y_test):
+def predict(draws, X, y, X_test, y_test):
     """RMSE and NLL of the mixture over draws of the hyperparameters."""
     estimator = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients(max_epochs=200))
-
-    def one(values):
-        predictive = gaussian_process(values, X, estimator, key).condition(y).predictive(X_test)
-        return predictive.mean, predictive.log_prob(y_test)
-
-    means, densities = jax.lax.map(one, draws)
-    nll = jnp.log(len(means)) - jax.nn.logsumexp(densities, axis=0)
-    rmse = jnp.sqrt(jnp.mean((means.mean(0) - y_test) ** 2))
-    return {"rmse": float(rmse), "nll": float(nll.mean())}
+    predictive = sgp.posterior(model, draws, X, y, estimator).predictive(X_test)
+    rmse = jnp.sqrt(jnp.mean((predictive.mean - y_test) ** 2))
+    return {"rmse": float(rmse), "nll": -float(predictive.log_prob(y_test).mean())}
 
 
 def plot(path, draws):
@@ -210,7 +201,7 @@ def with_more_rows(guide, params, small_rows, num_rows, num_steps, folder):
         "mean": jax.tree.map(lambda v: v[None], guide.median(params)),
         "posterior": jax.tree.map(lambda v: v[:8], normal),
     }
-    scores = {name: predict(jax.random.key(8), p, X, y, *test) for name, p in points.items()}
+    scores = {name: predict(p, X, y, *test) for name, p in points.items()}
     print(f"{len(y)} rows: {scores}")
     return scores
 

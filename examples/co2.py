@@ -51,17 +51,6 @@ def model(X, y=None):
     numpyro.sample("y", process(values, X), obs=y)
 
 
-def forecast(key, samples, X, y, Xs):
-    """One draw of the observations at Xs for each draw of the hyperparameters."""
-
-    def one(item):
-        key, values = item
-        return process(values, X).condition(y).predictive(Xs).sample(key)
-
-    num_draws = len(samples["level"])
-    return jax.lax.map(one, (jax.random.split(key, num_draws), samples))
-
-
 def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="outputs/co2"):
     """Run it all; returns errors on the held-out years in ppm and the band's coverage."""
     data = sgp.datasets.load_co2(test_years=10)
@@ -79,7 +68,8 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     print(arviz.summary(result).to_string())
 
     Xs = jax.numpy.asarray(data.X_test)
-    draws = forecast(jax.random.key(2), mcmc.get_samples(), X, y, Xs)
+    posterior = sgp.posterior(model, mcmc.get_samples(), X, y)  # over all draws
+    draws = posterior.predictive(Xs).sample(jax.random.key(2), (2000,))
     ppm, truth = data.unstandardise_y(np.asarray(draws)), data.unstandardise_y(data.y_test)
     low, mean, high = np.quantile(ppm, 0.025, 0), ppm.mean(0), np.quantile(ppm, 0.975, 0)
     # What a straight line and one sine wave make of the same months.
@@ -100,13 +90,23 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     )
 
     year, year_test = data.unstandardise_X(X)[:, 0], data.unstandardise_X(data.X_test)[:, 0]
-    figure, axes = plt.subplots(figsize=(9, 4))
+    figure, (axes, panel) = plt.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 1))
     axes.plot(year, data.unstandardise_y(y), color="black", linewidth=1, label="training")
     axes.fill_between(year_test, low, high, color="C0", alpha=0.3, label="95 % band")
     axes.plot(year_test, mean, color="C0", label="forecast")
     axes.plot(year_test, truth, ".", color="C1", markersize=3, label="held out")
     axes.set(xlabel="year", ylabel="CO2 in ppm")
     axes.legend(loc="upper left")
+    season = posterior.component(lambda kernel: kernel.left.right)
+    months = X[-1] + np.linspace(-1.0, 0.0, 49)[:, None]
+    middle, band = (
+        data.y_scale * np.asarray(part)
+        for part in (season.mean(months), 2.0 * np.sqrt(season.variance(months)))
+    )
+    last_year = data.unstandardise_X(months)[:, 0]
+    panel.plot(last_year, middle, color="C2")
+    panel.fill_between(last_year, middle - band, middle + band, color="C2", alpha=0.3)
+    panel.set(xlabel="year", ylabel="the yearly cycle alone, in ppm")
     Path(folder).mkdir(parents=True, exist_ok=True)
     figure.savefig(Path(folder) / "forecast.png", dpi=150, bbox_inches="tight")
     return scores

@@ -80,7 +80,7 @@ def main(num_rows=2000, num_inducing=40, num_steps=2000, folder="outputs/deep_ke
         optimizer = optax.chain(optax.clip_by_global_norm(1000.0), optax.adam(rate))
         svi = SVI(kernel_model, guide, optimizer, sgp.infer.QuadratureELBO(num_nodes=2))
         result = svi.run(run_key, num_steps, X, y, 256, progress_bar=False)
-        posterior = guide.posterior(result.params, X, y)
+        posterior = sgp.posterior(kernel_model, guide, result, X, y)
         mean, scale = posterior.mean(Xs), jnp.sqrt(posterior.variance(Xs))
         errors[name] = float(jnp.sqrt(jnp.mean(jnp.square(mean - true_function(Xs)))))
         print(f"{name:6} kernel: RMSE against the true function {errors[name]:.3f}")

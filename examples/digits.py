@@ -72,7 +72,7 @@ def main(num_features=100_000, num_steps=1500, num_drawn=4000, seed=0, folder="o
     svi = sgp.infer.SparseSVI(model, guide, optax.adam(0.01), loss, row_optim=row_optim)
     result = svi.run(jax.random.key(seed), num_steps, *train, 256, progress_bar=False)
 
-    odd = np.asarray(probability(guide.posterior(result.params, *train), X_test))
+    odd = np.asarray(probability(sgp.posterior(model, guide, result, *train), X_test))
     right = np.where(y_test, odd, 1.0 - odd)
     scores = {"accuracy": np.mean(right > 0.5), "mnlp": -np.mean(np.log(right))}
     kernel = {name: round(float(value), 2) for name, value in guide.median(result.params).items()}

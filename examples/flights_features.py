@@ -72,7 +72,7 @@ def main(num_steps=10_000, num_features=100_000, rows=None, folder="outputs/flig
     result = svi.run(
         jax.random.key(1), num_steps, X, y, features, 1000, init_state=state, progress_bar=False
     )
-    posterior = guide.posterior(result.params, X[:10], y[:10], features)
+    posterior = sgp.posterior(model, guide, result, X[:10], y[:10], features)
     print(f"{len(X):,} rows, {num_features:,} features: {time.perf_counter() - began:.0f} s")
 
     minutes = data.y_scale

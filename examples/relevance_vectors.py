@@ -63,7 +63,7 @@ def main(
     result = svi.run(jax.random.key(seed), num_steps, X, y, batch_size, progress_bar=False)
 
     active = np.asarray(sgp.relevance_vectors(result.params["precision"]))
-    posterior = guide.posterior(result.params, X, y, batch_size).pruned(active)
+    posterior = sgp.posterior(model, guide, result, X, y, batch_size).pruned(active)
     x = jnp.linspace(-10, 10, 1001)
     mean, sd = posterior.mean(x[:, None]), jnp.sqrt(posterior.variance(x[:, None]))
     rmse = float(jnp.sqrt(jnp.mean((mean - jnp.sinc(x / jnp.pi)) ** 2)))

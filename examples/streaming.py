@@ -86,7 +86,7 @@ def follow(guide, batches, every, held):
             fitted = {**svi.get_params(state), **(state.mutable_state or {})}
             fitted = solve(fitted, *map(np.concatenate, zip(*recent, strict=True)))
             state = sgp.infer.replace_params(svi, state, fitted)
-            mean = guide.posterior(fitted, X, y).mean(X_test)
+            mean = sgp.posterior(guide.model, guide, fitted, X, y).mean(X_test)
             errors.append((step, float(np.sqrt(np.mean((mean - function(X_test)) ** 2)))))
             print("  {:5d} batches: RMSE {:.4f}".format(*errors[-1]), flush=True)
     return errors
