@@ -1,15 +1,16 @@
 """Results as ArviZ data: `InferenceData` in ArviZ 0.2x, an xarray `DataTree` from 1.0 on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
+import equinox as eqx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Key
 from numpyro import handlers
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, init_to_feasible
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
 
@@ -27,12 +28,15 @@ def to_arviz(
     num_samples: int = 1000,
     sites: Sequence[str] | None = None,
     constant_data: Mapping[str, ArrayLike] | None = None,
+    coords: Mapping[str, Any] | None = None,
+    dims: Mapping[str, Sequence[str | None]] | None = None,
 ) -> Any:
     """Export the result of SVI or MCMC to ArviZ.
 
     Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
     `log_likelihood` (pointwise; for a `GaussianProcess` or `FeatureSpaceGP` site the leave-one-out
-    densities log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for), `observed_data`,
+    densities log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for; entries that a mask
+    hides are left out, and the others of a site `y` stand along `y_counted`), `observed_data`,
     `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver states, `residual`,
     `probe_residual`, `epochs`, `converged` and `standard_error` over steps; MCMC: divergences and
     their like; for each draw `jitter` of an exact Gaussian process and `jitter_to_noise`, its ratio
@@ -50,6 +54,10 @@ def to_arviz(
         sites: latent and deterministic sites to keep in `posterior`; None for all. A function at
             many rows makes a large group.
         constant_data: further arrays to store, such as the inputs.
+        coords: labels along dimensions by the dimensions' names, as ArviZ's own converters take
+            them; integers by default.
+        dims: names of the dimensions by the names of sites and constant data, without chains and
+            draws: `y_dim_0` and so on by default, and where a name is None.
 
     Returns:
         An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). Time: one run of
@@ -58,7 +66,8 @@ def to_arviz(
 
     Raises:
         ImportError: if ArviZ is not installed.
-        ValueError: if the model or the guide is missing, a name in `sites` is unknown, or the model
+        ValueError: if the model or the guide is missing, a name in `sites` or `dims` is unknown,
+            a site has fewer axes than `dims` or another length than `coords` says, or the model
             subsamples its rows.
 
     References:
@@ -85,39 +94,92 @@ def to_arviz(
         args, kwargs, shape = tuple(model_args or ()), dict(model_kwargs or {}), (1, num_samples)
         params = result if isinstance(result, Mapping) else {**result.params, **_states(result)}
         predictive = Predictive(model, guide=guide, params=dict(params), num_samples=num_samples)
-    _check_all_rows(model, args, kwargs)
+    masks = _counted(model, args, kwargs)
     draws = predictive.draws(key, *args, **kwargs)
-    groups = _groups(draws, shape, sites)
+    constants = {name: np.asarray(value) for name, value in (constant_data or {}).items()}
+    axes = _Axes({k: np.asarray(v) for k, v in (coords or {}).items()}, dict(dims or {}))
+    known = sorted({*draws.sites, *draws.observed, *constants})
+    for name in sorted(set(axes.dims) - set(known)):
+        raise ValueError(f"`dims` has `{name}`, and there are {known} to export.")
+    groups = _groups(draws, shape, sites, axes, masks)
     groups["sample_stats"] |= _statistics(result)
-    groups["constant_data"] = {
-        name: (_dims(name, np.shape(value)), np.asarray(value))
-        for name, value in (constant_data or {}).items()
-    }
+    groups["constant_data"] = {name: axes.labelled(name, v) for name, v in constants.items()}
     return _assemble(groups)
 
 
+class _Axes(NamedTuple):
+    """Names of dimensions, and labels along them."""
+
+    coords: dict[str, np.ndarray]
+    dims: dict[str, Sequence[str | None]]
+
+    def labelled(
+        self,
+        name: str,
+        values: np.ndarray,
+        shape: tuple[int, int] | None = None,
+        mask: np.ndarray | None = None,
+    ) -> tuple[tuple[str, ...], np.ndarray, dict[str, np.ndarray]]:
+        """Names of the dimensions, the values, and labels along the dimensions.
+
+        Args:
+            name: of the variable.
+            values: with a leading axis of draws if there is a `shape`.
+            shape: chains and draws.
+            mask: entries to keep, without the axis of draws; None for all.
+        """
+        lengths = values.shape[0 if shape is None else 1 :]
+        given = self.dims.get(name, ())
+        if isinstance(given, str) or len(given) > len(lengths):
+            raise ValueError(
+                f"`dims` has {given!r} for `{name}`, whose axes have the lengths {lengths}: give a "
+                "list of names, one for each axis."
+            )
+        names = [*given, *[None] * (len(lengths) - len(given))]
+        named = tuple(one or f"{name}_dim_{place}" for place, one in enumerate(names))
+        labels = {}
+        for one, length in zip(named, lengths, strict=True):
+            labels[one] = self.coords.get(one, np.arange(length))
+            if labels[one].shape != (length,):
+                raise ValueError(
+                    f"`coords` has labels of shape {labels[one].shape} for the dimension `{one}`, "
+                    f"along which `{name}` has the length {length}."
+                )
+        if mask is not None and not mask.all():
+            kept = np.flatnonzero(mask)
+            values = values.reshape(len(values), -1)[:, kept]
+            labels = {f"{name}_counted": labels[named[0]][kept] if len(named) == 1 else kept}
+            named = tuple(labels)
+        if shape is None:
+            return named, values, labels
+        return ("chain", "draw", *named), values.reshape(*shape, *values.shape[1:]), labels
+
+
 def _groups(
-    draws: Draws, shape: tuple[int, int], sites: Sequence[str] | None
+    draws: Draws,
+    shape: tuple[int, int],
+    sites: Sequence[str] | None,
+    axes: _Axes,
+    masks: dict[str, np.ndarray],
 ) -> dict[str, dict[str, Any]]:
-    """The variables of each group as (dimension names, values)."""
+    """The variables of each group as (dimension names, values, labels)."""
     unknown = set(sites or ()) - set(draws.sites)
     if unknown:
         raise ValueError(f"`sites` has {sorted(unknown)}, the model has {sorted(draws.sites)}.")
 
     def by_chain(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {
-            name: (("chain", "draw", *_dims(name, v.shape[1:])), v.reshape(*shape, *v.shape[1:]))
-            for name, v in values.items()
-        }
+        return {name: axes.labelled(name, v, shape) for name, v in values.items()}
 
     kept = {name: draws.sites[name] for name in (draws.sites if sites is None else sites)}
     return {
         "posterior": by_chain(kept),
         "posterior_predictive": by_chain(draws.predictive),
-        "log_likelihood": by_chain(draws.log_likelihood),
-        "observed_data": {
-            name: (_dims(name, v.shape[1:]), v[0]) for name, v in draws.observed.items()
+        "log_likelihood": {
+            name: axes.labelled(name, v, shape, _as_mask(masks.get(name), v))
+            for name, v in draws.log_likelihood.items()
+            if np.any(masks.get(name, True))
         },
+        "observed_data": {name: axes.labelled(name, v[0]) for name, v in draws.observed.items()},
         "sample_stats": by_chain(
             {
                 _suffixed(stat if "jitter" in stat else f"draw_{stat}", name, draws.diagnostics): v
@@ -126,6 +188,11 @@ def _groups(
             }
         ),
     }
+
+
+def _as_mask(mask: np.ndarray | None, values: np.ndarray) -> np.ndarray | None:
+    """The entries of a pointwise density that count; a collapsed GP's are those of one density."""
+    return None if mask is None else np.broadcast_to(mask, values.shape[1:])
 
 
 def _suffixed(statistic: str, name: str, sites: Mapping[str, Any]) -> str:
@@ -138,25 +205,21 @@ def _states(result: Any) -> dict[str, Any]:
     return getattr(getattr(result, "state", None), "mutable_state", None) or {}
 
 
-def _dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}_dim_{i}" for i in range(len(shape)))
-
-
 def _statistics(result: Any) -> dict[str, Any]:
     if isinstance(result, MCMC):
         fields = result.get_extra_fields(group_by_chain=True)
         statistics = {
-            _STATISTICS.get(name, name): (("chain", "draw"), np.asarray(value))
+            _STATISTICS.get(name, name): (("chain", "draw"), np.asarray(value), {})
             for name, value in fields.items()
             if np.ndim(value) == 2
         }
         if "potential_energy" in statistics:
-            dims, energy = statistics.pop("potential_energy")
-            statistics["lp"] = (dims, -energy)
+            dims, energy, _ = statistics.pop("potential_energy")
+            statistics["lp"] = (dims, -energy, {})
         return statistics
     statistics = {}
     if hasattr(result, "losses"):
-        statistics["loss"] = (("chain", "step"), np.asarray(result.losses)[None])
+        statistics["loss"] = (("chain", "step"), np.asarray(result.losses)[None], {})
     states = {k: v for k, v in _states(result).items() if isinstance(v, SolverState)}
     for name, state in states.items():
         for statistic, values in state.history().items():
@@ -164,24 +227,34 @@ def _statistics(result: Any) -> dict[str, Any]:
             statistics[_suffixed(statistic, name, states)] = (
                 ("chain", "solver_step"),
                 np.asarray(values)[None],
+                {},
             )
     return statistics
 
 
-def _check_all_rows(model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if the model draws mini-batches: each draw would see rows of its own."""
+def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Which entries of each observed site no mask hides.
 
-    def run() -> None:
-        trace.update(handlers.trace(handlers.seed(model, rng_seed=0)).get_trace(*args, **kwargs))
+    Raises:
+        ValueError: if the model draws mini-batches: each draw would see rows of its own.
+    """
 
-    trace: dict[str, Any] = {}
-    jax.eval_shape(run)
-    for name, site in trace.items():
-        if site["type"] == "plate" and site["args"][1] not in (None, site["args"][0]):
-            raise ValueError(
-                f"the plate `{name}` takes {site['args'][1]} of {site['args'][0]} rows: pass "
-                "`model_args` (or `model_kwargs`) with which the model sees all rows to export."
-            )
+    # Compiled, since of the model then nothing is computed but the masks.
+    @eqx.filter_jit
+    def run(args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
+        seeded = handlers.seed(model, rng_seed=0)
+        feasible = handlers.substitute(seeded, substitute_fn=init_to_feasible)
+        trace = handlers.trace(feasible).get_trace(*args, **kwargs)
+        for name, site in trace.items():
+            if site["type"] == "plate" and site["args"][1] not in (None, site["args"][0]):
+                raise ValueError(
+                    f"the plate `{name}` takes {site['args'][1]} of {site['args'][0]} rows: pass "
+                    "`model_args` (or `model_kwargs`) with which the model sees all rows to export."
+                )
+        observed = {k: v for k, v in trace.items() if v["type"] == "sample" and v["is_observed"]}
+        return {name: counted(site["fn"]) for name, site in observed.items()}
+
+    return {name: np.asarray(mask) for name, mask in run(args, kwargs).items()}
 
 
 def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
@@ -195,8 +268,11 @@ def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
     datasets = {}
     for group, variables in groups.items():
         if variables:
-            dataset = xarray.Dataset(variables, attrs={"inference_library": "numpyro_scalegp"})
-            coordinates = {dim: np.arange(size) for dim, size in dataset.sizes.items()}
+            arrays = {name: (dims, values) for name, (dims, values, _) in variables.items()}
+            dataset = xarray.Dataset(arrays, attrs={"inference_library": "numpyro_scalegp"})
+            coordinates: dict[str, Any] = {d: np.arange(n) for d, n in dataset.sizes.items()}
+            for _, _, labels in variables.values():
+                coordinates |= labels
             datasets[group] = dataset.assign_coords(coordinates)
     if int(arviz.__version__.split(".")[0]) >= 1:
         return xarray.DataTree.from_dict(datasets)

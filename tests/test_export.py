@@ -281,3 +281,129 @@ def test_svi_needs_model_and_guide():
     for missing in ((None, guide), (latent, None)):
         with pytest.raises(ValueError, match="`model` and `guide` must be given with a result"):
             sgp.to_arviz(result, *missing, key=KEY, model_args=data())
+
+
+# Families, labels and masks
+
+
+def features_site(X: Array, y: Array) -> None:
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    weights = numpyro.param("weights", jnp.zeros(2))
+    logdet = sgp.log_determinants.MiniBatch()
+    phi = lambda X: scale * jnp.concatenate([X, X**2], axis=1)  # noqa: E731
+    gp = sgp.FeatureSpaceGP(phi, X, NOISE, weights, num_data=len(X), logdet=logdet)
+    numpyro.sample("y", gp, obs=y)
+
+
+def weight_space(X: Array, y: Array) -> None:
+    f = numpyro.sample("f", sgp.WeightSpaceGP(lambda X: jnp.concatenate([X, X**2], axis=1), X))
+    with sgp.plate("rows", len(X)):
+        numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+FAMILIES = {
+    "collapsed": (collapsed, AutoNormal),
+    "features": (features_site, AutoNormal),
+    "sparse": (latent, functools.partial(sgp.guides.AutoSparseGP, num_inducing=4)),
+    "hybrid": (
+        latent,
+        functools.partial(sgp.guides.AutoHybridGP, num_inducing=3, num_residual=5),
+    ),
+    "weight space": (weight_space, functools.partial(sgp.guides.AutoChevronGP, rank=1)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_in_every_family(family):
+    model, make_guide = FAMILIES[family]
+    guide, (X, y) = make_guide(model), data()
+    is_collapsed = family in ("collapsed", "features")
+    loss = Trace_ELBO() if is_collapsed else sgp.infer.QuadratureELBO(2)
+    result = SVI(model, guide, optax.adam(0.01), loss).run(KEY, 1, X, y, progress_bar=False)
+    labels = [f"station {i}" for i in range(N)]
+    found = sgp.to_arviz(
+        result,
+        model,
+        guide,
+        key=KEY,
+        model_args=(X, y),
+        num_samples=25,
+        constant_data={"X": X},
+        coords={"row": labels, "unused": [1, 2]},
+        dims={"y": ["row"], "X": ["row", None]} | ({} if is_collapsed else {"f": ["row"]}),
+    )
+    for group in ("posterior_predictive", "log_likelihood"):
+        assert found[group]["y"].dims == ("chain", "draw", "row")
+        assert list(found[group]["row"].values) == labels
+    assert found["observed_data"]["y"].dims == ("row",)
+    assert found["constant_data"]["X"].dims == ("row", "X_dim_1")
+    assert found["constant_data"].sizes["X_dim_1"] == 1
+    if not is_collapsed:
+        assert found["posterior"]["f"].dims == ("chain", "draw", "row")
+        assert list(found["posterior"]["row"].values) == labels
+    loo = arviz.loo(found)
+    assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
+
+
+def masked(X: Array, y: Array, kept: Array, way: str) -> None:
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    shared = dist.Normal(level + X[:, 0], 0.3)
+    if way == "handler":
+        with numpyro.handlers.mask(mask=kept), numpyro.plate("rows", len(X)):
+            numpyro.sample("y", shared, obs=y)
+    elif way == "site":
+        numpyro.sample("y", shared.mask(kept).to_event(0), obs=y)
+    elif way == "table":  # two outputs, of which each has gaps of its own
+        both, seen = jnp.stack([y, y], axis=1), jnp.stack([kept, kept[::-1]], axis=1)
+        wide = dist.Normal(level + X, jnp.array([0.3, 0.4]))
+        numpyro.sample("y", wide.mask(seen), obs=both)
+    else:
+        numpyro.sample("y", shared.mask(kept & False), obs=y)
+
+
+@pytest.mark.parametrize("way", ["handler", "site", "table", "all"])
+def test_hidden_rows_are_left_out_of_loo(way):
+    X, y = data()
+    kept = jnp.arange(N) % 3 != 1
+    y = jnp.where(kept, y, jnp.nan) if way in ("handler", "site") else y
+    mcmc = MCMC(NUTS(masked), num_warmup=20, num_samples=25, progress_bar=False)
+    mcmc.run(KEY, X, y, kept, way)
+    options = {"coords": {"row": np.arange(100, 100 + N)}, "dims": {"y": ["row"]}}
+    found = sgp.to_arviz(mcmc, key=KEY, **options)
+    assert found["posterior_predictive"]["y"].shape[:3] == (1, 25, N)
+    assert found["observed_data"]["y"].shape[0] == N
+    if way == "all":
+        assert "log_likelihood" not in groups(found)
+        return
+    pointwise = found["log_likelihood"]["y"]
+    assert pointwise.dims == ("chain", "draw", "y_counted")
+    seen = np.asarray(kept)
+    level = values(found, "posterior", "level")[..., None]
+    if way == "table":
+        seen = np.stack([seen, seen[::-1]], axis=1)
+        mean = level[..., None] + np.asarray(X)
+        expected = scipy.stats.norm(mean, [0.3, 0.4]).logpdf(np.asarray(y)[:, None])[..., seen]
+        np.testing.assert_array_equal(pointwise["y_counted"], np.flatnonzero(seen))
+    else:
+        expected = scipy.stats.norm(level + np.asarray(X[:, 0]), 0.3).logpdf(np.asarray(y))
+        expected = expected[..., seen]
+        np.testing.assert_array_equal(pointwise["y_counted"], 100 + np.flatnonzero(seen))
+    np.testing.assert_allclose(pointwise, expected, rtol=1e-3, atol=1e-5)
+    loo = arviz.loo(found)
+    assert loo.n_data_points == seen.sum()
+    assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
+
+
+def test_labels_that_do_not_fit():
+    guide, result = trained()
+    export = functools.partial(
+        sgp.to_arviz, result, latent, guide, key=KEY, model_args=data(), num_samples=2
+    )
+    with pytest.raises(ValueError, match="`dims` has `g`, and there are"):
+        export(dims={"g": ["row"]})
+    with pytest.raises(ValueError, match=r"`dims` has \['a', 'b'\] for `f`, .* lengths \(10,\)"):
+        export(dims={"f": ["a", "b"]})
+    with pytest.raises(ValueError, match=r"`dims` has 'row' for `f`, .* give a list of names"):
+        export(dims={"f": "row"})
+    with pytest.raises(ValueError, match=r"`coords` has labels of shape \(3,\) for the dimension"):
+        export(dims={"f": ["row"]}, coords={"row": [1, 2, 3]})

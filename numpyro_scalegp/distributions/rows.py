@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
 from numpyro.distributions import (
     Distribution,
     ExpandedDistribution,
@@ -45,3 +47,16 @@ def unwrapped(distribution: Any) -> tuple[Any, str]:
             wrapper = "`mask`"
         distribution = distribution.base_dist
     return distribution, wrapper
+
+
+def counted(distribution: Any) -> Bool[Array, "*batch"]:
+    """Which entries of the log density count: those that no `mask` hides."""
+    shape = distribution.batch_shape
+    if isinstance(distribution, MaskedDistribution):
+        return counted(distribution.base_dist) & jnp.broadcast_to(distribution._mask, shape)
+    if isinstance(distribution, ExpandedDistribution):
+        return jnp.broadcast_to(counted(distribution.base_dist), shape)
+    if isinstance(distribution, Independent):
+        parts = counted(distribution.base_dist)
+        return jnp.any(parts, axis=tuple(range(len(shape), parts.ndim)))
+    return jnp.ones(shape, bool)
