@@ -357,7 +357,7 @@ class _FromPosteriors(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         """Draw at a site."""
-        name = msg["name"]
+        name = msg.get("name")  # a request for a key has none
         if msg["type"] != "sample" or msg["is_observed"] or not is_gp_prior(msg["fn"]):
             return
         if name not in self.posteriors and name not in self.first_run:
