@@ -11,6 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Key
 from numpyro import handlers
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
@@ -93,14 +94,14 @@ def posterior(
             "after the guide, give what `SVI.run` returned, then the model's arguments."
         )
     params, args = parameters_of(args[0]), args[1:]
-    name, fn = _the_site(model, params, args, kwargs, site)
+    name, fn = _the_site(Given(model, params), params, args, kwargs, site)
     if isinstance(fn, AbstractPriorGP) and (owner := _owner(fit, name)) is not None:
         found = owner.posterior(params, *args, key=key, **kwargs)
         # Of the draw that a key makes, the guide keeps nothing but the posterior.
         values = {} if key is not None else owner.median(params)
         trace = run_model(model, {**params, **values}, args, kwargs)
         return found if key is not None else with_noise(found, trace, name)
-    values, families = fitted_values(fit, params, key, args, kwargs)
+    values, families = _fitted_values(fit, params, key, args, kwargs)
     if name in families:
         trace = run_model(model, {**params, **values}, args, kwargs)
         return with_noise(families[name].posterior(), trace, name)
@@ -179,11 +180,53 @@ def run_model(
         values: of parameters, mutable and latent sites, by name.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
+
+    Raises:
+        ValueError: if a latent site has no value, and would be drawn from its prior.
     """
+    trace = _trace(model, values, args, kwargs)
+    missing = [
+        name
+        for name, site in trace.items()
+        if site["type"] == "sample"
+        and not (site["is_observed"] or name in values or is_gp_prior(site["fn"]))
+    ]
+    if missing:
+        raise ValueError(
+            f"the fit has no values of the latent sites {missing}, and what a prior draws of them "
+            "has nothing to do with it: give draws of all latent sites, or a guide for them."
+        )
+    return trace
+
+
+def _trace(
+    model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Trace:
     values = jax.tree.map(lambda leaf: leaf, values)  # mutable state is written to
     given = substituted(handlers.seed(model, jax.random.key(0)), values, values)
-    with _WithoutDraws():
+    with Checked(values), _WithoutDraws():
         return handlers.trace(given).get_trace(*args, **kwargs)
+
+
+class Checked(Messenger):
+    """Raises where a value has another shape than its site, before the model goes on with it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.values = values
+
+    def postprocess_message(self, msg: dict[str, Any]) -> None:
+        """Compare shapes at a latent site."""
+        is_latent = msg["type"] == "sample" and not msg["is_observed"]
+        if not is_latent or msg["name"] not in self.values:
+            return
+        found, wanted = jnp.shape(msg["value"]), msg["fn"].shape()
+        if found != wanted:
+            raise ValueError(
+                f"a draw of the site `{msg['name']}` has shape {found}, and the model's site "
+                f"{wanted}: give draws with one leading axis (of `MCMC.get_samples`, those that "
+                "are not grouped by chain), and the rows that a function was drawn at."
+            )
 
 
 class _WithoutDraws(Messenger):
@@ -212,10 +255,6 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
     fn, wrapper = unwrapped(site["fn"])
     if isinstance(fn, AbstractPriorGP):
         return with_noise(fn.condition(site["value"]), trace, name)
-    if not site["is_observed"]:
-        raise ValueError(
-            f"the GP site `{name}` has no observations: give the model's arguments as in the fit."
-        )
     if wrapper or site["fn"] is not fn:
         raise ValueError(
             f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` or `mask` "
@@ -245,16 +284,15 @@ def _the_site(
 ) -> tuple[str, Any]:
     """The name of the GP site and its distribution, of which classes and shapes count."""
     found: dict[str, Any] = {}
+    observed: dict[str, bool] = {}
 
     def run() -> None:
-        trace = run_model(model, values, args, kwargs)
-        found.update(
-            {
-                name: unwrapped(one["fn"])[0]
-                for name, one in trace.items()
-                if one["type"] == "sample" and is_gp_prior(one["fn"])
-            }
-        )
+        for name, one in _trace(model, values, args, kwargs).items():
+            if one["type"] == "sample" and is_gp_prior(one["fn"]):
+                found[name] = unwrapped(one["fn"])[0]
+                observed[name] = one["is_observed"]
+                if one["is_observed"]:
+                    checks.finite(name, one["value"])
 
     jax.eval_shape(run)
     if site is not None and site not in found:
@@ -264,6 +302,10 @@ def _the_site(
     if site is None and len(found) > 1:
         raise ValueError(f"the model has the GP sites {sorted(found)}: name one with `site=`.")
     name = next(iter(found)) if site is None else site
+    if not observed[name] and not isinstance(found[name], AbstractPriorGP):
+        raise ValueError(
+            f"the GP site `{name}` has no observations: give the model's arguments as in the fit."
+        )
     return name, found[name]
 
 
@@ -276,7 +318,7 @@ def _owner(guide: Any, name: str) -> Any:
     return None
 
 
-def fitted_values(
+def _fitted_values(
     guide: Callable[..., Any],
     params: dict[str, Any],
     key: Key[Array, ""] | None,
@@ -292,17 +334,16 @@ def fitted_values(
         ValueError: if there is no key, and the guide has no median of a site.
     """
     set_up(guide, params, args, kwargs)
+    if key is not None and isinstance(guide, AutoGuide):
+        # What Laplace's approximation draws in a run is its mode.
+        return guide.sample_posterior(key, params, *args, **kwargs), {}
     medians = _medians(guide, params, args, kwargs) if key is None else {}
     given = jax.tree.map(lambda leaf: leaf, params)
     seeded = handlers.seed(guide, jax.random.key(0) if key is None else key)
     with _Functions(means=key is None) as functions:
         run = substituted(Given(seeded, given), given, medians)
         trace = handlers.trace(run).get_trace(*args, **kwargs)
-    latent = {
-        name: one
-        for name, one in trace.items()
-        if one["type"] == "sample" and not one["infer"].get("is_auxiliary")
-    }
+    latent = {name: one for name, one in trace.items() if one["type"] == "sample"}
     if key is None:
         known = {**medians, **functions.found}
         random = [
@@ -310,7 +351,8 @@ def fitted_values(
             for name, one in latent.items()
             if name not in known and not isinstance(unwrapped(one["fn"])[0], dist.Delta)
         ]
-        if random:
+        # An autoguide's other sites are functions of its auxiliary one.
+        if random and not (medians and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
             raise ValueError(
                 f"the guide has no medians of {random}: give a `key` for one draw of them."
             )

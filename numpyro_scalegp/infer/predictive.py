@@ -20,6 +20,7 @@ from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.families.family import AbstractPriorGP, AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.conditioning import (
+    Checked,
     conditioned,
     is_gp_prior,
     number_of_draws,
@@ -252,8 +253,9 @@ class Predictive:
             model = Given(handlers.replay(model, draw), params)
             given.update(draw)
         # Draws may hold parameters that vary from one to the next.
-        substitute = _Checked(substituted(model, {**params, **sample}, sample), sample)
-        trace = handlers.trace(substitute).get_trace(*args, **kwargs)
+        substitute = substituted(model, {**params, **sample}, sample)
+        with Checked(sample):
+            trace = handlers.trace(substitute).get_trace(*args, **kwargs)
         if self.guide is None and not self.is_prior:
             _check_names(trace, {**sample, **posteriors})
         if not self.is_prior:
@@ -417,27 +419,6 @@ def _check_names(trace: dict[str, Any], sample: dict[str, Any]) -> None:
             f"`posterior_samples` has {sorted(sample)}, and the model none of these: its latent "
             f"sites are {sorted(latent)}."
         )
-
-
-class _Checked(Messenger):
-    """Raises where a draw has another shape than its site, before the model goes on with it."""
-
-    def __init__(self, fn: Callable, sample: dict[str, Any]) -> None:
-        super().__init__(fn)
-        self.sample = sample
-
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
-        is_latent = msg["type"] == "sample" and not msg["is_observed"]
-        if not is_latent or msg["name"] not in self.sample:
-            return
-        found, wanted = jnp.shape(msg["value"]), msg["fn"].shape()
-        if found != wanted:
-            raise ValueError(
-                f"a draw of the site `{msg['name']}` in `posterior_samples` has shape {found}, and "
-                f"the model's site {wanted}: give draws with one leading axis (of "
-                "`MCMC.get_samples`, those that are not grouped by chain), and the rows that a "
-                "function was drawn at."
-            )
 
 
 def _replicate(

@@ -105,6 +105,9 @@ class MixturePosterior(AbstractPosterior):
         Returns:
             A mixture of S normal distributions for each row, of batch shape (m,).
         """
+        if noise_variance is not None:
+            noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
+            checks.positive("noise_variance", noise_variance, or_zero=True)
         normal = self._predictive(checks.inputs("Xs", Xs), noise_variance, chunk_size)
         components = dist.Normal(normal[0].T, normal[1].T)
         weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.autoguide import AutoIAFNormal, AutoLaplaceApproximation, AutoNormal
 
 import numpyro_scalegp as sgp
 
@@ -249,6 +249,51 @@ def test_of_features_in_mini_batches(x64):
     np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-7)
     with pytest.raises(ValueError, match="all 9 rows"):
         sgp.posterior(model, guide, params, X, Y, 4)
+
+
+@pytest.mark.parametrize(
+    ("fit", "y", "message"),
+    [
+        ({"noise": jnp.ones(3)}, Y, r"no values of the latent sites \['lengthscale'\]"),
+        (
+            {"noise": jnp.ones((2, 3)), "lengthscale": jnp.ones((2, 3))},
+            Y,
+            r"a draw of the site `lengthscale` has shape \(3,\), and the model's site \(\)",
+        ),
+        ({"noise": jnp.ones(3), "lengthscale": jnp.ones(2)}, Y, "leading axis of draws"),
+        ({"noise": jnp.ones(3), "lengthscale": jnp.ones(3)}, jnp.nan * Y, "`y` must be finite"),
+        ({"noise": jnp.ones(3), "lengthscale": jnp.ones(3)}, None, "`y` has no observations"),
+    ],
+)
+def test_draws_that_do_not_fit(fit, y, message):
+    with pytest.raises(ValueError, match=message):
+        sgp.posterior(collapsed, fit, X, y).mean(XS)
+
+
+def test_draws_of_autoguides():
+    """Laplace's approximation draws its mode in a run; a flow has no medians."""
+    guide = AutoLaplaceApproximation(collapsed)
+    svi = SVI(collapsed, guide, optax.adam(0.05), Trace_ELBO())
+    params = svi.get_params(svi.init(KEY, X, Y))
+    found = [sgp.posterior(collapsed, guide, params, X, Y, key=k).mean(XS) for k in (None, KEY)]
+    assert not np.allclose(*found, rtol=1e-3)
+    flow = AutoIAFNormal(collapsed, hidden_dims=[2], num_flows=1)
+    svi = SVI(collapsed, flow, optax.adam(0.05), Trace_ELBO())
+    params = svi.get_params(svi.init(KEY, X, Y))
+    with pytest.raises(ValueError, match="no medians"):
+        sgp.posterior(collapsed, flow, params, X, Y)
+
+
+def test_parameters_of_the_model_that_are_missing():
+    def model(X, y=None):
+        scale = numpyro.param("scale", 0.7)
+        numpyro.sample("y", sgp.GaussianProcess(kernel(scale), X, 0.1), obs=y)
+
+    def guide(X, y=None):
+        pass
+
+    with pytest.raises(ValueError, match="`params` lacks `scale`"):
+        sgp.posterior(model, guide, {}, X, Y)
 
 
 def test_of_no_gp():
