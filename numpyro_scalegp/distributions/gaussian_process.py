@@ -21,7 +21,7 @@ from numpyro_scalegp.estimators import (
 )
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.kernel import refuse_kernel
+from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.posteriors import ExactPosterior, FeaturePosterior, PathwisePosterior
 from numpyro_scalegp.solvers import KernelOperator
 

@@ -44,7 +44,7 @@ BLOCK = 4096
 
 
 class Chevron(NamedTuple):
-    """The law N(loc, C C') of m weights; C has k dense columns and a diagonal."""
+    """The distribution N(loc, C C') of m weights; C has k dense columns and a diagonal."""
 
     loc: Float[Array, " m"]
     scale_diag: Float[Array, " m"]  # of all of C
@@ -66,39 +66,39 @@ class Chevron(NamedTuple):
 
 
 def blocks_of(size: int) -> Int[Array, "blocks block"]:
-    """All indices below `size` in blocks; the last is filled up with `size` itself."""
+    """All indices below `size` in blocks; the last is padded with `size` itself."""
     block = min(size, BLOCK)
     index = jnp.arange(-(-size // block) * block, dtype=jnp.int32)
     return jnp.minimum(index, size).reshape(-1, block)
 
 
 def projections(
-    features: AbstractFeatures, X: Float[Array, "n d"], law: Chevron
+    features: AbstractFeatures, X: Float[Array, "n d"], chevron: Chevron
 ) -> tuple[Float[Array, "n one_plus_k"], Float[Array, " n"]]:
-    """What the law of the weights is for f at the rows of X.
+    """What the distribution of the weights is for f at the rows of X.
 
     Args:
         features: phi, with m features.
         X: inputs, shape (n, d).
-        law: of the weights.
+        chevron: distribution of the weights.
 
     Returns:
         Phi [loc, C_k], shape (n, 1 + k), for the k dense columns; and what the diagonal adds to the
         variance of f. Time O(n m (d + k)), memory O(n (BLOCK + k)).
     """
-    size = law.loc.shape[0]
+    size = chevron.loc.shape[0]
 
     def add(total: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
         inside = index < size
         index = jnp.minimum(index, size - 1)
-        directions, diagonal = law.rows(index)
+        directions, diagonal = chevron.rows(index)
         Phi = jnp.where(inside, features.columns(X, index), 0.0)
         projected = matmul(Phi, directions)
         variance = matmul(jnp.square(Phi), jnp.square(diagonal))
         return (total[0] + projected, total[1] + variance), None
 
-    dtype = jnp.result_type(X, law.loc)
-    zero = jnp.zeros((X.shape[0], 1 + law.rank), dtype), jnp.zeros(X.shape[0], dtype)
+    dtype = jnp.result_type(X, chevron.loc)
+    zero = jnp.zeros((X.shape[0], 1 + chevron.rank), dtype), jnp.zeros(X.shape[0], dtype)
     # One block is no loop; of several, the features are made once more on the way back.
     blocks = blocks_of(size)
     if len(blocks) == 1:
@@ -107,7 +107,7 @@ def projections(
 
 
 class WeightRows(eqx.Module):
-    """The rows of a chevron law of m weights that the sets hold."""
+    """The rows of a chevron distribution of m weights that the sets hold."""
 
     index: Int[Array, "sets num"]
     size: int = eqx.field(static=True)  # m
@@ -131,7 +131,7 @@ def weight_rows(
     scale_diag: Float[Array, " m"] | Rows,
     scale_columns: Float[Array, "m k"] | Rows,
 ) -> WeightRows:
-    """The rows `index` of a chevron law, of whole arrays or of rows that hold just these."""
+    """The rows `index` of a chevron factor, of whole arrays or of rows that hold just these."""
     mean, diagonal, columns = (Rows.of(a, index).values for a in (loc, scale_diag, scale_columns))
     directions = [mean[..., None], dense_columns(index, diagonal, columns)]
     return WeightRows(
@@ -170,7 +170,8 @@ def prior_divergence(
 
     Args:
         features: phi, for its own precision.
-        rows: of the law of the weights; where S is dense, of two sets or of one with all features.
+        rows: of the weights' distribution; where S is dense, of two sets or of one with all
+            features.
         precision: the diagonal of S; None for the features' own.
         log_determinant: log|S|, used where S is dense.
 

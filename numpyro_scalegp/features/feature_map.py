@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
 
 
@@ -17,6 +18,8 @@ class AbstractFeatures(eqx.Module):
 
     `phi(X)` has all features and `phi.columns(X, index)` some of them, at a cost that does not grow
     with their number. Hyperparameters enter as arrays, so that a model may give them priors.
+
+    A feature map of one's own implements `size` and `evaluate`.
     """
 
     @abc.abstractmethod
@@ -24,9 +27,8 @@ class AbstractFeatures(eqx.Module):
         """The number m of features of inputs with the columns of X."""
 
     @abc.abstractmethod
-    def _columns(
-        self, X: Float[Array, "n d"], index: Int[Array, " num"]
-    ) -> Float[Array, "n num"]: ...
+    def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        """The features `index` of inputs that were checked, shape (n, num)."""
 
     def columns(
         self, X: Float[ArrayLike, "n d"], index: Int[ArrayLike, " num"]
@@ -44,12 +46,12 @@ class AbstractFeatures(eqx.Module):
         Raises:
             ValueError: if `X` is not of rank 2, or holds NaN or infinity.
         """
-        return self._columns(checks.inputs("X", X), checks.as_index(index))
+        return self.evaluate(checks.inputs("X", X), checks.as_index(index))
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """Evaluate all features, shape (n, m)."""
         X = checks.inputs("X", X)
-        return self._columns(X, jnp.arange(self.size(X)))
+        return self.evaluate(X, jnp.arange(self.size(X)))
 
     @property
     def has_dense_precision(self) -> bool:
@@ -72,12 +74,13 @@ class AbstractFeatures(eqx.Module):
         """Entries of the diagonal of S, at indices of any shape."""
         return jnp.ones(index.shape)
 
-    @abc.abstractmethod
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The prior covariance of f(X) and f(Z) under the precision S, exact or nearly so.
 
-        For a dense S, Phi(X)'K(X, X)^-1 Phi(X) with this K is an approximation of S.
+        By default the features' inner products. For a dense S, Phi(X)'K(X, X)^-1 Phi(X) with this
+        K is an approximation of S.
         """
+        return matmul(self(X), self(Z).T)
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "AbstractFeatures":
         """The features of a part of f, of which `change` gives the kernel.
@@ -93,5 +96,5 @@ class AbstractFeatures(eqx.Module):
 
     def with_hyperparameters(self, hyperparameters: list[Array]) -> "AbstractFeatures":
         """The same features with what `hyperparameters` gave at another time."""
-        # Arrays alone, since functions within the features may be made anew in each trace.
+        # Arrays alone, since functions within the features may be other objects in each trace.
         return jax.tree.unflatten(jax.tree.structure(self), hyperparameters)

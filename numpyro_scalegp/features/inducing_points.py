@@ -56,7 +56,8 @@ class InducingPoints(AbstractFeatures):
         """The number of points."""
         return self.num_features
 
-    def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+    def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        """The features `index`, shape (n, num)."""
         return self.kernel(X, self.points[index])
 
     @property

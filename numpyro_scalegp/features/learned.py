@@ -8,10 +8,9 @@ import jax
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks, functions
-from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.kernel import refuse_kernel
+from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 
 
 class Learned(AbstractFeatures):
@@ -63,11 +62,8 @@ class Learned(AbstractFeatures):
             )
         return outputs
 
-    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """Inner products of features, shape (n, m)."""
-        return matmul(self.feature_map(X), self.feature_map(Z).T)
-
-    def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+    def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        """The features `index`, shape (n, num)."""
         if self.columns_map is not None:
             return self.columns_map(X, index)
         return self.feature_map(X)[:, index]

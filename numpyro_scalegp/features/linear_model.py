@@ -112,10 +112,10 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
     A = _precision(statistics)
     warn_of_few_digits(A, 1.0, _FEW_DIGITS)
     W = linalg.inverse_cholesky(A)
-    explained = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
+    fitted = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
     log_determinant = jnp.sum(jnp.log(noise)) - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
     constant = noise.size * math.log(2.0 * math.pi)
-    return -0.5 * (statistics.squares - explained + log_determinant + constant)
+    return -0.5 * (statistics.squares - fitted + log_determinant + constant)
 
 
 def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limit: float) -> None:

@@ -14,7 +14,8 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
-from numpyro_scalegp.kernels.kernel import Scaled, Waves
+from numpyro_scalegp.kernels.kernel import Scaled
+from numpyro_scalegp.kernels.spectrum import Waves
 
 
 class RandomFourier(AbstractFeatures):
@@ -119,7 +120,8 @@ class RandomFourier(AbstractFeatures):
 
         return jax.vmap(one, out_axes=Waves(0, None, 0))(pairs)  # type: ignore[arg-type]
 
-    def _columns(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+    def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        """The features `index`, shape (n, num)."""
         pairs = index // 2
         if self.origin is not None:
             checks.shape("origin", self.origin, X.shape[1:], why="one row of inputs")

@@ -1,4 +1,4 @@
-"""Where to put inducing points: cluster centres, or the rows that explain most variance."""
+"""Where to put inducing points: cluster centres, or the data points that leave least variance."""
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,8 @@ def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
         owner = jnp.argmin(squared_distances(X, centres), axis=1)
         count = jnp.zeros(num_points, X.dtype).at[owner].add(1.0)
         total = jnp.zeros_like(centres).at[owner].add(X)
-        moved = total / jnp.maximum(count, 1.0)[:, None]
-        return jnp.where(count[:, None] > 0, moved, centres), None
+        mean = total / jnp.maximum(count, 1.0)[:, None]
+        return jnp.where(count[:, None] > 0, mean, centres), None
 
     return jax.lax.scan(step, centres, length=num_steps)[0]
 

@@ -1,21 +1,16 @@
 """Covariance functions and their spectral densities."""
 
 from numpyro_scalegp.kernels.kernel import AbstractKernel, ActiveDims, Product, Scaled, Sum
+from numpyro_scalegp.kernels.matern import Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.multiscale import MultiscaleRBF
 from numpyro_scalegp.kernels.nonstationary import FeatureMapped, Linear
-from numpyro_scalegp.kernels.stationary import (
-    RBF,
-    Constant,
-    Matern12,
-    Matern32,
-    Matern52,
-    Periodic,
-    RationalQuadratic,
-)
+from numpyro_scalegp.kernels.periodic import Periodic
+from numpyro_scalegp.kernels.stationary import RBF, AbstractStationary, Constant, RationalQuadratic
 
 __all__ = [
     "RBF",
     "AbstractKernel",
+    "AbstractStationary",
     "ActiveDims",
     "Constant",
     "FeatureMapped",

@@ -124,11 +124,11 @@ def _scaled(differences: Float[Array, "n d"], inverse: Float[Array, " d"]) -> Fl
 
 
 def _within_bounds(scaled: Float[Array, "..."], num_columns: int) -> Float[Array, "..."]:
-    """Keep the sum of the squares of so many columns finite."""
+    """Keep the sum of the squares of `num_columns` columns finite."""
     bound = (_largest(scaled.dtype) / max(num_columns, 1)) ** 0.5
     return jnp.clip(scaled, -bound, bound)
 
 
 def _largest(dtype: jnp.dtype) -> float:
-    """The largest squared distance, which profiles may still multiply."""
+    """The largest squared distance, which correlations may still multiply."""
     return float(jnp.finfo(dtype).max) / 64.0

@@ -6,28 +6,20 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.core.trigonometry import cos_sin_of_turns, turns_of
+from numpyro_scalegp.kernels.spectrum import AbstractSpectrum, Origin, Waves
 
 
-class Waves(NamedTuple):
-    """Random waves of a stationary kernel: E[variance cos(w'(x - z))] = k(x, z)."""
-
-    frequencies: Float[Array, "num d"]  # w, in radians per unit of the inputs
-    variance: Float[Array, ""]  # k(x, x); of a component, that of the kernel it was taken from
-    active: Bool[Array, " num"]  # of a component, the waves that are its own
-
-
-class AbstractKernel(eqx.Module):
+class AbstractKernel(AbstractSpectrum):
     """A covariance function k(x, z) with array hyperparameters.
 
     `k(X, Z)` is the matrix of all pairs and `k.diag(X)` its diagonal. Kernels compose with `+`, `*`
@@ -35,16 +27,13 @@ class AbstractKernel(eqx.Module):
     Hyperparameters are arrays without priors or constraints: those belong to the model.
 
     A kernel of one's own implements `evaluate` and `evaluate_diag`; where random features are
-    wanted, `random_features`, or, if it is stationary, `is_stationary` and `sample_frequencies`.
+    wanted, `evaluate_features`, or, if it is stationary, `is_stationary` and
+    `sample_frequencies`: `AbstractStationary` has these for a function of the scaled distance.
     """
 
     @abc.abstractmethod
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j) for inputs that were checked, shape (n, m)."""
-
-    @abc.abstractmethod
-    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """The variances k(x_i, x_i) for inputs that were checked, shape (n,), in O(n d)."""
 
     def __call__(
         self, X: Float[ArrayLike, "n d"], Z: Float[ArrayLike, "m d"]
@@ -113,7 +102,7 @@ class AbstractKernel(eqx.Module):
             raise ValueError(
                 f"`part` must be an object in one place within this `{type(self).__name__}`, got a "
                 f"`{type(part).__name__}` that is in {places}: take it from the very kernel, such "
-                "as `kernel.left`, whose terms must be different objects."
+                "as `kernel.left`, and let its terms be different objects."
             )
         return found[0]
 
@@ -126,97 +115,6 @@ class AbstractKernel(eqx.Module):
             for name, kernel in self.parts.items()
             for component in kernel._components(part)
         ]
-
-    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
-        """Draw angular frequencies from the normalised spectral density.
-
-        They satisfy E[cos(w'(x - z))] = k(x, z) / k(x, x).
-
-        Args:
-            key: a typed JAX key.
-            num: number of frequencies.
-            d: number of input columns.
-
-        Returns:
-            Frequencies in radians per unit of the inputs, shape (num, d).
-
-        Raises:
-            ValueError: if the kernel is not stationary, so that it has no spectral density.
-        """
-        raise ValueError(
-            f"`{type(self).__name__}` has no spectral density: only stationary kernels, their sums "
-            "and their products have one. Use inducing points or an exact estimator instead."
-        )
-
-    @property
-    def is_stationary(self) -> bool:
-        """Whether k(x, z) depends on x - z alone, so that the kernel has a spectral density."""
-        return False
-
-    @property
-    def has_smooth_features(self) -> bool:
-        """Whether random features of a fixed key have a derivative in every hyperparameter.
-
-        Not where one decides between discrete frequencies: the lengthscale of `Periodic`, or the
-        variances of a sum inside of a product.
-        """
-        return self.has_smooth_frequencies
-
-    @property
-    def has_smooth_frequencies(self) -> bool:
-        """Whether `sample_frequencies` of a fixed key has a derivative in every hyperparameter."""
-        return True
-
-    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
-        """Draw random waves, of which `sample_frequencies` gives the frequencies alone."""
-        frequencies = self.sample_frequencies(key, num, d)
-        variance = self.evaluate_diag(jnp.zeros((1, d), frequencies.dtype))[0]
-        return Waves(frequencies, variance, jnp.ones(num, bool))
-
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
-    ) -> Float[Array, "n p"]:
-        """Map inputs to random features that have the kernel as their expected inner product.
-
-        E[phi(x)'phi(z)] = k(x, z) over keys. A stationary kernel has pairs of a cosine and a sine
-        with frequencies from its spectral density; sums, products and mapped inputs combine the
-        features of their parts, and a linear kernel has its own, exact ones. With the same key, the
-        frequencies follow the hyperparameters (in steps where the spectrum is discrete, as that of
-        `Periodic`), and each row's features depend on that row alone.
-
-        Args:
-            key: a typed JAX key; the features of other rows belong together if drawn with the same.
-            X: inputs, shape (n, d).
-            num_features: number of features wanted, an even number of at least 2.
-            origin: a row at which every wave begins, shape (d,), zero by default. It does not
-                change the expectation. Far from it a rounding of a frequency is another function:
-                give a row of the data where features belong together that different programs
-                compute, or that follow the hyperparameters, such as `X[0]`.
-
-        Returns:
-            Features, shape (n, p); p is `num_features` unless the kernel has a part with exact
-            features. Time O(n d p), memory O(n p).
-
-        Raises:
-            ValueError: if the kernel is not stationary and not made of parts that have features.
-
-        References:
-            Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; Sutherland and
-            Schneider (2015), On the Error of Random Fourier Features: pairs beat random phases.
-        """
-        X, key = checks.inputs("X", X), checks.as_key(key)
-        if origin is not None:
-            X = X - origin
-        num_pairs = max(1, checks.count("num_features", num_features) // 2)
-        waves = self.sample_waves(key, num_pairs, X.shape[1])
-        turns = turns_of(X, (waves.frequencies / (2.0 * math.pi)).astype(X.dtype))
-        amplitude = jnp.where(waves.active, jnp.sqrt(waves.variance) / math.sqrt(num_pairs), 0.0)
-        return jnp.tile(amplitude, 2) * jnp.concatenate(cos_sin_of_turns(turns), axis=1)
 
     def on(self, dims: Sequence[int]) -> "ActiveDims":
         """The same kernel on the input columns `dims` only, each named once."""
@@ -239,6 +137,11 @@ class AbstractKernel(eqx.Module):
 
 class AbstractComposite(AbstractKernel):
     """A kernel made of others, with the properties that all of these have."""
+
+    def __check_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type is AbstractKernel:
+                checks.instance(field.name, getattr(self, field.name), AbstractKernel)
 
     @property
     def is_stationary(self) -> bool:
@@ -283,10 +186,6 @@ class Sum(AbstractComposite):
     right: AbstractKernel
     active: tuple[bool, bool] = eqx.field(static=True, default=(True, True))
 
-    def __check_init__(self) -> None:
-        checks.instance("left", self.left, AbstractKernel)
-        checks.instance("right", self.right, AbstractKernel)
-
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Add up the active terms' matrices."""
         return functools.reduce(operator.add, [kernel.evaluate(X, Z) for kernel in self._terms])
@@ -310,23 +209,19 @@ class Sum(AbstractComposite):
             return [self]
         lefts = self.left._components(part) if self.active[0] else []
         rights = self.right._components(part) if self.active[1] else []
-        return [Sum(left, self.right, (True, False)) for left in lefts] + [
-            Sum(self.left, right, (False, True)) for right in rights
+        return [
+            *(Sum(left, self.right, (True, False)) for left in lefts),
+            *(Sum(self.left, right, (False, True)) for right in rights),
         ]
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """Both kernels' features, half of the number each, side by side; zero if not active."""
 
         def of_term(kernel: AbstractKernel, is_active: bool, key: Array) -> Array:
             def features() -> Array:
-                return kernel.random_features(key, X, max(2, num_features // 2), origin=origin)
+                return kernel.evaluate_features(key, X, max(2, num_features // 2), origin)
 
             if is_active:
                 return features()
@@ -362,10 +257,6 @@ class Product(AbstractComposite):
     left: AbstractKernel
     right: AbstractKernel
 
-    def __check_init__(self) -> None:
-        checks.instance("left", self.left, AbstractKernel)
-        checks.instance("right", self.right, AbstractKernel)
-
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Multiply both kernels' matrices entry by entry."""
         return self.left.evaluate(X, Z) * self.right.evaluate(X, Z)
@@ -379,13 +270,8 @@ class Product(AbstractComposite):
         """Whether the frequencies, or else both kernels' features, are smooth."""
         return self.has_smooth_frequencies if self.is_stationary else super().has_smooth_features
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """Fourier features of a stationary product; else products of both kernels' features.
 
@@ -393,10 +279,10 @@ class Product(AbstractComposite):
         expected inner product k_1 k_2.
         """
         if self.is_stationary:
-            return super().random_features(key, X, num_features, origin=origin)
+            return super().evaluate_features(key, X, num_features, origin)
         keys = jax.random.split(key, 4)
-        left = self.left.random_features(keys[0], X, num_features, origin=origin)
-        right = self.right.random_features(keys[1], X, num_features, origin=origin)
+        left = self.left.evaluate_features(keys[0], X, num_features, origin)
+        right = self.right.evaluate_features(keys[1], X, num_features, origin)
         # In the hyperparameters' dtype, as frequencies are: the same for inputs of another one.
         dtype = jnp.result_type(*jax.tree.leaves(eqx.filter(self, eqx.is_inexact_array)))
         G = jax.random.normal(keys[2], (left.shape[1], num_features), dtype)
@@ -426,7 +312,6 @@ class Scaled(AbstractComposite):
     scale: Float[Array, ""] = eqx.field(converter=checks.to_positive("scale"))
 
     def __check_init__(self) -> None:
-        checks.instance("kernel", self.kernel, AbstractKernel)
         checks.shape("scale", self.scale, (), why="a kernel is multiplied by one number")
         checks.positive("scale", self.scale)
 
@@ -438,18 +323,12 @@ class Scaled(AbstractComposite):
         """Scale the kernel's variances."""
         return self.scale * self.kernel.evaluate_diag(X)
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The kernel's features times the root of the scale."""
-        return jnp.sqrt(self.scale) * self.kernel.random_features(
-            key, X, num_features, origin=origin
-        )
+        features = self.kernel.evaluate_features(key, X, num_features, origin)
+        return jnp.sqrt(self.scale) * features
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw the kernel's own waves, with a variance that is scaled."""
@@ -470,7 +349,6 @@ class ActiveDims(AbstractComposite):
     dims: tuple[int, ...] = eqx.field(static=True, converter=lambda dims: _as_dims(dims))
 
     def __check_init__(self) -> None:
-        checks.instance("kernel", self.kernel, AbstractKernel)
         if not self.dims or min(self.dims) < 0:
             raise ValueError(
                 f"`dims` must name at least one column, counted from 0, got {self.dims}."
@@ -494,19 +372,12 @@ class ActiveDims(AbstractComposite):
         """The kernel's variances of the active columns."""
         return self.kernel.evaluate_diag(self._seen(X))
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The kernel's features of the active columns."""
-        active = self._seen(checks.inputs("X", X))
-        if origin is not None:
-            origin = self._seen(jnp.asarray(origin)[None])[0]
-        return self.kernel.random_features(key, active, num_features, origin=origin)
+        origin = None if origin is None else self._seen(origin[None])[0]
+        return self.kernel.evaluate_features(key, self._seen(X), num_features, origin)
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw waves along the active columns; the frequencies of the others are zero."""
@@ -530,12 +401,3 @@ def _as_dims(dims: Any) -> tuple[int, ...]:
             f"`dims` must be a sequence of integers such as (0, 3), got {dims!r}: the numbers of "
             "the columns, not a mask (for which write `np.flatnonzero(mask)`)."
         ) from None
-
-
-def refuse_kernel(name: str, function: object) -> None:
-    """Raise for a kernel where the argument `name` is a map of inputs: both are callable."""
-    if isinstance(function, AbstractKernel):
-        raise TypeError(
-            f"`{name}` must be a function of inputs, got the kernel `{type(function).__name__}`: "
-            "a kernel is an argument of its own."
-        )

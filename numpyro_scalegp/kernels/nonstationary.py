@@ -4,21 +4,22 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels.kernel import AbstractKernel, refuse_kernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.spectrum import Origin
 
 
 class Linear(AbstractKernel):
-    """The covariance of a linear function with random slopes and intercept.
+    """The covariance of a linear function with random coefficients and intercept.
 
     k(x, z) = variance * x'z + bias.
 
     Args:
-        variance: prior variance of the slopes, in squared units of the function over the inputs',
-            positive; shape ().
+        variance: prior variance of the coefficients, in squared units of the function over the
+            inputs', positive; shape ().
         bias: prior variance of the intercept, in squared units of the function, not negative;
             shape ().
 
@@ -44,19 +45,13 @@ class Linear(AbstractKernel):
         checks.shape("bias", self.bias, ())
         checks.positive("bias", self.bias, or_zero=True)
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The d + 1 exact features, sqrt(variance) x and sqrt(bias)."""
-        X = checks.inputs("X", X)
-        slopes = jnp.sqrt(self.variance) * X
-        constant = jnp.broadcast_to(jnp.sqrt(self.bias).astype(slopes.dtype), (X.shape[0], 1))
-        return jnp.concatenate([slopes, constant], axis=1)
+        linear = jnp.sqrt(self.variance) * X
+        constant = jnp.broadcast_to(jnp.sqrt(self.bias).astype(linear.dtype), (X.shape[0], 1))
+        return jnp.concatenate([linear, constant], axis=1)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
@@ -112,19 +107,12 @@ class FeatureMapped(AbstractKernel):
         """Whether the kernel's own features are smooth."""
         return self.kernel.has_smooth_features
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The features of the mapped inputs."""
-        mapped = self._mapped(checks.inputs("X", X))
-        if origin is not None:
-            origin = self._mapped(jnp.asarray(origin)[None])[0]
-        return self.kernel.random_features(key, mapped, num_features, origin=origin)
+        origin = None if origin is None else self._mapped(origin[None])[0]
+        return self.kernel.evaluate_features(key, self._mapped(X), num_features, origin)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
@@ -133,3 +121,12 @@ class FeatureMapped(AbstractKernel):
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
         return self.kernel.evaluate_diag(self._mapped(X))
+
+
+def refuse_kernel(name: str, function: object) -> None:
+    """Raise for a kernel where the argument `name` is a map of inputs: both are callable."""
+    if isinstance(function, AbstractKernel):
+        raise TypeError(
+            f"`{name}` must be a function of inputs, got the kernel `{type(function).__name__}`: "
+            "a kernel is an argument of its own."
+        )

@@ -20,7 +20,7 @@ def pivoted_cholesky(
 
     Returns:
         L, shape (rank, n), and the pivots, distinct rows, shape (rank,). Time O(n rank (rank + d)),
-        memory O(n rank). Once all variance is explained up to rounding, the rows of L are zero and
+        memory O(n rank). Once no variance is left beyond rounding, the rows of L are zero and
         the pivots are taken as they come.
 
     References:

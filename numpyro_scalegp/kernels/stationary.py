@@ -5,15 +5,12 @@ import abc
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
 from numpyro_scalegp.kernels.kernel import AbstractKernel
-
-# Means above which a difference of two Poisson numbers is drawn as a rounded normal one: JAX's
-# Poisson numbers lose accuracy in float32, and above 2^31 there are none.
-_MAX_RATE = 1000.0
+from numpyro_scalegp.kernels.spectrum import Origin
 
 
 def check_lengthscale_and_variance(
@@ -27,8 +24,12 @@ def check_lengthscale_and_variance(
     checks.positive("variance", variance)
 
 
-class _Stationary(AbstractKernel):
-    """k(x, z) = variance * profile(||(x - z) / lengthscale||^2)."""
+class AbstractStationary(AbstractKernel):
+    """k(x, z) = variance * correlation(||(x - z) / lengthscale||^2).
+
+    A kernel of one's own has the fields `lengthscale` and `variance` and implements `correlation`
+    and, for random features, `sample_precisions`.
+    """
 
     lengthscale: eqx.AbstractVar[Float[Array, "..."]]
     variance: eqx.AbstractVar[Float[Array, ""]]
@@ -36,25 +37,46 @@ class _Stationary(AbstractKernel):
     def __check_init__(self) -> None:
         check_lengthscale_and_variance(self.lengthscale, self.variance)
 
+    @abc.abstractmethod
+    def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance, 1 at 0."""
+
+    def sample_precisions(
+        self, key: Key[Array, ""], num: int, dtype: jnp.dtype
+    ) -> Float[Array, " num"]:
+        """Draw t, shape (num,), of the mixture of RBFs correlation(r^2) = E[exp(-t r^2 / 2)].
+
+        Every correlation that is valid in all dimensions is such a mixture (Schoenberg, 1938).
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` does not say how its frequencies are drawn: implement "
+            "`sample_precisions`, or use inducing points or an exact estimator instead."
+        )
+
     @property
     def is_stationary(self) -> bool:
         """True."""
         return True
+
+    @property
+    def by_differences(self) -> bool:
+        """Whether small distances need all digits, as where `correlation` is rough at zero."""
+        return False
 
     def _check_width(self, d: int) -> None:
         checks.shape(
             "lengthscale", self.lengthscale, (), (d,), why="one value for each input column"
         )
 
-    @property
-    def _by_differences(self) -> bool:
-        return False
+    def _squared_distances(
+        self, X: Float[Array, "n d"], Z: Float[Array, "m d"]
+    ) -> Float[Array, "n m"]:
+        return squared_distances(X, Z, self.lengthscale, by_differences=self.by_differences)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
         self._check_width(X.shape[1])
-        distances = squared_distances(X, Z, self.lengthscale, by_differences=self._by_differences)
-        return self.variance * self._profile(distances)
+        return self.variance * self.correlation(self._squared_distances(X, Z))
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
@@ -66,23 +88,15 @@ class _Stationary(AbstractKernel):
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw angular frequencies, shape (num, d); see `AbstractKernel.sample_frequencies`."""
         self._check_width(d)
-        normal_key, mixing_key = jax.random.split(checks.as_key(key))
+        normal_key, precision_key = jax.random.split(checks.as_key(key))
         dtype = self.lengthscale.dtype
         normal = jax.random.normal(normal_key, (num, d), dtype)
         # One scale for a whole vector: the density is isotropic in d dimensions, not a product.
-        scale = jnp.sqrt(self._mixing(mixing_key, num, dtype))[:, None]
+        scale = jnp.sqrt(self.sample_precisions(precision_key, num, dtype))[:, None]
         return scale * normal / jnp.broadcast_to(self.lengthscale, (1, d))
 
-    @abc.abstractmethod
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
-        """The correlation as a function of the scaled squared distance."""
 
-    @abc.abstractmethod
-    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
-        """Draw t in the Gaussian scale mixture profile(r^2) = E[exp(-t r^2 / 2)]."""
-
-
-class RBF(_Stationary):
+class RBF(AbstractStationary):
     """The squared-exponential kernel, for functions with derivatives of every order.
 
     k(x, z) = variance * exp(-r^2 / 2), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
@@ -108,126 +122,18 @@ class RBF(_Stationary):
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
     variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance."""
         return jnp.exp(-0.5 * squared)
 
-    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+    def sample_precisions(
+        self, key: Key[Array, ""], num: int, dtype: jnp.dtype
+    ) -> Float[Array, " num"]:
+        """Ones: no mixture."""
         return jnp.ones(num, dtype)
 
 
-class _Matern(_Stationary):
-    """The Matern family: its spectral density is a multivariate t with 2 nu degrees of freedom."""
-
-    @property
-    @abc.abstractmethod
-    def _smoothness(self) -> float:
-        """The order nu."""
-
-    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
-        return self._smoothness / jax.random.gamma(key, self._smoothness, (num,), dtype)
-
-
-class Matern12(_Matern):
-    """The Matern kernel of order 1/2 (exponential), for continuous, rough functions.
-
-    k(x, z) = variance * exp(-r), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It has no
-    derivative at r = 0, where the gradient is taken to be zero.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
-
-    References:
-        Rasmussen and Williams (2006), eq. 4.14 with nu = 1/2.
-
-    Example:
-        >>> import numpyro_scalegp as sgp
-        >>> kernel = sgp.kernels.Matern12(lengthscale=0.5) + 0.1 * sgp.kernels.RBF(2.0)
-    """
-
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    @property
-    def _smoothness(self) -> float:
-        return 0.5
-
-    @property
-    def _by_differences(self) -> bool:
-        return True
-
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
-        return _exponential(squared)
-
-
-class Matern32(_Matern):
-    """The Matern kernel of order 3/2, for functions with one derivative.
-
-    k(x, z) = variance * (1 + sqrt(3) r) exp(-sqrt(3) r), with
-    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
-
-    References:
-        Rasmussen and Williams (2006), eq. 4.17.
-
-    Example:
-        >>> import numpyro_scalegp as sgp
-        >>> kernel = sgp.kernels.Matern32(lengthscale=[0.5, 2.0], variance=1.5)
-    """
-
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    @property
-    def _smoothness(self) -> float:
-        return 1.5
-
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
-        return _once_smooth(3.0 * squared)
-
-
-class Matern52(_Matern):
-    """The Matern kernel of order 5/2, for functions with two derivatives.
-
-    k(x, z) = variance * (1 + sqrt(5) r + 5 r^2 / 3) exp(-sqrt(5) r), with
-    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
-
-    References:
-        Rasmussen and Williams (2006), eq. 4.17.
-
-    Example:
-        >>> import numpyro_scalegp as sgp
-        >>> kernel = 2.0 * sgp.kernels.Matern52(lengthscale=0.3).on((1,))
-    """
-
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    @property
-    def _smoothness(self) -> float:
-        return 2.5
-
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
-        return _twice_smooth(5.0 * squared)
-
-
-class RationalQuadratic(_Stationary):
+class RationalQuadratic(AbstractStationary):
     """The rational quadratic kernel, a mixture of RBF kernels over lengthscales.
 
     k(x, z) = variance * (1 + r^2 / (2 alpha))^(-alpha), with
@@ -257,88 +163,17 @@ class RationalQuadratic(_Stationary):
         checks.shape("alpha", self.alpha, ())
         checks.positive("alpha", self.alpha)
 
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance."""
         ratio = 0.5 * squared * reciprocal(self.alpha)
         ratio = jnp.minimum(ratio, jnp.finfo(ratio.dtype).max)  # its logarithm is finite
         return jnp.exp(-self.alpha * jnp.log1p(ratio))
 
-    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
+    def sample_precisions(
+        self, key: Key[Array, ""], num: int, dtype: jnp.dtype
+    ) -> Float[Array, " num"]:
+        """Draw from the gamma distribution of shape alpha and mean one."""
         return jax.random.gamma(key, self.alpha, (num,), dtype) / self.alpha
-
-
-class Periodic(_Stationary):
-    """The periodic kernel: a function that repeats itself in each input column.
-
-    k(x, z) = variance * exp(-2 sum_i sin^2(pi (x_i - z_i) / period_i) / lengthscale_i^2).
-
-    Args:
-        lengthscale: relative to the period, without unit, positive; shape () or (d,).
-        period: in units of the inputs, positive; shape () or (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
-
-    References:
-        MacKay (1998), Introduction to Gaussian Processes, eq. 47. Its spectrum is discrete: the
-        Fourier weights exp(-c) I_j(c), c = lengthscale^-2, are those of the difference of two
-        Poisson numbers of mean c / 2; above c = 2000, of a rounded normal, within 5e-5.
-
-    Example:
-        >>> import numpyro_scalegp as sgp
-        >>> yearly = sgp.kernels.Periodic(lengthscale=1.0, period=1.0) * sgp.kernels.RBF(30.0)
-    """
-
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    period: Float[Array, "..."] = eqx.field(converter=checks.to_positive("period"))  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    def __check_init__(self) -> None:
-        if self.period.ndim > 1:
-            raise ValueError(f"`period` must have shape () or (d,), got {self.period.shape}.")
-        checks.positive("period", self.period)
-
-    def _check_width(self, d: int) -> None:
-        super()._check_width(d)
-        checks.shape("period", self.period, (), (d,), why="one value for each input column")
-
-    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of k(x_i, z_j), shape (n, m)."""
-        # On a circle of radius 1 the squared chord is 4 sin^2(.).
-        self._check_width(X.shape[1])
-        scale = jnp.tile(jnp.broadcast_to(self.lengthscale, X.shape[1:]), 2)
-        distances = squared_distances(self._circle(X), self._circle(Z), scale)
-        return self.variance * self._profile(distances)
-
-    def _circle(self, X: Float[Array, "n d"]) -> Float[Array, "n two_d"]:
-        period = jnp.broadcast_to(self.period, (1, X.shape[1]))
-        # A remainder is exact, while many periods leave few digits to a quotient.
-        angle = 2.0 * jnp.pi * jnp.fmod(X, period) * reciprocal(period)
-        return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
-
-    def _profile(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
-        return jnp.exp(-0.5 * squared)
-
-    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
-        """Draw from the discrete spectrum: multiples of 2 pi / period in each column."""
-        self._check_width(d)
-        frequency = 2.0 * jnp.pi / jnp.broadcast_to(self.period, (1, d))
-        inverse = jnp.broadcast_to(1.0 / self.lengthscale, (num, d))
-        rate = 0.5 * jnp.square(inverse)
-        up_key, down_key, normal_key = jax.random.split(key, 3)
-        up, down = (jax.random.poisson(k, jnp.minimum(rate, _MAX_RATE)) for k in (up_key, down_key))
-        normal = jax.random.normal(normal_key, (num, d), inverse.dtype)
-        few = (up - down).astype(inverse.dtype)
-        harmonic = jnp.where(rate <= _MAX_RATE, few, jnp.round(normal * inverse))
-        return harmonic * frequency
-
-    @property
-    def has_smooth_frequencies(self) -> bool:
-        """False: they are discrete."""
-        return False
-
-    def _mixing(self, key: Key[Array, ""], num: int, dtype: jnp.dtype) -> Float[Array, " num"]:
-        raise NotImplementedError("the periodic kernel's spectrum is no mixture of Gaussians")
 
 
 class Constant(AbstractKernel):
@@ -375,60 +210,13 @@ class Constant(AbstractKernel):
         """True."""
         return True
 
-    def random_features(
-        self,
-        key: Key[Array, ""],
-        X: Float[ArrayLike, "n d"],
-        num_features: int,
-        *,
-        origin: Float[ArrayLike, " d"] | None = None,
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The one exact feature, sqrt(variance)."""
-        X = checks.inputs("X", X)
         dtype = jnp.result_type(X, self.variance)
         return jnp.broadcast_to(jnp.sqrt(self.variance).astype(dtype), (X.shape[0], 1))
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Return zeros: all the power of a constant lies at frequency zero."""
         return jnp.zeros((num, d), self.variance.dtype)
-
-
-# Matern profiles in s = (sqrt(2 nu) r)^2. As functions of s they differentiate into each other, so
-# that no square root is differentiated and the derivatives at s = 0 are the right, finite ones.
-
-
-@jax.custom_jvp
-def _exponential(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
-    return jnp.exp(-jnp.sqrt(s))
-
-
-@jax.custom_jvp
-def _once_smooth(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
-    r = jnp.sqrt(s)
-    return (1.0 + r) * jnp.exp(-r)
-
-
-@jax.custom_jvp
-def _twice_smooth(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
-    r = jnp.sqrt(s)
-    return (1.0 + r + s / 3.0) * jnp.exp(-r)
-
-
-@_exponential.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (s,), (ds,) = primals, tangents
-    value = _exponential(s)
-    r = jnp.sqrt(jnp.where(s > 0, s, 1.0))
-    return value, jnp.where(s > 0, -0.5 * value / r, 0.0) * ds
-
-
-@_once_smooth.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (s,), (ds,) = primals, tangents
-    return _once_smooth(s), -0.5 * _exponential(s) * ds
-
-
-@_twice_smooth.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (s,), (ds,) = primals, tangents
-    return _twice_smooth(s), -_once_smooth(s) / 6.0 * ds

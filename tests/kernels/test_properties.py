@@ -122,10 +122,11 @@ def test_every_kernel_is_drawn():
     """The classes of the registry, each of which the strategies above must be able to make."""
     made = {"RBF", "Matern12", "Matern32", "Matern52", "RationalQuadratic", "Periodic", "Constant"}
     made |= {"Linear", "MultiscaleRBF", "Sum", "Product", "Scaled", "ActiveDims", "FeatureMapped"}
-    assert {type(factory(1.0)).__name__ for _, factory in KERNELS} <= made
+    registered = {type(factory(1.0)) for name, factory in KERNELS if not name.startswith("own")}
+    assert {one.__name__ for one in registered} <= made
     public = {
         name
         for name in kernels.__all__
-        if issubclass(getattr(kernels, name), AbstractKernel) and name != "AbstractKernel"
+        if issubclass(getattr(kernels, name), AbstractKernel) and not name.startswith("Abstract")
     }
     assert public <= made

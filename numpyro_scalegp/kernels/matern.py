@@ -1,0 +1,171 @@
+"""The Matern kernels."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels.stationary import AbstractStationary
+
+
+class _Matern(AbstractStationary):
+    """The Matern family: its spectral density is a multivariate t with 2 nu degrees of freedom."""
+
+    @property
+    @abc.abstractmethod
+    def _smoothness(self) -> float:
+        """The order nu."""
+
+    def sample_precisions(
+        self, key: Key[Array, ""], num: int, dtype: jnp.dtype
+    ) -> Float[Array, " num"]:
+        """Draw from the inverse gamma distribution of the multivariate t density."""
+        return self._smoothness / jax.random.gamma(key, self._smoothness, (num,), dtype)
+
+
+class Matern12(_Matern):
+    """The Matern kernel of order 1/2 (exponential), for continuous, rough functions.
+
+    k(x, z) = variance * exp(-r), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It has no
+    derivative at r = 0, where the gradient is taken to be zero.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.14 with nu = 1/2.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.Matern12(lengthscale=0.5) + 0.1 * sgp.kernels.RBF(2.0)
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+
+    @property
+    def _smoothness(self) -> float:
+        return 0.5
+
+    @property
+    def by_differences(self) -> bool:
+        """True."""
+        return True
+
+    def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance."""
+        return _exponential(squared)
+
+
+class Matern32(_Matern):
+    """The Matern kernel of order 3/2, for functions with one derivative.
+
+    k(x, z) = variance * (1 + sqrt(3) r) exp(-sqrt(3) r), with
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.17.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = sgp.kernels.Matern32(lengthscale=[0.5, 2.0], variance=1.5)
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+
+    @property
+    def _smoothness(self) -> float:
+        return 1.5
+
+    def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance."""
+        return _once_smooth(3.0 * squared)
+
+
+class Matern52(_Matern):
+    """The Matern kernel of order 5/2, for functions with two derivatives.
+
+    k(x, z) = variance * (1 + sqrt(5) r + 5 r^2 / 3) exp(-sqrt(5) r), with
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
+
+    Args:
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
+        variance: the amplitude squared, in squared units of the function, positive; shape ().
+
+    Raises:
+        ValueError: if a hyperparameter is not positive or has another shape.
+
+    References:
+        Rasmussen and Williams (2006), eq. 4.17.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> kernel = 2.0 * sgp.kernels.Matern52(lengthscale=0.3).on((1,))
+    """
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+
+    @property
+    def _smoothness(self) -> float:
+        return 2.5
+
+    def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
+        """The correlation as a function of the scaled squared distance."""
+        return _twice_smooth(5.0 * squared)
+
+
+# Matern profiles in s = (sqrt(2 nu) r)^2. As functions of s they differentiate into each other, so
+# that no square root is differentiated and the derivatives at s = 0 are the right, finite ones.
+
+
+@jax.custom_jvp
+def _exponential(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    return jnp.exp(-jnp.sqrt(s))
+
+
+@jax.custom_jvp
+def _once_smooth(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    r = jnp.sqrt(s)
+    return (1.0 + r) * jnp.exp(-r)
+
+
+@jax.custom_jvp
+def _twice_smooth(s: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    r = jnp.sqrt(s)
+    return (1.0 + r + s / 3.0) * jnp.exp(-r)
+
+
+@_exponential.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (s,), (ds,) = primals, tangents
+    value = _exponential(s)
+    r = jnp.sqrt(jnp.where(s > 0, s, 1.0))
+    return value, jnp.where(s > 0, -0.5 * value / r, 0.0) * ds
+
+
+@_once_smooth.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (s,), (ds,) = primals, tangents
+    return _once_smooth(s), -0.5 * _exponential(s) * ds
+
+
+@_twice_smooth.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (s,), (ds,) = primals, tangents
+    return _twice_smooth(s), -_once_smooth(s) / 6.0 * ds

@@ -1,0 +1,128 @@
+"""Random features of a covariance function, by its spectral density where it has one."""
+
+import abc
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.trigonometry import cos_sin_of_turns, turns_of
+
+Origin = Float[Array, " d"] | None
+
+
+class Waves(NamedTuple):
+    """Random waves of a stationary kernel: E[variance cos(w'(x - z))] = k(x, z)."""
+
+    frequencies: Float[Array, "num d"]  # w, in radians per unit of the inputs
+    variance: Float[Array, ""]  # k(x, x); of a component, that of the kernel it was taken from
+    active: Bool[Array, " num"]  # of a component, the waves that are its own
+
+
+class AbstractSpectrum(eqx.Module):
+    """What random features a kernel has, and the frequencies of a stationary one."""
+
+    @abc.abstractmethod
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i) for inputs that were checked, shape (n,), in O(n d)."""
+
+    def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
+        """Draw angular frequencies from the normalised spectral density.
+
+        They satisfy E[cos(w'(x - z))] = k(x, z) / k(x, x).
+
+        Args:
+            key: a typed JAX key.
+            num: number of frequencies.
+            d: number of input columns.
+
+        Returns:
+            Frequencies in radians per unit of the inputs, shape (num, d).
+
+        Raises:
+            ValueError: if the kernel is not stationary, so that it has no spectral density.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no spectral density: only stationary kernels, their sums "
+            "and their products have one. Use inducing points or an exact estimator instead."
+        )
+
+    @property
+    def is_stationary(self) -> bool:
+        """Whether k(x, z) depends on x - z alone, so that the kernel has a spectral density."""
+        return False
+
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether random features of a fixed key have a derivative in every hyperparameter.
+
+        Not where one decides between discrete frequencies: the lengthscale of `Periodic`, or the
+        variances of a sum inside of a product.
+        """
+        return self.has_smooth_frequencies
+
+    @property
+    def has_smooth_frequencies(self) -> bool:
+        """Whether `sample_frequencies` of a fixed key has a derivative in every hyperparameter."""
+        return True
+
+    def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
+        """Draw random waves, of which `sample_frequencies` gives the frequencies alone."""
+        frequencies = self.sample_frequencies(key, num, d)
+        variance = self.evaluate_diag(jnp.zeros((1, d), frequencies.dtype))[0]
+        return Waves(frequencies, variance, jnp.ones(num, bool))
+
+    def random_features(
+        self,
+        key: Key[Array, ""],
+        X: Float[ArrayLike, "n d"],
+        num_features: int,
+        *,
+        origin: Float[ArrayLike, " d"] | None = None,
+    ) -> Float[Array, "n p"]:
+        """Map inputs to random features that have the kernel as their expected inner product.
+
+        E[phi(x)'phi(z)] = k(x, z) over keys. A stationary kernel has pairs of a cosine and a sine
+        with frequencies from its spectral density; sums, products and mapped inputs combine the
+        features of their parts, and a linear kernel has its own, exact ones. With the same key, the
+        frequencies follow the hyperparameters (in steps where the spectrum is discrete, as that of
+        `Periodic`), and each row's features depend on that row alone.
+
+        Args:
+            key: a typed JAX key; the features of other rows belong together if drawn with the same.
+            X: inputs, shape (n, d).
+            num_features: number of features wanted, an even number of at least 2.
+            origin: a row at which every wave begins, shape (d,), zero by default. It does not
+                change the expectation. Far from it a rounding of a frequency is another function:
+                give a row of the data where features belong together that different programs
+                compute, or that follow the hyperparameters, such as `X[0]`.
+
+        Returns:
+            Features, shape (n, p); p is `num_features` unless the kernel has a part with exact
+            features. Time O(n d p), memory O(n p).
+
+        Raises:
+            ValueError: if the kernel is not stationary and not made of parts that have features.
+
+        References:
+            Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; Sutherland and
+            Schneider (2015), On the Error of Random Fourier Features: pairs beat random phases.
+        """
+        X, key = checks.inputs("X", X), checks.as_key(key)
+        origin = None if origin is None else jnp.asarray(origin)
+        return self.evaluate_features(key, X, checks.count("num_features", num_features), origin)
+
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
+    ) -> Float[Array, "n p"]:
+        """Random features of inputs that were checked, by default waves; see `random_features`."""
+        if origin is not None:
+            X = X - origin
+        num_pairs = max(1, num_features // 2)
+        waves = self.sample_waves(key, num_pairs, X.shape[1])
+        turns = turns_of(X, (waves.frequencies / (2.0 * math.pi)).astype(X.dtype))
+        amplitude = jnp.where(waves.active, jnp.sqrt(waves.variance) / math.sqrt(num_pairs), 0.0)
+        return jnp.tile(amplitude, 2) * jnp.concatenate(cos_sin_of_turns(turns), axis=1)
