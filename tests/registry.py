@@ -25,6 +25,7 @@ from numpyro_scalegp.posteriors import AbstractPosterior
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
 from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner
 from numpyro_scalegp.tracing.elbo import AbstractParticleELBO
+from tests.extending import CLASSES
 
 # Input columns that the kernels below expect.
 NUM_COLUMNS = 4
@@ -119,6 +120,8 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
         "mapped_flax_nnx",
         lambda s: sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), _flax(s)),
     ),
+    ("own", lambda s: CLASSES["NeuralNetwork"](s)),
+    ("own_stationary", lambda s: CLASSES["Cauchy"](_ard(s), 1.5)),
 ]  # fmt: skip
 
 # operator = factory(kernel, X): covariances of noisy observations, in blocks.
@@ -136,6 +139,7 @@ PRECONDITIONERS: list[tuple[str, Callable[[], AbstractPreconditioner]]] = [
     ("identity", sgp.preconditioners.Identity),
     ("pivoted_cholesky", lambda: sgp.preconditioners.PivotedCholesky(3)),
     ("pivoted_cholesky_of_all", sgp.preconditioners.PivotedCholesky),
+    ("own", CLASSES["Jacobi"]),
 ]
 
 # solver = factory(): solutions of linear systems with a handful of rows.
@@ -160,6 +164,7 @@ SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
         "stochastic_gradient_descent",
         lambda: sgp.solvers.StochasticGradientDescent(4, tolerance=1e-3, max_epochs=1000),
     ),
+    ("own", lambda: CLASSES["Richardson"](1e-3)),
 ]
 
 
@@ -220,6 +225,7 @@ FEATURES: list[tuple[str, Callable[[AbstractKernel, Array], AbstractFeatures]]] 
             functools.partial(_power, kernel.lengthscale * jnp.eye(NUM_COLUMNS))
         ),
     ),
+    ("own", lambda kernel, X: CLASSES["Cosines"](kernel.lengthscale, 5)),
 ]
 
 # logdet = factory(): treatments of a log-determinant from mini-batches.

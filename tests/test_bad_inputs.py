@@ -342,23 +342,35 @@ SOLVERS: list[Row] = [
         r"`share` must be in \(0, 1",
     ),
     ("maximum", lambda: truncation.decay_and_minimum(9, 99.5), "`maximum` must be an integer"),
-    ("no terms", lambda: truncation.StoppingLaw([]), r"`probabilities` must have shape \(N,\)"),
-    ("text terms", lambda: truncation.StoppingLaw("a"), "`probabilities` must be a number or"),
+    ("no terms", lambda: truncation.StoppingTime([]), r"`probabilities` must have shape \(N,\)"),
+    ("text terms", lambda: truncation.StoppingTime("a"), "`probabilities` must be a number or"),
     (
         "negative terms",
-        lambda: truncation.StoppingLaw([0.5, -0.1]),
+        lambda: truncation.StoppingTime([0.5, -0.1]),
         "`probabilities` must be finite",
     ),
-    ("zero terms", lambda: truncation.StoppingLaw([0.0, 0.0]), "`probabilities` must be finite"),
-    ("matrix of terms", lambda: truncation.StoppingLaw(eye), "`probabilities` must have shape"),
-    ("law decay", lambda: truncation.StoppingLaw.exponential(-1, 1, 5), "`decay` must be finite"),
+    ("zero terms", lambda: truncation.StoppingTime([0.0, 0.0]), "`probabilities` must be finite"),
+    ("matrix of terms", lambda: truncation.StoppingTime(eye), "`probabilities` must have shape"),
     (
-        "law least",
-        lambda: truncation.StoppingLaw.exponential(1, 0, 5),
+        "stopping decay",
+        lambda: truncation.StoppingTime.exponential(-1, 1, 5),
+        "`decay` must be finite",
+    ),
+    (
+        "stopping least",
+        lambda: truncation.StoppingTime.exponential(1, 0, 5),
         "`minimum` must be at least",
     ),
-    ("law order", lambda: truncation.StoppingLaw.inverse(5, 6), "`minimum` and `maximum` must"),
-    ("law key", lambda: truncation.StoppingLaw([1.0]).sample(0), "`key` must be a JAX key.* got 0"),
+    (
+        "stopping order",
+        lambda: truncation.StoppingTime.inverse(5, 6),
+        "`minimum` and `maximum` must",
+    ),
+    (
+        "stopping key",
+        lambda: truncation.StoppingTime([1.0]).sample(0),
+        "`key` must be a JAX key.* got 0",
+    ),
 ]
 
 ESTIMATORS: list[Row] = [

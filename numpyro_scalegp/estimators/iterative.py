@@ -25,7 +25,7 @@ from numpyro_scalegp.solvers import (
     Solution,
     StopReason,
 )
-from numpyro_scalegp.solvers.solver import warn_unless_converged
+from numpyro_scalegp.solvers.solver import prepare, warn_unless_converged
 
 _REFUSAL = (
     "`Hutchinson` and `Pathwise` have first derivatives in reverse mode alone (`jax.grad`): the "
@@ -179,8 +179,8 @@ class AbstractIterative(AbstractEstimator):
             return solution, LogDeterminant(zero, jnp.full_like(zero, jnp.inf), zero)
         if coefficients is None:
             lanczos = ConjugateGradients(max_epochs=self.logdet_epochs)
-            run, coefficients = lanczos.solve_with_probes(
-                operator, B[:, :0], logdet_key, num_probes
+            run, coefficients = lanczos.run_with_probes(
+                *prepare(operator, B[:, :0]), logdet_key, num_probes, None, 0, False
             )
             solution = solution._replace(epochs=solution.epochs + run.epochs)
         return solution, log_determinant(coefficients, operator.size, num_probes)

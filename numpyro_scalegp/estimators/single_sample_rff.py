@@ -21,7 +21,7 @@ from numpyro_scalegp.estimators.solver_state import SolverState
 from numpyro_scalegp.features.linear_model import Statistics, log_densities, statistics
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import KernelOperator
-from numpyro_scalegp.solvers.stopping import StoppingLaw
+from numpyro_scalegp.solvers.stopping import StoppingTime
 
 _REFUSAL = (
     "`SingleSampleRFF` has first derivatives in reverse mode alone (`jax.grad`): second ones of a "
@@ -79,9 +79,9 @@ class SingleSampleRFF(AbstractEstimator):
         """The numbers m_0, .., m_{T-1} of features for n rows; the T-th term is the exact one."""
         return tuple(range(self.min_features, max(n, self.min_features + 1), self.step))
 
-    def law(self, n: int) -> StoppingLaw:
+    def law(self, n: int) -> StoppingTime:
         """The law of J in 1..T for n rows."""
-        return StoppingLaw(1.0 / (np.array(self.sizes(n)) + self.step))
+        return StoppingTime(1.0 / (np.array(self.sizes(n)) + self.step))
 
     def log_prob(
         self,

@@ -3,6 +3,7 @@
 from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
 from numpyro_scalegp.solvers.cholesky import Cholesky
 from numpyro_scalegp.solvers.conjugate_gradients import ConjugateGradients
+from numpyro_scalegp.solvers.iteration import descend
 from numpyro_scalegp.solvers.operator import KernelOperator, kernel_matmul
 from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
 from numpyro_scalegp.solvers.russian_roulette import RussianRouletteCG
@@ -21,6 +22,7 @@ __all__ = [
     "Solution",
     "StochasticGradientDescent",
     "StopReason",
+    "descend",
     "kernel_matmul",
     "representer_weights",
 ]

@@ -5,21 +5,13 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
-from numpyro_scalegp.solvers.solver import (
-    AbstractSolver,
-    Solution,
-    check_budget,
-    finish,
-    iterate,
-    largest,
-    num_iterations,
-    start,
-)
+from numpyro_scalegp.solvers.solver import AbstractSolver, Solution, System
 
 
 class _State(NamedTuple):
@@ -65,18 +57,14 @@ class AlternatingProjections(AbstractSolver):
         checks.count("block_size", self.block_size)
         check_budget(self.tolerance, self.max_epochs)
 
-    def solve(
+    def run(
         self,
         operator: KernelOperator,
-        B: Float[Array, "n k"],
-        *,
-        guess: Float[Array, "*candidates n k"] | None = None,
-        key: Key[Array, ""] | None = None,
-        num_averaged: int = 0,
+        system: System,
+        key: Key[Array, ""] | None,
+        num_averaged: int,
     ) -> Solution:
-        """Solve H V = B; see `AbstractSolver.solve`. No key is needed."""
-        operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
-        begin = start(operator, B, guess)
+        """Project on one block after another; see `AbstractSolver.run`."""
         n = operator.size
         size = min(self.block_size, n)
         num_blocks = -(-n // size)
@@ -90,7 +78,7 @@ class AlternatingProjections(AbstractSolver):
 
         whiteners = jax.lax.map(whiten, blocks)
 
-        def project(state: _State) -> _State:
+        def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
             chosen = jnp.argmax(jnp.sum(squares[blocks], axis=1))
             rows, W = blocks[chosen], whiteners[chosen]
@@ -98,23 +86,13 @@ class AlternatingProjections(AbstractSolver):
             value = state.value.at[rows].add(change)
             return _State(value, state.residual - operator.columns_matmul(rows, change))
 
-        def compute(state: _State) -> _State:
-            return _State(state.value, begin.target - operator.matmul(state.value))
-
-        def step(
-            state: _State, iteration: Int[Array, ""], check: Bool[Array, ""]
-        ) -> tuple[_State, Bool[Array, ""]]:
-            return jax.lax.cond(check, compute, project, state), jnp.ones((), bool)
-
-        def norms(state: _State) -> Float[Array, " k"]:
-            return jnp.linalg.norm(state.residual, axis=0)
-
-        state, course = iterate(
-            step,
-            _State(begin.value, begin.residual),
-            lambda state: largest(norms(state), num_averaged),
-            max_iterations=num_iterations(self.max_epochs, guess, n / size),
-            epochs_per_iteration=size / n,
+        return descend(
+            operator,
+            system,
+            _State(system.value, system.residual),
+            project,
+            num_averaged=num_averaged,
             tolerance=self.tolerance,
+            max_epochs=self.max_epochs,
+            epochs_per_iteration=size / n,
         )
-        return finish(begin, state.value, norms(state), course)

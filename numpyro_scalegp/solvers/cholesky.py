@@ -3,19 +3,18 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
 from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.solvers.iteration import check_budget, largest
 from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.solver import (
     AbstractSolver,
     Course,
     Solution,
     StopReason,
-    check_budget,
+    System,
     finish,
-    largest,
-    start,
 )
 
 
@@ -38,24 +37,21 @@ class Cholesky(AbstractSolver):
     def __check_init__(self) -> None:
         check_budget(self.tolerance, 1)
 
-    def solve(
+    def run(
         self,
         operator: KernelOperator,
-        B: Float[Array, "n k"],
-        *,
-        guess: Float[Array, "*candidates n k"] | None = None,
-        key: Key[Array, ""] | None = None,
-        num_averaged: int = 0,
+        system: System,
+        key: Key[Array, ""] | None,
+        num_averaged: int,
     ) -> Solution:
-        """Solve H V = B; see `AbstractSolver.solve`. The guess and the key are not used."""
-        operator, B = jax.lax.stop_gradient((operator, B))
-        begin = start(operator, B, None)
+        """Solve by a factorisation of H; see `AbstractSolver.run`."""
         H = operator.rows(jnp.arange(operator.size))
-        value = jax.scipy.linalg.cho_solve((linalg.factorise(H).tril, True), begin.residual)
-        residual = begin.residual - linalg.matmul(H, value)
+        value = jax.scipy.linalg.cho_solve((linalg.factorise(H).tril, True), system.target)
+        residual = system.target - linalg.matmul(H, value)
         norms = jnp.linalg.norm(residual, axis=0)
         size = largest(norms, num_averaged)
         reason = jnp.where(size <= self.tolerance, StopReason.CONVERGED, StopReason.PRECISION)
         reason = jnp.where(jnp.isfinite(size), reason, StopReason.FAILED).astype(int)
         course = Course(jnp.ones((), int), jnp.ones((), H.dtype), reason)
-        return finish(begin, value, norms, course)
+        # The guess is not used.
+        return finish(system._replace(epochs=0), value, norms, course)

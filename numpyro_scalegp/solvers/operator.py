@@ -141,18 +141,18 @@ class KernelOperator(eqx.Module):
         return blocks.join(product) + self.noise()[:, None] * V
 
     def rows_matmul(self, index: Int[Array, " r"], V: Float[Array, "n k"]) -> Float[Array, "r k"]:
-        """Multiply some rows, H[index] V: shape (r, k), in O(r n (d + k))."""
+        """Multiply the rows `index`, H[index] V: shape (r, k), in O(r n (d + k))."""
         V = V.astype(self.dtype)
-        explained = kernel_matmul(self.kernel, self.X[index], self.X, V, self.memory_budget)
-        return explained + self.noise()[index][:, None] * V[index]
+        product = kernel_matmul(self.kernel, self.X[index], self.X, V, self.memory_budget)
+        return product + self.noise()[index][:, None] * V[index]
 
     def columns_matmul(
         self, index: Int[Array, " r"], W: Float[Array, "r k"]
     ) -> Float[Array, "n k"]:
-        """Multiply some columns, H[:, index] W: shape (n, k), in O(r n (d + k))."""
+        """Multiply the columns `index`, H[:, index] W: shape (n, k), in O(r n (d + k))."""
         W = W.astype(self.dtype)
-        explained = kernel_matmul(self.kernel, self.X, self.X[index], W, self.memory_budget)
-        return explained.at[index].add(self.noise()[index][:, None] * W)
+        product = kernel_matmul(self.kernel, self.X, self.X[index], W, self.memory_budget)
+        return product.at[index].add(self.noise()[index][:, None] * W)
 
     def bilinear_gradient(self, U: Float[Array, "n k"], V: Float[Array, "n k"]) -> "KernelOperator":
         """The gradient of sum_c u_c'H v_c with respect to the kernel, X and the noise variance.
@@ -179,11 +179,11 @@ class KernelOperator(eqx.Module):
                 return eqx.combine(kernel, rest).covariance(X).astype(self.dtype)
 
             _, pullback = jax.vjp(covariance, kernel, X)
-            slope, dX = pullback(matmul(u, v.T))
-            return jax.tree.map(jnp.add, total, slope), dX
+            dkernel, dX = pullback(matmul(u, v.T))
+            return jax.tree.map(jnp.add, total, dkernel), dX
 
         def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
-            total, slope_X = totals
+            total, total_X = totals
             i, j = index
 
             def gram(kernel: AbstractKernel, Xi: Array, Xj: Array) -> Array:
@@ -193,9 +193,9 @@ class KernelOperator(eqx.Module):
             # H_ij and H_ji' are the same numbers: both sides' weights at once.
             lefts = jnp.concatenate([left[i], right[i]], axis=1)
             rights = jnp.concatenate([right[j], left[j]], axis=1)
-            slope, dXi, dXj = pullback(matmul(lefts, rights.T))
-            total = jax.tree.map(jnp.add, total, slope)
-            return (total, slope_X.at[i].add(dXi).at[j].add(dXj)), None
+            dkernel, dXi, dXj = pullback(matmul(lefts, rights.T))
+            total = jax.tree.map(jnp.add, total, dkernel)
+            return (total, total_X.at[i].add(dXi).at[j].add(dXj)), None
 
         zeros = jax.tree.map(jnp.zeros_like, kernel)
         totals: Any = jax.lax.scan(of_diagonal, zeros, (blocks.X, left, right))
@@ -208,18 +208,18 @@ class KernelOperator(eqx.Module):
 
 
 class _Blocks:
-    """The rows of X in blocks of equal size; the last one is filled up with its last row."""
+    """The rows of X in blocks of equal size; the last one is padded with its last row."""
 
     def __init__(self, X: Float[Array, "n d"], block_size: int) -> None:
         self.size = X.shape[0]
         self.shape = (-(-self.size // block_size), block_size)
-        filling = jnp.broadcast_to(X[-1:], (self.shape[0] * block_size - self.size, X.shape[1]))
-        self.X = jnp.concatenate([X, filling]).reshape(*self.shape, X.shape[1])
+        padding = jnp.broadcast_to(X[-1:], (self.shape[0] * block_size - self.size, X.shape[1]))
+        self.X = jnp.concatenate([X, padding]).reshape(*self.shape, X.shape[1])
 
     def split(self, V: Float[Array, "n k"]) -> Float[Array, "num_blocks block k"]:
-        """Split the rows of V like those of X; the filling is zero, so that it adds nothing."""
-        filling = self.shape[0] * self.shape[1] - self.size
-        return jnp.pad(V, ((0, filling), (0, 0))).reshape(*self.shape, V.shape[1])
+        """Split the rows of V like those of X; the padding is zero, so that it adds nothing."""
+        padding = self.shape[0] * self.shape[1] - self.size
+        return jnp.pad(V, ((0, padding), (0, 0))).reshape(*self.shape, V.shape[1])
 
     def join(self, blocks: Float[Array, "num_blocks block k"]) -> Float[Array, "n k"]:
         """The inverse of `split`."""

@@ -14,85 +14,60 @@ from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
 from numpyro_scalegp.solvers.operator import KernelOperator
 
 
-class AbstractPreconditionerFactor(eqx.Module):
-    """A symmetric positive definite P close to H, in a form that is quick to solve with."""
-
-    @abc.abstractmethod
-    def solve(self, R: Float[Array, "n k"]) -> Float[Array, "n k"]:
-        """P^-1 R, shape (n, k)."""
-
-    @abc.abstractmethod
-    def log_determinant(self) -> Float[Array, ""]:
-        """log|P|."""
-
-    @abc.abstractmethod
-    def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "n num_samples"]:
-        """Draw columns from N(0, P), shape (n, num_samples)."""
-
-
-class AbstractPreconditioner(eqx.Module):
-    """A recipe that approximates an operator."""
-
-    @abc.abstractmethod
-    def factorise(self, operator: KernelOperator) -> AbstractPreconditionerFactor:
-        """Do the work that depends on the operator only."""
-
-
-class IdentityFactor(AbstractPreconditionerFactor):
-    """P = I."""
-
-    template: Float[Array, " n"]  # gives size and dtype
-
-    def solve(self, R: Float[Array, "n k"]) -> Float[Array, "n k"]:
-        """R itself."""
-        return R
-
-    def log_determinant(self) -> Float[Array, ""]:
-        """Zero."""
-        return jnp.zeros((), self.template.dtype)
-
-    def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "n num_samples"]:
-        """Standard normal columns."""
-        return jax.random.normal(key, (self.template.size, num_samples), self.template.dtype)
-
-
-class Identity(AbstractPreconditioner):
-    """No preconditioning, P = I."""
-
-    def factorise(self, operator: KernelOperator) -> IdentityFactor:
-        """Return the identity of the operator's size."""
-        return IdentityFactor(operator.noise())
-
-
-class PivotedCholeskyFactor(AbstractPreconditionerFactor):
-    """P = L'L + D with D the noise, solved with by Woodbury's identity.
+class PreconditionerFactor(eqx.Module):
+    """P = L'L + D close to H, with L of low rank, solved with by Woodbury's identity.
 
     With A = L D^-1/2 and I + A A' = R'R from a QR factorisation of [A', I], which never squares the
     condition number: P^-1 = D^-1/2 (I - A'R^-1 R^-T A) D^-1/2 and log|P| = log|D| + 2 log|R|.
     """
 
     low_rank: Float[Array, "rank n"]  # L
-    noise: Float[Array, " n"]  # the diagonal of D
+    diagonal: Float[Array, " n"]  # of D
     triangle: Float[Array, "rank rank"]  # R
+
+    def __init__(self, low_rank: Float[Array, "rank n"], diagonal: Float[Array, " n"]) -> None:
+        self.low_rank, self.diagonal = low_rank, diagonal
+        identity = jnp.eye(len(low_rank), dtype=diagonal.dtype)
+        tall = jnp.concatenate([(low_rank * jax.lax.rsqrt(diagonal)).T, identity])
+        self.triangle = jnp.linalg.qr(tall, mode="r") if len(low_rank) else identity
 
     def solve(self, R: Float[Array, "n k"]) -> Float[Array, "n k"]:
         """P^-1 R, shape (n, k), in O(n rank k)."""
-        scaled = R / self.noise[:, None]
+        scaled = R / self.diagonal[:, None]
+        if not len(self.low_rank):
+            return scaled
         inner = solve_triangular(self.triangle, matmul(self.low_rank, scaled), trans=1)
         inner = solve_triangular(self.triangle, inner)
-        return scaled - matmul(self.low_rank.T, inner) / self.noise[:, None]
+        return scaled - matmul(self.low_rank.T, inner) / self.diagonal[:, None]
 
     def log_determinant(self) -> Float[Array, ""]:
         """log|P|, in O(n)."""
         diagonal = jnp.abs(jnp.diagonal(self.triangle))
-        return jnp.sum(jnp.log(self.noise)) + 2.0 * jnp.sum(jnp.log(diagonal))
+        return jnp.sum(jnp.log(self.diagonal)) + 2.0 * jnp.sum(jnp.log(diagonal))
 
     def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "n num_samples"]:
         """Draw columns from N(0, P), shape (n, num_samples), in O(n rank num_samples)."""
         rank, n = self.low_rank.shape
-        normal = jax.random.normal(key, (rank + n, num_samples), self.noise.dtype)
-        white = jnp.sqrt(self.noise)[:, None] * normal[rank:]
+        normal = jax.random.normal(key, (rank + n, num_samples), self.diagonal.dtype)
+        white = jnp.sqrt(self.diagonal)[:, None] * normal[rank:]
         return matmul(self.low_rank.T, normal[:rank]) + white
+
+
+class AbstractPreconditioner(eqx.Module):
+    """A recipe that approximates an operator."""
+
+    @abc.abstractmethod
+    def factorise(self, operator: KernelOperator) -> PreconditionerFactor:
+        """Do the work that depends on the operator only."""
+
+
+class Identity(AbstractPreconditioner):
+    """No preconditioning, P = I."""
+
+    def factorise(self, operator: KernelOperator) -> PreconditionerFactor:
+        """Return the identity of the operator's size."""
+        ones = jnp.ones(operator.size, operator.dtype)
+        return PreconditionerFactor(jnp.zeros((0, operator.size), operator.dtype), ones)
 
 
 class PivotedCholesky(AbstractPreconditioner):
@@ -118,12 +93,8 @@ class PivotedCholesky(AbstractPreconditioner):
     def __check_init__(self) -> None:
         checks.count("rank", self.rank)
 
-    def factorise(self, operator: KernelOperator) -> PivotedCholeskyFactor:
+    def factorise(self, operator: KernelOperator) -> PreconditionerFactor:
         """Compute L and R; noise must be positive."""
         rank = min(self.rank, operator.size)
         low_rank, _ = pivoted_cholesky(operator.kernel, operator.X, rank)
-        low_rank, noise = low_rank.astype(operator.dtype), operator.noise()
-        tall = jnp.concatenate(
-            [(low_rank * jax.lax.rsqrt(noise)).T, jnp.eye(rank, dtype=noise.dtype)]
-        )
-        return PivotedCholeskyFactor(low_rank, noise, jnp.linalg.qr(tall, mode="r"))
+        return PreconditionerFactor(low_rank.astype(operator.dtype), operator.noise())

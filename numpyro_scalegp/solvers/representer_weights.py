@@ -1,10 +1,8 @@
 """Weights of given basis functions that minimise a penalised sum of squares."""
 
-import functools
 from typing import NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
@@ -13,6 +11,7 @@ from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.solvers.iteration import iterate
 
 
 class RepresenterWeights(NamedTuple):
@@ -24,17 +23,7 @@ class RepresenterWeights(NamedTuple):
     converged: Bool[Array, ""]
 
 
-class _Run(NamedTuple):
-    """Between runs of the recursion, each of which starts at the residual recomputed."""
-
-    iteration: Int[Array, ""]
-    value: Float[Array, " M"]
-    residual: Float[Array, " M"]
-    stalled: Bool[Array, ""]  # the last run did not halve it
-
-
 class _State(NamedTuple):
-    iteration: Int[Array, ""]
     value: Float[Array, " M"]
     residual: Float[Array, " M"]
     preconditioned: Float[Array, " M"]
@@ -89,91 +78,107 @@ def representer_weights(
         Rudi, Carratino and Rosasco (2017), FALKON: An Optimal Large Scale Kernel Method. Time
         O(iterations n M d + M^3), memory O(M^2 + n d), in chunks of rows.
     """
-    K = linalg.add_jitter(kernel.covariance(points), jitter)
-    M = len(K)
-    active = jnp.ones(M, bool) if active is None else active
-    # A unit block that is linked to nothing: its right-hand side is zero.
-    K = jnp.where(active[:, None] & active, K, jnp.eye(M, dtype=K.dtype))
-    L = linalg.factorise(K).tril
-    per_point = jnp.sum(precision) / jnp.sum(active)
-    inner = jnp.eye(M, dtype=L.dtype) + per_point * matmul(L.T, L)
-    # Eigenvalues of one or more: there is nothing to warn of.
-    C = linalg.factorise(inner, warn=False).tril
-    chunk_size = rows_per_chunk(M)
-
-    def solve_both(L: Array, b: Array) -> Array:
-        return solve_triangular(L, solve_triangular(L, b, lower=True), lower=True, trans=1)
-
-    whiten = functools.partial(solve_triangular, L, lower=True)
-    unwhiten = functools.partial(solve_triangular, L, lower=True, trans=1)
-
-    def weigh_misfit(c: Array, targets: Array) -> Float[Array, " M"]:
-        """B D (t - B'c)."""
-        a = unwhiten(c)
-
-        def of_chunk(rows: tuple[Array, Array, Array]) -> Array:
-            X, precision, targets = rows
-            across = jnp.where(active, kernel(X, points), 0.0)
-            return matmul(precision * (targets - matmul(across, a)), across)
-
-        return whiten(sum_rows(of_chunk, (X, precision, targets), chunk_size))
-
-    value = jnp.zeros(M, L.dtype)
+    whitened = _Whitened(kernel, points, X, precision, active, jitter)
+    value = jnp.zeros(len(points), whitened.dtype)
     if offset is None:
-        rhs = weigh_misfit(value, targets)
+        rhs = whitened.misfit(value, targets)
     else:
         at_rows, at_points = offset
         # Twice a'g(Z) is what the squared norm of the sum has besides.
-        rhs = weigh_misfit(value, targets - at_rows) - whiten(jnp.where(active, at_points, 0.0))
-    no_targets = jnp.zeros_like(targets)
-
-    def residual_at(c: Array) -> Float[Array, " M"]:
-        return rhs + weigh_misfit(c, no_targets) - c
-
+        rhs = whitened.misfit(value, targets - at_rows) - whitened.whiten(at_points)
     residual = rhs
     if guess is not None:
-        value = matmul(L.T, jnp.where(active, guess, 0.0))
-        residual = residual_at(value)
+        value = whitened.coordinates(guess)
+        residual = rhs - whitened.product(value)
     scale = jnp.linalg.norm(rhs)
-    least = 10.0 * jnp.finfo(L.dtype).eps
+    least = 10.0 * jnp.finfo(whitened.dtype).eps
     # A guess that is nearly solved still gains.
     goal = jnp.maximum(tolerance * jnp.minimum(jnp.linalg.norm(residual), scale), least * scale)
 
-    def iterate(state: _State) -> _State:
-        image = state.direction - weigh_misfit(state.direction, no_targets)
+    def step(state: _State, _: Array, check: Array) -> tuple[_State, Array]:
+        left = jnp.where(check, state.value, state.direction)
+        product = whitened.product(left)
         energy = state.residual.dot(state.preconditioned)
-        length = energy / state.direction.dot(image)
-        residual = state.residual - length * image
-        preconditioned = solve_both(C, residual)
-        turn = residual.dot(preconditioned) / energy
-        return _State(
-            state.iteration + 1,
-            state.value + length * state.direction,
-            residual,
-            preconditioned,
-            preconditioned + turn * state.direction,
-        )
+        length = jnp.where(check, 0.0, energy / state.direction.dot(product))
+        residual = jnp.where(check, rhs - product, state.residual - length * product)
+        preconditioned = whitened.precondition(residual)
+        ratio = jnp.where(check, 0.0, residual.dot(preconditioned) / energy)
+        direction = preconditioned + ratio * state.direction
+        value = state.value + length * state.direction
+        return _State(value, residual, preconditioned, direction), jnp.ones((), bool)
 
-    def unsolved(state: _State | _Run) -> Array:
-        return (jnp.linalg.norm(state.residual) > goal) & (state.iteration < max_iterations)
-
-    def run(run: _Run) -> _Run:
-        first = solve_both(C, run.residual)
-        state = _State(run.iteration, run.value, run.residual, first, first)
-        state = jax.lax.while_loop(unsolved, iterate, state)
-        # What the recursion says of the residual drifts away from what it is.
-        residual = residual_at(state.value)
-        # Minus twice what is minimised: where rounding has the last word, it may fall.
-        better = state.value.dot(rhs + residual) > run.value.dot(rhs + run.residual)
-        value, residual = (
-            jnp.where(better, new, old)
-            for new, old in ((state.value, run.value), (residual, run.residual))
-        )
-        gained = jnp.linalg.norm(residual) < 0.5 * jnp.linalg.norm(run.residual)
-        return _Run(state.iteration, value, residual, ~gained)
-
-    start = _Run(jnp.zeros((), int), value, residual, jnp.zeros((), bool))
-    end = jax.lax.while_loop(lambda now: unsolved(now) & ~now.stalled, run, start)
-    relative = jnp.linalg.norm(end.residual) / jnp.where(scale == 0, 1.0, scale)
+    first = whitened.precondition(residual)
+    end, course = iterate(
+        step,
+        _State(value, residual, first, first),
+        lambda state: jnp.linalg.norm(state.residual),
+        max_iterations=max_iterations,
+        epochs_per_iteration=1.0,
+        tolerance=goal,
+    )
+    # Minus twice what is minimised: where rounding has the last word, it may fall.
+    better = end.value.dot(rhs + end.residual) > value.dot(rhs + residual)
+    value = jnp.where(better, end.value, value)
+    size = jnp.linalg.norm(jnp.where(better, end.residual, residual))
+    relative = size / jnp.where(scale == 0, 1.0, scale)
     converged = relative <= jnp.maximum(tolerance, least)
-    return RepresenterWeights(unwhiten(end.value), relative, end.iteration, converged)
+    return RepresenterWeights(whitened.weights(value), relative, course.iterations, converged)
+
+
+class _Whitened:
+    """The system's matrix I + B D B', and its preconditioner I + (tr D / M) L'L = C C'."""
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        points: Float[Array, "M d"],
+        X: Float[Array, "n d"],
+        precision: Float[Array, " n"],
+        active: Bool[Array, " M"] | None,
+        jitter: float | None,
+    ) -> None:
+        M = len(points)
+        K = linalg.add_jitter(kernel.covariance(points), jitter)
+        self.kernel, self.points, self.X, self.precision = kernel, points, X, precision
+        self.active = jnp.ones(M, bool) if active is None else active
+        # A unit block that is linked to nothing: its right-hand side is zero.
+        K = jnp.where(self.active[:, None] & self.active, K, jnp.eye(M, dtype=K.dtype))
+        self.L, self.dtype = linalg.factorise(K).tril, K.dtype
+        per_point = jnp.sum(precision) / jnp.sum(self.active)
+        inner = jnp.eye(M, dtype=self.dtype) + per_point * matmul(self.L.T, self.L)
+        # Eigenvalues of one or more: there is nothing to warn of.
+        self.C = linalg.factorise(inner, warn=False).tril
+
+    def coordinates(self, weights: Float[Array, " M"]) -> Float[Array, " M"]:
+        """C = L'a."""
+        return matmul(self.L.T, jnp.where(self.active, weights, 0.0))
+
+    def weights(self, c: Float[Array, " M"]) -> Float[Array, " M"]:
+        """A = L'^-1 c."""
+        return solve_triangular(self.L, c, lower=True, trans=1)
+
+    def whiten(self, values: Float[Array, " M"]) -> Float[Array, " M"]:
+        """L^-1 of values at the points."""
+        return solve_triangular(self.L, jnp.where(self.active, values, 0.0), lower=True)
+
+    def misfit(self, c: Float[Array, " M"], targets: Float[Array, " n"]) -> Float[Array, " M"]:
+        """B D (t - B'c)."""
+        a = self.weights(c)
+
+        def of_chunk(rows: tuple[Array, Array, Array]) -> Array:
+            X, precision, targets = rows
+            across = jnp.where(self.active, self.kernel(X, self.points), 0.0)
+            return matmul(precision * (targets - matmul(across, a)), across)
+
+        rows = self.X, self.precision, targets
+        return self.whiten(sum_rows(of_chunk, rows, rows_per_chunk(len(self.points))))
+
+    def product(self, c: Float[Array, " M"]) -> Float[Array, " M"]:
+        """(I + B D B') c."""
+        return c - self.misfit(c, jnp.zeros_like(self.precision))
+
+    def precondition(self, c: Float[Array, " M"]) -> Float[Array, " M"]:
+        """C'^-1 C^-1 c."""
+        return solve_triangular(
+            self.C, solve_triangular(self.C, c, lower=True), lower=True, trans=1
+        )

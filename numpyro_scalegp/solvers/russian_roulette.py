@@ -4,34 +4,30 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.solvers.conjugate_gradients import (
+    AbstractConjugateGradients,
+    AbstractRecorder,
     ConjugateGradients,
-    Roulette,
-    run,
+    Settings,
+    iterate_blocks,
 )
+from numpyro_scalegp.solvers.iteration import check_num_averaged, largest
 from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner, Identity
-from numpyro_scalegp.solvers.solver import (
-    AbstractSolver,
-    Coefficients,
-    Solution,
-    StopReason,
-    check_num_averaged,
-    largest,
-)
-from numpyro_scalegp.solvers.stopping import StoppingLaw, decay_and_minimum
+from numpyro_scalegp.solvers.solver import Coefficients, Solution, StopReason, System
+from numpyro_scalegp.solvers.stopping import StoppingTime, decay_and_minimum
 
 # The residual above which a run that rounding errors ended is no solution.
 _TOLERANCE = 1e-2
 
 
-class RussianRouletteCG(AbstractSolver):
+class RussianRouletteCG(AbstractConjugateGradients):
     """Conjugate gradients with Russian roulette: unbiased solutions at a chosen expected cost.
 
-    Conjugate gradients add one term an iteration, V = sum_j D_j. With a stopping index J of law
+    Conjugate gradients add one term an iteration, V = sum_j D_j. With a stopping index J,
     P(J = j) ~ exp(-decay j) from `min_iterations` to `max_iterations`, the sum over j <= J of
     D_j / P(J >= j) has mean V, whereas a solve cut short underfits. Once the residual is rounding
     error, the rest is zero and the run ends.
@@ -51,7 +47,7 @@ class RussianRouletteCG(AbstractSolver):
     probes that are not solved, the value's standard error is infinite.
 
     Args:
-        decay: rate of the law, not negative. The terms should fall faster than exp(-decay j).
+        decay: rate of P(J = j), not negative. The terms should fall faster than exp(-decay j).
         min_iterations: iterations that are always made.
         max_iterations: the number of terms, by default n, where the sum is complete.
         preconditioner: none by default. It makes the terms fall faster and changes no mean.
@@ -87,7 +83,7 @@ class RussianRouletteCG(AbstractSolver):
         checks.count("min_iterations", self.min_iterations)
         checks.count_or_none("max_iterations", self.max_iterations, self.min_iterations)
         maximum = self.min_iterations if self.max_iterations is None else self.max_iterations
-        StoppingLaw.exponential(self.decay, self.min_iterations, maximum)
+        StoppingTime.exponential(self.decay, self.min_iterations, maximum)
         checks.count("group_size", self.group_size)
 
     @classmethod
@@ -109,7 +105,7 @@ class RussianRouletteCG(AbstractSolver):
             group_size: as of the class.
 
         Raises:
-            ValueError: if no law has this mean.
+            ValueError: if no such J has this mean.
         """
         checks.count("max_iterations", max_iterations)
         decay, minimum = decay_and_minimum(mean, max_iterations)
@@ -126,13 +122,13 @@ class RussianRouletteCG(AbstractSolver):
             points.append(min(maximum, points[-1] + apart))
         return tuple(points)
 
-    def law(self, n: int) -> StoppingLaw:
-        """The law of J for n rows, rounded down to checkpoints."""
+    def distribution(self, n: int) -> StoppingTime:
+        """The distribution of J for n rows, rounded down to checkpoints."""
         points = self.checkpoints(n)
-        unrounded = StoppingLaw.exponential(self.decay, points[0], points[-1])
+        unrounded = StoppingTime.exponential(self.decay, points[0], points[-1])
         survival = jnp.append(unrounded.survival[np.array(points) - 1], 0.0)
         table = jnp.zeros(points[-1], survival.dtype)
-        return StoppingLaw(table.at[np.array(points) - 1].set(survival[:-1] - survival[1:]))
+        return StoppingTime(table.at[np.array(points) - 1].set(survival[:-1] - survival[1:]))
 
     @property
     def to_tolerance(self) -> ConjugateGradients:
@@ -143,99 +139,66 @@ class RussianRouletteCG(AbstractSolver):
     def _preconditioner(self) -> AbstractPreconditioner:
         return Identity() if self.preconditioner is None else self.preconditioner
 
-    def solve(
+    def run_with_probes(
         self,
         operator: KernelOperator,
-        B: Float[Array, "n k"],
-        *,
-        guess: Float[Array, "*candidates n k"] | None = None,
-        key: Key[Array, ""] | None = None,
-        num_averaged: int = 0,
-    ) -> Solution:
-        """Solve H V = B in the mean; see `AbstractSolver.solve`.
-
-        Raises:
-            ValueError: if there is no `key`.
-        """
-        return self.solve_with_probes(
-            operator, B, jax.random.key(0), 0, guess=guess, key=key, num_averaged=num_averaged
-        )[0]
-
-    def solve_with_probes(
-        self,
-        operator: KernelOperator,
-        B: Float[Array, "n k"],
+        system: System,
         probe_key: Key[Array, ""],
         num_probes: int,
-        *,
-        guess: Float[Array, "*candidates n k"] | None = None,
-        key: Key[Array, ""] | None = None,
-        num_averaged: int = 0,
-        paired: bool = True,
+        key: Key[Array, ""] | None,
+        num_averaged: int,
+        paired: bool,
     ) -> tuple[Solution, Coefficients]:
-        """Solve H V = B in the mean; see `AbstractSolver.solve_with_probes`.
+        """Solve in the mean; see `solve_with_probes`.
 
-        With `paired`, the run goes on to the larger of two stopping indices.
+        With `paired`, the run goes on to the larger of two indices.
 
         Raises:
             ValueError: if there is no `key`, or `num_averaged` is out of range.
         """
         if key is None:
             raise ValueError("`key` must be given: where to stop is drawn at random.")
-        check_num_averaged(num_averaged, B.shape[1])
-        law, points = self.law(operator.size), np.array(self.checkpoints(operator.size))
-        num_kept = B.shape[1] - num_averaged
-        stop = law.sample(key, (2 if paired and num_averaged else 1,))
-        table = law.roulette_weights(stop).astype(operator.dtype)
-
-        def weights(iteration: Int[Array, ""]) -> Float[Array, "copies k"]:
-            return jnp.broadcast_to(table[:, iteration][:, None], (len(table), B.shape[1]))
-
-        copies, vectors, solution, coefficients = run(
-            operator,
-            B,
-            probe_key,
-            num_probes,
-            guess=guess,
-            num_averaged=num_averaged,
-            preconditioner=self._preconditioner,
-            group_size=self.group_size,
-            tolerance=_rounding(operator.dtype),
-            max_iterations=law.num_terms,
-            roulette=Roulette(jnp.max(stop), weights, tuple(points), num_kept),
+        num_columns = system.target.shape[1]
+        check_num_averaged(num_averaged, num_columns)
+        n, num_kept = operator.size, num_columns - num_averaged
+        distribution, points = self.distribution(n), np.array(self.checkpoints(n))
+        stop = distribution.sample(key, (2 if paired and num_averaged else 1,))
+        table = distribution.roulette_weights(stop).astype(operator.dtype)
+        settings = Settings(
+            self._preconditioner,
+            self.group_size,
+            _rounding(operator.dtype),
+            distribution.num_terms,
+            num_averaged,
+            _Recorder(jnp.max(stop), table, self.checkpoints(n), num_kept),
         )
-        # What changes from one checkpoint to the next is weighted; hence the share of each of them.
-        # Nothing changes after the end of the run: heavy weights of equal iterates would leave
-        # nothing but rounding.
+        solution, coefficients, (sums, kept) = iterate_blocks(
+            operator, system, probe_key, num_probes, settings
+        )
+        # Once the rest is zero, later checkpoints are where the run ended.
+        reached = (points <= solution.iterations)[:, None, None]
+        vectors = jnp.where(reached, kept * system.scale[:num_kept], solution.value[:, :num_kept])
+        # What changes from one checkpoint to the next is weighted; hence the weight of each of
+        # them. Nothing changes after the end of the run: heavy weights of equal iterates would
+        # leave nothing but rounding.
         over = np.append(-1, points[:-1]) >= solution.iterations
-        reached = jnp.append(jnp.where(over, 0.0, table[0, points - 1]), 0.0)
-        shares = reached[:-1] - reached[1:]
-        kept = jnp.einsum("r,rnk->nk", shares, vectors, precision="highest")
-        value = jnp.concatenate([kept, copies[0, :, num_kept:]], axis=1)
-        # Nothing is cut off, unless rounding errors ended the run far from the solution.
-        size = largest(solution.residual, num_averaged)
-        precise = (solution.reason != StopReason.PRECISION) | (size <= _TOLERANCE)
-        reason = jnp.where(precise, StopReason.CONVERGED, StopReason.PRECISION)
-        failed = solution.reason == StopReason.FAILED
-        reason = jnp.where(failed, StopReason.FAILED, reason).astype(int)
-        value, vectors, twin = (
-            jnp.where(failed, jnp.nan, array)
-            for array in (value, vectors, copies[-1, :, num_kept:])
-        )
+        entered = jnp.append(jnp.where(over, 0.0, table[0, points - 1]), 0.0)
+        weights = entered[:-1] - entered[1:]
+        value = jnp.einsum("r,rnk->nk", weights, vectors, precision="highest")
+        averaged = sums[..., num_kept:] * system.scale[num_kept:]
         solution = solution._replace(
-            value=value,
-            converged=reason == StopReason.CONVERGED,
-            reason=reason,
-            shares=shares,
+            value=jnp.concatenate([value, averaged[0]], axis=1),
+            shares=weights,
             vectors=vectors,
-            twin=twin,
+            twin=averaged[-1],
         )
-        return solution, self._telescoped(coefficients, law, stop, operator.size)
+        coefficients = self._telescoped(coefficients, distribution, stop, n)
+        return _judged(solution, num_averaged), coefficients
 
     def _telescoped(
         self,
         coefficients: Coefficients,
-        law: StoppingLaw,
+        distribution: StoppingTime,
         stop: Int[Array, " indices"],
         n: int,
     ) -> Coefficients:
@@ -248,7 +211,7 @@ class RussianRouletteCG(AbstractSolver):
         """
         (num_steps, _, g, _), made = coefficients.curvature.shape, coefficients.stops[0]
         is_cut = (
-            (num_steps < law.num_terms and num_steps * g < n)
+            (num_steps < distribution.num_terms and num_steps * g < n)
             & (jnp.max(stop) > num_steps)
             & jnp.any(coefficients.residual > _rounding(coefficients.start.dtype))
         )
@@ -256,7 +219,7 @@ class RussianRouletteCG(AbstractSolver):
         apart = max(1, min(round(0.7 / max(self.decay, 1e-9)), num_steps // 8))
         stops = np.append(np.arange(first, num_steps, apart), num_steps)
         # That of the largest index, without the loss of digits of 1 - (1 - P)^2.
-        single = jnp.minimum(law.survival[stops - 1], 1.0)
+        single = jnp.minimum(distribution.survival[stops - 1], 1.0)
         survival = -jnp.expm1(stop.size * jnp.log1p(-single))
         weights = jnp.where(stops <= jnp.max(stop), 1.0 / survival, 0.0)
         return coefficients._replace(
@@ -264,6 +227,59 @@ class RussianRouletteCG(AbstractSolver):
             weights=weights.astype(coefficients.start.dtype),
             is_cut=is_cut,
         )
+
+
+class _Recorder(AbstractRecorder):
+    """Sums of the moves weighted in several ways, and iterates at checkpoints."""
+
+    stop: Int[Array, ""]
+    weights: Float[Array, "sums steps"]
+    checkpoints: tuple[int, ...]
+    num_kept: int  # of the first columns of B
+
+    def init(
+        self, value: Float[Array, "n k"]
+    ) -> tuple[Float[Array, "sums n k"], Float[Array, "checkpoints n kept"]]:
+        """Every sum starts at the initial value."""
+        sums = jnp.broadcast_to(value, (len(self.weights), *value.shape))
+        shape = len(self.checkpoints), len(value), self.num_kept
+        return sums, jnp.zeros(shape, value.dtype)
+
+    def update(
+        self,
+        record: tuple[Array, Array],
+        iteration: Int[Array, ""],
+        move: Float[Array, "n k"],
+        value: Float[Array, "n k"],
+        moves: Bool[Array, ""],
+    ) -> tuple[Float[Array, "sums n k"], Float[Array, "checkpoints n kept"]]:
+        """Add to the sums, and keep the iterate."""
+        sums, kept = record
+        # Written on the way to the next checkpoint, too: what is there last is right.
+        place = jnp.searchsorted(jnp.array(self.checkpoints), iteration + 1)
+        place = jnp.where(moves, place, len(self.checkpoints))
+        return (
+            sums + self.weights[:, iteration][:, None, None] * move,
+            kept.at[place].set(value[:, : self.num_kept]),
+        )
+
+
+def _judged(solution: Solution, num_averaged: int) -> Solution:
+    """The solution with the reason that holds for a sum that is complete in the mean.
+
+    Nothing is cut off, unless rounding errors ended the run far from the solution.
+    """
+    size = largest(solution.residual, num_averaged)
+    precise = (solution.reason != StopReason.PRECISION) | (size <= _TOLERANCE)
+    reason = jnp.where(precise, StopReason.CONVERGED, StopReason.PRECISION)
+    failed = solution.reason == StopReason.FAILED
+    reason = jnp.where(failed, StopReason.FAILED, reason).astype(int)
+    found = solution.value, solution.vectors, solution.twin
+    value, vectors, twin = jax.tree.map(lambda array: jnp.where(failed, jnp.nan, array), found)
+    converged = reason == StopReason.CONVERGED
+    return solution._replace(
+        value=value, converged=converged, reason=reason, vectors=vectors, twin=twin
+    )
 
 
 def _rounding(dtype: jnp.dtype) -> float:

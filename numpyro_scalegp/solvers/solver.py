@@ -2,10 +2,8 @@
 
 import abc
 import enum
-import math
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -83,7 +81,6 @@ class AbstractSolver(eqx.Module):
         """The solver for a posterior, where one good solution is wanted: itself."""
         return self
 
-    @abc.abstractmethod
     def solve(
         self,
         operator: KernelOperator,
@@ -110,7 +107,23 @@ class AbstractSolver(eqx.Module):
             why, and values are NaN where H is not positive definite.
 
         Raises:
-            ValueError: if `B` or `guess` has the wrong shape, or `num_averaged` is out of range.
+            ValueError: if `B` or `guess` has the wrong shape, `num_averaged` is out of range, or
+                there is no `key` for a solver that needs one.
+        """
+        return self.run(*prepare(operator, B, guess), key, num_averaged)
+
+    @abc.abstractmethod
+    def run(
+        self,
+        operator: KernelOperator,
+        system: "System",
+        key: Key[Array, ""] | None,
+        num_averaged: int,
+    ) -> Solution:
+        """Solve a system that was checked and normalised, as `prepare` does; see `solve`.
+
+        `descend` has the loop for a solver that keeps a solution and its residual, and `finish`
+        makes the `Solution`.
         """
 
     def solve_with_probes(
@@ -139,46 +152,60 @@ class AbstractSolver(eqx.Module):
                 estimate.
 
         Returns:
-            The solution of `solve`, and the coefficients of the probe vectors; None, as here, from
-            a solver that has none.
+            The solution of `solve`, and the coefficients of the probe vectors; None from a solver
+            that has none.
         """
-        solution = self.solve(operator, B, guess=guess, key=key, num_averaged=num_averaged)
-        return solution, None
+        return self.run_with_probes(
+            *prepare(operator, B, guess), probe_key, num_probes, key, num_averaged, paired
+        )
+
+    def run_with_probes(
+        self,
+        operator: KernelOperator,
+        system: "System",
+        probe_key: Key[Array, ""],
+        num_probes: int,
+        key: Key[Array, ""] | None,
+        num_averaged: int,
+        paired: bool,
+    ) -> tuple[Solution, Coefficients | None]:
+        """Solve a system that was checked and normalised; see `solve_with_probes`."""
+        return self.run(operator, system, key, num_averaged), None
 
 
-class Start(NamedTuple):
+class System(NamedTuple):
     """A linear system with normalised right-hand sides, and where its solution starts."""
 
     scale: Float[Array, " k"]  # norms of the right-hand sides
     target: Float[Array, "n k"]
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
-    epochs: Float[Array, ""]  # what the initial residual has cost
+    epochs: int  # what the initial residual has cost
 
 
-def start(
+def prepare(
     operator: KernelOperator,
     B: Float[Array, "n k"],
-    guess: Float[Array, "*candidates n k"] | None,
-) -> Start:
+    guess: Float[Array, "*candidates n k"] | None = None,
+) -> tuple[KernelOperator, System]:
     """Normalise each right-hand side, and compute the residual of the initial guess."""
     checks.instance("operator", operator, KernelOperator)
     B = checks.as_float(B, "B")
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")
-    B = B.astype(operator.dtype)
+    operator, B, guess = jax.lax.stop_gradient((operator, B.astype(operator.dtype), guess))
     norm = jnp.linalg.norm(B, axis=0)
     scale = jnp.where(norm > 0, norm, 1.0)
     B = B / scale
     if guess is None:
-        return Start(scale, B, jnp.zeros_like(B), B, jnp.zeros((), B.dtype))
+        return operator, System(scale, B, jnp.zeros_like(B), B, 0)
     guess = checks.as_float(guess, "guess")
     several = guess.ndim == 3
     checks.shape("guess", guess[0] if several else guess, B.shape, why="one start for each column")
     value = guess.astype(B.dtype) / scale
-    if not several:
-        return Start(scale, B, value, B - operator.matmul(value), jnp.ones((), B.dtype))
-    return Start(scale, B, *_best_combination(operator, B, value), jnp.ones((), B.dtype))
+    if several:
+        return operator, System(scale, B, *_best_combination(operator, B, value), 1)
+    return operator, System(scale, B, value, B - operator.matmul(value), 1)
 
 
 def _best_combination(
@@ -190,27 +217,20 @@ def _best_combination(
     basis = jnp.concatenate([candidates[:1], candidates[:-1] - candidates[1:]])
     length = jnp.linalg.norm(basis, axis=1, keepdims=True)
     basis = basis / jnp.where(length > 0, length, 1.0)
-    images = operator.matmul(jnp.moveaxis(basis, 0, 1).reshape(n, p * k)).reshape(n, p, k)
-    gram = jnp.einsum("ink,njk->kij", basis, images, precision="highest")
-    slope = jnp.einsum("ink,nk->ki", basis, B, precision="highest")
+    products = operator.matmul(jnp.moveaxis(basis, 0, 1).reshape(n, p * k)).reshape(n, p, k)
+    gram = jnp.einsum("ink,njk->kij", basis, products, precision="highest")
+    linear = jnp.einsum("ink,nk->ki", basis, B, precision="highest")
     # A candidate that repeats another one, or is zero, takes no part.
     scale = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
     ridge = jnp.where(scale > 0, 10.0 * p * jnp.finfo(gram.dtype).eps * scale, 1.0)
-    weights = jnp.linalg.solve(gram + ridge * jnp.eye(p, dtype=gram.dtype), slope[..., None])[
-        ..., 0
-    ]
+    ridge = ridge * jnp.eye(p, dtype=gram.dtype)
+    weights = jnp.linalg.solve(gram + ridge, linear[..., None])[..., 0]
     value = jnp.einsum("ink,ki->nk", basis, weights, precision="highest")
-    return value, B - jnp.einsum("nik,ki->nk", images, weights, precision="highest")
-
-
-def num_iterations(max_epochs: int | float, guess: Array | None, per_epoch: float) -> int:
-    """The iterations that a budget allows, at least one; the residual of a guess is one epoch."""
-    left = max_epochs - (0 if guess is None else 1)
-    return max(1, math.floor(left * per_epoch + 1e-6))
+    return value, B - jnp.einsum("nik,ki->nk", products, weights, precision="highest")
 
 
 class Course(NamedTuple):
-    """How a loop went: its iterations, its epochs without those of the start, and its end."""
+    """How a loop went: its iterations, its epochs without those of the system, and its end."""
 
     iterations: Int[Array, ""]
     epochs: Float[Array, ""]
@@ -218,122 +238,18 @@ class Course(NamedTuple):
 
 
 def finish(
-    begin: Start, value: Float[Array, "n k"], norms: Float[Array, " k"], course: Course
+    system: System, value: Float[Array, "n k"], norms: Float[Array, " k"], course: Course
 ) -> Solution:
     """Undo the normalisation; a solve that failed has no entry that could pass for a result."""
     failed = course.reason == StopReason.FAILED
     return Solution(
-        jnp.where(failed, jnp.nan, value * begin.scale),
+        jnp.where(failed, jnp.nan, value * system.scale),
         norms,
         course.iterations,
-        course.epochs + begin.epochs,
+        course.epochs + system.epochs,
         course.reason == StopReason.CONVERGED,
         course.reason,
     )
-
-
-def largest(norms: Float[Array, " k"], num_averaged: int) -> Float[Array, ""]:
-    """The largest residual that counts: one column's, or the mean of the last `num_averaged`."""
-    check_num_averaged(num_averaged, norms.shape[0])
-    single = norms.shape[0] - num_averaged
-    alone = jnp.max(norms[:single], initial=0.0)
-    return jnp.maximum(alone, jnp.mean(norms[single:])) if num_averaged else alone
-
-
-class _Loop(NamedTuple):
-    state: Any
-    iteration: Int[Array, ""]
-    checks: Int[Array, ""]
-    size: Float[Array, ""]  # of the residuals, as the state has them
-    checked: Bool[Array, ""]  # whether they were computed from the solution
-    reference: Float[Array, ""]  # their size when they were computed last
-    stuck: Bool[Array, ""]  # no further iteration works, or none would gain anything
-
-
-def iterate(
-    step: Callable[[Any, Int[Array, ""], Bool[Array, ""]], tuple[Any, Bool[Array, ""]]],
-    state: Any,
-    size_of: Callable[[Any], Float[Array, ""]],
-    *,
-    max_iterations: int | Int[Array, ""],
-    epochs_per_iteration: float,
-    tolerance: float,
-    can_check: bool = True,
-) -> tuple[Any, Course]:
-    """Iterate until the residuals are within the tolerance, or nothing is left to do.
-
-    What a recursion says of its residual drifts away from the truth with rounding errors. So
-    wherever it would end, the residual is computed from the solution, in one more epoch. If that is
-    above the tolerance after all, the iteration starts afresh from there, as long as at least half
-    of what it claims is true; otherwise it is at the limit of the precision.
-
-    Args:
-        step: maps the state, the number of iterations made and whether to compute the residual from
-            the solution, in place of an iteration, to the next state and whether that worked; an
-            iteration that did not work leaves the state as it was.
-        state: where to start, with residuals that are computed from the solution.
-        size_of: the largest residual of a state, NaN where it has failed.
-        max_iterations: iterations at most.
-        epochs_per_iteration: what one costs.
-        tolerance: what the size is to get down to.
-        can_check: whether there is a solution to compute residuals from.
-
-    Returns:
-        The last state and how it went.
-    """
-
-    def ends(loop: _Loop) -> Array:
-        # After a false claim the goal is half the tolerance, lest the next one is a near miss.
-        halved = ~loop.checked & (loop.checks > 0)
-        claims = loop.size <= jnp.where(halved, 0.5, 1.0) * tolerance
-        return claims | (loop.iteration >= max_iterations) | loop.stuck
-
-    def goes_on(loop: _Loop) -> Array:
-        # No comparison with NaN may be taken for a solution.
-        return jnp.isfinite(loop.size) & ~(ends(loop) & loop.checked)
-
-    def body(loop: _Loop) -> _Loop:
-        check = ends(loop) & can_check
-        state, works = step(loop.state, loop.iteration, check)
-        size = size_of(state)
-        claimed, gained = loop.reference - loop.size, loop.reference - size
-        stalled = gained <= jnp.maximum(0.5 * claimed, 0.0)
-        return _Loop(
-            state,
-            loop.iteration + (~check & works).astype(int),
-            loop.checks + check.astype(int),
-            size,
-            check | (not can_check),
-            jnp.where(check, size, loop.reference),
-            jnp.where(check, stalled, ~works),
-        )
-
-    size, zero, no = size_of(state), jnp.zeros((), int), jnp.zeros((), bool)
-    loop = _Loop(state, zero, zero, size, ~no, size, no)
-    loop = jax.lax.while_loop(goes_on, body, loop)
-    spent = loop.iteration >= max_iterations
-    reason = jnp.where(spent, StopReason.BUDGET, StopReason.PRECISION)
-    reason = jnp.where(loop.size <= tolerance, StopReason.CONVERGED, reason)
-    reason = jnp.where(jnp.isfinite(loop.size), reason, StopReason.FAILED)
-    epochs = epochs_per_iteration * loop.iteration.astype(size.dtype)
-    epochs += loop.checks.astype(size.dtype)
-    return loop.state, Course(loop.iteration, epochs, reason.astype(int))
-
-
-def check_num_averaged(num_averaged: int, num_columns: int) -> None:
-    """Raise unless so many of the columns can be averaged."""
-    if checks.count("num_averaged", num_averaged, 0) > num_columns:
-        raise ValueError(
-            f"`num_averaged` must be from 0 to the number of columns, {num_columns}, got "
-            f"{num_averaged}."
-        )
-
-
-def check_budget(tolerance: float, max_epochs: int | float) -> None:
-    """Raise unless the tolerance is in [0, 1) and the budget positive."""
-    # It bounds ||b - H v|| / ||b||: from 1 on zero would pass for a solution.
-    checks.number("tolerance", tolerance, "[0, 1)")
-    checks.number("max_epochs", max_epochs, "(0, inf]")
 
 
 _WARNINGS = {

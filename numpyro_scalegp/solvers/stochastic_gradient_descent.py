@@ -5,21 +5,13 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
-from numpyro_scalegp.solvers.solver import (
-    AbstractSolver,
-    Solution,
-    check_budget,
-    finish,
-    iterate,
-    largest,
-    num_iterations,
-    start,
-)
+from numpyro_scalegp.solvers.solver import AbstractSolver, Solution, System
 
 _NUM_PROBED_BATCHES = 4
 _NUM_POWER_ITERATIONS = 10
@@ -79,39 +71,27 @@ class StochasticGradientDescent(AbstractSolver):
         checks.number("momentum", self.momentum, "[0, 1)")
         check_budget(self.tolerance, self.max_epochs)
 
-    def solve(
+    def run(
         self,
         operator: KernelOperator,
-        B: Float[Array, "n k"],
-        *,
-        guess: Float[Array, "*candidates n k"] | None = None,
-        key: Key[Array, ""] | None = None,
-        num_averaged: int = 0,
+        system: System,
+        key: Key[Array, ""] | None,
+        num_averaged: int,
     ) -> Solution:
-        """Solve H V = B; see `AbstractSolver.solve`.
+        """Descend by batches; see `AbstractSolver.run`.
 
         Raises:
             ValueError: if there is no `key`.
         """
         if key is None:
             raise ValueError("`key` must be given: the batches are drawn at random.")
-        operator, B, guess = jax.lax.stop_gradient((operator, B, guess))
         rate_key, batch_key = jax.random.split(key)
-        begin = start(operator, B, guess)
         n = operator.size
         size = min(self.batch_size, n)
         batches_per_epoch = n // size
-        if self.learning_rate is not None:
-            rate = jnp.asarray(self.learning_rate, operator.dtype)
-        else:
-            # Smooth modes, shared by all rows, follow the average over batches, where heavy-ball
-            # momentum allows (2 + 2 momentum) / eigenvalue. Modes of single rows wait for their
-            # next visit while the momentum plays out, 1 / (1 - momentum) times a step.
-            smooth = (1.0 + self.momentum) / _largest_eigenvalue(operator, rate_key, size)
-            rough = (1.0 - self.momentum) / jnp.max(operator.diagonal())
-            rate = jnp.minimum(smooth, rough)
+        rate = self._rate(operator, rate_key, size)
 
-        def descend(state: _State, iteration: Int[Array, ""]) -> _State:
+        def advance(state: _State, iteration: Int[Array, ""]) -> _State:
             # Each pass visits rows without repetition, in an order of its own.
             number, place = jnp.divmod(iteration, batches_per_epoch)
             order = jax.lax.cond(
@@ -120,7 +100,7 @@ class StochasticGradientDescent(AbstractSolver):
                 lambda: state.order,
             )
             batch = jax.lax.dynamic_slice_in_dim(order, place * size, size)
-            residual = begin.target[batch] - operator.rows_matmul(batch, state.value)
+            residual = system.target[batch] - operator.rows_matmul(batch, state.value)
             momentum = self.momentum * state.momentum
             momentum = momentum.at[batch].add(rate * residual)
             return _State(
@@ -130,27 +110,29 @@ class StochasticGradientDescent(AbstractSolver):
                 order,
             )
 
-        def compute(state: _State, iteration: Int[Array, ""]) -> _State:
-            return state._replace(residual=begin.target - operator.matmul(state.value))
-
-        def step(
-            state: _State, iteration: Int[Array, ""], check: Bool[Array, ""]
-        ) -> tuple[_State, Bool[Array, ""]]:
-            return jax.lax.cond(check, compute, descend, state, iteration), jnp.ones((), bool)
-
-        def norms(state: _State) -> Float[Array, " k"]:
-            return jnp.linalg.norm(state.residual, axis=0)
-
-        zeros = jnp.zeros_like(begin.value)
-        state, course = iterate(
-            step,
-            _State(begin.value, begin.residual, zeros, jnp.arange(n)),
-            lambda state: largest(norms(state), num_averaged),
-            max_iterations=num_iterations(self.max_epochs, guess, n / size),
-            epochs_per_iteration=size / n,
+        zeros = jnp.zeros_like(system.value)
+        return descend(
+            operator,
+            system,
+            _State(system.value, system.residual, zeros, jnp.arange(n)),
+            advance,
+            num_averaged=num_averaged,
             tolerance=self.tolerance,
+            max_epochs=self.max_epochs,
+            epochs_per_iteration=size / n,
         )
-        return finish(begin, state.value, norms(state), course)
+
+    def _rate(
+        self, operator: KernelOperator, key: Key[Array, ""], batch_size: int
+    ) -> Float[Array, ""]:
+        if self.learning_rate is not None:
+            return jnp.asarray(self.learning_rate, operator.dtype)
+        # Smooth modes, shared by all rows, follow the average over batches, where heavy-ball
+        # momentum allows (2 + 2 momentum) / eigenvalue. Modes of single rows wait for their next
+        # visit while the momentum plays out, 1 / (1 - momentum) times a step.
+        smooth = (1.0 + self.momentum) / _largest_eigenvalue(operator, key, batch_size)
+        rough = (1.0 - self.momentum) / jnp.max(operator.diagonal())
+        return jnp.minimum(smooth, rough)
 
 
 def _largest_eigenvalue(
@@ -163,8 +145,8 @@ def _largest_eigenvalue(
         H = operator.block(rows, rows)
 
         def power(_: Array, v: Array) -> Array:
-            image = matmul(H, v)
-            return image / jnp.linalg.norm(image)
+            product = matmul(H, v)
+            return product / jnp.linalg.norm(product)
 
         v = jax.lax.fori_loop(0, _NUM_POWER_ITERATIONS, power, jnp.ones(batch_size, H.dtype))
         return jnp.linalg.norm(matmul(H, v)) / jnp.linalg.norm(v)

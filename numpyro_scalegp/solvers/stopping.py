@@ -1,4 +1,4 @@
-"""Laws of a random stopping index, and the weights that keep a sum cut short unbiased.
+"""Distributions of a random stopping index, and the weights that keep a sum cut short unbiased.
 
 A sum of terms 1..N is evaluated up to a random index J only. Weighting each term by the inverse of
 the probability that it is evaluated keeps the mean of the result that of the whole sum, whatever
@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
+from scipy.optimize import brentq
 
 from numpyro_scalegp.core import checks
 
-__all__ = ["StoppingLaw", "decay_and_minimum"]
+__all__ = ["StoppingTime", "decay_and_minimum"]
 
 
-class StoppingLaw(eqx.Module):
-    """The law of a stopping index J in 1..N, given as a table.
+class StoppingTime(eqx.Module):
+    """The distribution of a stopping index J in 1..N, given as a table.
 
     Args:
         probabilities: P(J = 1), ..., P(J = N), shape (N,), at least one positive; they are divided
@@ -34,10 +35,10 @@ class StoppingLaw(eqx.Module):
 
     Example:
         >>> import jax
-        >>> from numpyro_scalegp.solvers.stopping import StoppingLaw
-        >>> law = StoppingLaw.exponential(decay=0.05, minimum=80, maximum=10_000)
-        >>> stop = law.sample(jax.random.key(0))
-        >>> weights = law.roulette_weights(stop)
+        >>> from numpyro_scalegp.solvers.stopping import StoppingTime
+        >>> distribution = StoppingTime.exponential(decay=0.05, minimum=80, maximum=10_000)
+        >>> stop = distribution.sample(jax.random.key(0))
+        >>> weights = distribution.roulette_weights(stop)
         >>> weights.shape
         (10000,)
     """
@@ -58,7 +59,7 @@ class StoppingLaw(eqx.Module):
         self.probabilities = p / jnp.sum(p)
 
     @classmethod
-    def exponential(cls, decay: int | float, minimum: int, maximum: int) -> "StoppingLaw":
+    def exponential(cls, decay: int | float, minimum: int, maximum: int) -> "StoppingTime":
         """P(J = j) in proportion to exp(-decay j) for j from `minimum` to `maximum`.
 
         Few terms beyond the minimum are paid for, and late terms, where they are evaluated, weigh
@@ -77,7 +78,7 @@ class StoppingLaw(eqx.Module):
         return cls(np.where(index >= minimum, np.exp(-decay * (index - float(minimum))), 0.0))
 
     @classmethod
-    def inverse(cls, maximum: int, minimum: int = 1) -> "StoppingLaw":
+    def inverse(cls, maximum: int, minimum: int = 1) -> "StoppingTime":
         """P(J = j) in proportion to 1 / j for j from `minimum` to `maximum`.
 
         Raises:
@@ -87,8 +88,8 @@ class StoppingLaw(eqx.Module):
         return cls(np.where(index >= minimum, 1.0 / index, 0.0))
 
     @classmethod
-    def with_mean(cls, mean: int | float, maximum: int, *, share: float = 0.8) -> "StoppingLaw":
-        """The exponential law with a wanted E[J]; its decay and minimum are those that give it.
+    def with_mean(cls, mean: int | float, maximum: int, *, share: float = 0.8) -> "StoppingTime":
+        """The exponential distribution with a wanted E[J]; see `decay_and_minimum`.
 
         Args:
             mean: wanted E[J].
@@ -97,7 +98,7 @@ class StoppingLaw(eqx.Module):
                 where the first terms matter, and heavier weights for the last ones.
 
         Raises:
-            ValueError: if no exponential law has this mean.
+            ValueError: if no exponential distribution has this mean.
         """
         return cls.exponential(*decay_and_minimum(mean, maximum, share=share), maximum)
 
@@ -164,7 +165,7 @@ class StoppingLaw(eqx.Module):
 
 
 def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) -> tuple[float, int]:
-    """The decay and the minimum of the exponential law with a wanted E[J].
+    """The decay and the minimum of the exponential distribution with a wanted E[J].
 
     Args:
         mean: wanted E[J].
@@ -175,8 +176,8 @@ def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) ->
         The decay, and the minimum: the rounded share of the mean, at least 1.
 
     Raises:
-        ValueError: if no exponential law has this mean: it must lie between the minimum and half
-            way from there to `maximum`.
+        ValueError: if no exponential distribution has this mean: it must lie between the minimum
+            and half way from there to `maximum`.
     """
     checks.number("mean", mean, "(0, inf)")
     checks.number("share", share, "(0, 1)")
@@ -193,13 +194,11 @@ def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) ->
         p = np.exp(-decay * steps)
         return float(steps @ p / p.sum()) - (mean - minimum)
 
-    low, high = 0.0, 1.0
+    high = 1.0
     while excess(high) > 0:
         high *= 2.0
-    for _ in range(100):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return 0.5 * (low + high), minimum
+    decay = 0.0 if excess(0.0) <= 0 else brentq(excess, 0.0, high, xtol=1e-300, rtol=1e-15)
+    return decay, minimum
 
 
 def _indices(minimum: int, maximum: int) -> np.ndarray:

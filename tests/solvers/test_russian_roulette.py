@@ -11,13 +11,13 @@ import pytest
 from numpyro_scalegp.kernels import Matern32
 from numpyro_scalegp.solvers import ConjugateGradients, KernelOperator, RussianRouletteCG
 from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
-from numpyro_scalegp.solvers.stopping import StoppingLaw
+from numpyro_scalegp.solvers.stopping import StoppingTime
 from tests.compilation import optimised
 
 N, NUM_DRAWS = 200, 2000
 DIRECTIONS = np.random.default_rng(1).normal(size=(N, 4))
 KEY = jax.random.key(3)
-# Laws under which the plain solve of the same cost is far off; the terms fall faster than the law.
+# The plain solve of the same cost is far off, and the terms fall faster than the probabilities.
 SOLVERS = {
     "plain": RussianRouletteCG(0.15, 12, group_size=1),
     "rank_10": RussianRouletteCG(0.2, 4, None, PivotedCholesky(10), group_size=1),
@@ -94,11 +94,11 @@ def test_the_plain_solve_of_the_same_cost_is_biased(name, x64):
 
 @pytest.mark.monte_carlo
 @every_solver
-def test_iterations_follow_the_law(name, x64):
+def test_iterations_follow_the_distribution(name, x64):
     *_, iterations, _ = draws(name)
-    law = SOLVERS[name].law(N)
+    distribution = SOLVERS[name].distribution(N)
     # The larger of two indices, since averaged columns have twins.
-    survival = 1 - (1 - np.asarray(law.survival)) ** 2
+    survival = 1 - (1 - np.asarray(distribution.survival)) ** 2
     expected = survival.sum()
     assert abs(iterations.mean() - expected) < 4 * iterations.std() / math.sqrt(NUM_DRAWS)
     assert iterations.min() == SOLVERS[name].min_iterations
@@ -127,9 +127,9 @@ def test_a_late_stop_after_the_end_does_no_harm():
         return float(jnp.max(jnp.abs(solution.value)) / jnp.linalg.norm(B))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoppingLaw, "sample", lambda *_: stops[:1])
+        patch.setattr(StoppingTime, "sample", lambda *_: stops[:1])
         late = solver.solve(H, B, key=KEY)
-        patch.setattr(StoppingLaw, "sample", lambda *_: late.iterations[None])
+        patch.setattr(StoppingTime, "sample", lambda *_: late.iterations[None])
         at_the_end = solver.solve(H, B, key=KEY)
     assert late.iterations < 55
     assert spread(late) < 3.0 * max(spread(at_the_end), 1.0)
@@ -158,7 +158,7 @@ def test_float32():
 
 def test_wanted_mean(x64):
     solver = RussianRouletteCG.with_mean(25, N, preconditioner=PivotedCholesky(10), group_size=1)
-    np.testing.assert_allclose(solver.law(N).mean, 25.0, rtol=0.01)
+    np.testing.assert_allclose(solver.distribution(N).mean, 25.0, rtol=0.01)
     assert solver.min_iterations == 20
 
 
@@ -169,6 +169,8 @@ def test_checkpoints_are_close_where_runs_mostly_end(x64):
     assert len(points) < 50
     assert RussianRouletteCG(0.05, 80).checkpoints(15_000)[:3] == (80, 85, 90)
     assert RussianRouletteCG(0.05, 80).checkpoints(30) == (30,)
-    law = RussianRouletteCG(0.2, 10).law(1000)
-    np.testing.assert_allclose(law.survival[16] / law.survival[15], np.exp(-0.2), rtol=1e-6)
-    assert np.count_nonzero(law.probabilities) <= len(points)
+    distribution = RussianRouletteCG(0.2, 10).distribution(1000)
+    np.testing.assert_allclose(
+        distribution.survival[16] / distribution.survival[15], np.exp(-0.2), rtol=1e-6
+    )
+    assert np.count_nonzero(distribution.probabilities) <= len(points)
