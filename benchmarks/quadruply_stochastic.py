@@ -6,7 +6,7 @@
     python benchmarks/quadruply_stochastic.py fit --num-features 100000 --start-rows 5000
     python benchmarks/quadruply_stochastic.py fit --data bike --learn-kernel --peer gpytorch
 
-`cost` times steps of `SparseSVI` against the number of features and of rows, alternating between
+`cost` times steps of `RowSVI` against the number of features and of rows, alternating between
 them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
 the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
 hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit`
@@ -32,11 +32,11 @@ import optax
 from decoupled import fit_exactly
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_value
-from numpyro_scalegp.quadruply_stochastic.control_variates import ControlVariate
 from sparse import GPyTorch, made_up, score
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.chevron import Chevron, views, weight_rows
+from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 from numpyro_scalegp.quadruply_stochastic.elbo import draw_sets
 
 BATCH = 500
@@ -102,13 +102,13 @@ def fit(arguments):
     loss = sgp.infer.QuadruplyStochasticELBO(
         arguments.set, arguments.control_variate_rank, num_columns=arguments.num_columns
     )
-    svi = sgp.infer.SparseSVI(
+    svi = sgp.infer.RowSVI(
         regression,
         guide,
         optax.adam(optax.cosine_decay_schedule(arguments.dense_rate, arguments.steps)),
         loss,
         row_optim=scaled(schedule),
-        hold_steps=arguments.hold_steps,
+        warmup_steps=arguments.warmup_steps,
     )
     state = svi.init(jax.random.key(0), X, y, phi, arguments.batch_size, *held)
     solve = jax.jit(guide.solve_diagonal, static_argnums=4)
@@ -143,7 +143,7 @@ def fit(arguments):
 
 
 class Steps:
-    """Steps of `SparseSVI` on some rows and so many features."""
+    """Steps of `RowSVI` on some rows and so many features."""
 
     def __init__(self, X, y, num_features, rank, num_set):
         d = X.shape[1]
@@ -151,7 +151,7 @@ class Steps:
         self.args = X, y, phi, BATCH, jnp.full(d, 2.0, jnp.float32), jnp.float32(1.0)
         guide = sgp.guides.AutoChevronGP(regression, rest=AutoDelta, rank=rank)
         loss = sgp.infer.QuadruplyStochasticELBO(num_set, 500)
-        svi = sgp.infer.SparseSVI(regression, guide, optax.adam(1e-3), loss)
+        svi = sgp.infer.RowSVI(regression, guide, optax.adam(1e-3), loss)
         state = svi.init(jax.random.key(0), *self.args)
 
         @functools.partial(jax.jit, donate_argnums=0, static_argnums=(4,))
@@ -299,7 +299,7 @@ if __name__ == "__main__":
     parser.add_argument("--noise", type=float, default=0.1, help="where the noise starts")
     parser.add_argument("--dense-rate", type=float, default=1e-3, help="of hyperparameters")
     parser.add_argument("--learn-kernel", action="store_true", help="not the noise alone")
-    parser.add_argument("--hold-steps", type=int, default=0, help="before hyperparameters move")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="before hyperparameters move")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--peer", choices=["none", "gpytorch"], default="none")
     parser.add_argument("--peer-rate", type=float, default=0.04)

@@ -69,7 +69,7 @@ def main(num_features=100_000, num_steps=1500, num_drawn=4000, seed=0, folder="o
     guide = sgp.guides.AutoChevronGP(model, rest=AutoDelta, rank=0)
     loss = sgp.infer.QuadruplyStochasticELBO(num_features=num_drawn, bound="plug_in")
     row_optim = sgp.infer.row_adagrad(optax.exponential_decay(0.2, num_steps, 0.1))
-    svi = sgp.infer.SparseSVI(model, guide, optax.adam(0.01), loss, row_optim=row_optim)
+    svi = sgp.infer.RowSVI(model, guide, optax.adam(0.01), loss, row_optim=row_optim)
     result = svi.run(jax.random.key(seed), num_steps, *train, 256, progress_bar=False)
 
     odd = np.asarray(probability(sgp.posterior(model, guide, result, *train), X_test))

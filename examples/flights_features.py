@@ -57,13 +57,13 @@ def main(num_steps=10_000, num_features=100_000, rows=None, folder="outputs/flig
     rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=values))
     guide = sgp.guides.AutoChevronGP(model, rest=rest, rank=0)
     loss = sgp.infer.QuadruplyStochasticELBO(num_features=2000, control_variate_rank=500)
-    svi = sgp.infer.SparseSVI(
+    svi = sgp.infer.RowSVI(
         model,
         guide,
         optax.adam(optax.cosine_decay_schedule(0.01, num_steps)),
         loss,
         row_optim=sgp.infer.row_adam(optax.cosine_decay_schedule(0.02, num_steps)),
-        hold_steps=num_steps // 10,
+        warmup_steps=num_steps // 10,
     )
     began = time.perf_counter()
     state = svi.init(jax.random.key(0), X, y, features, 1000)

@@ -57,9 +57,7 @@ def main(
     loss = sgp.infer.QuadruplyStochasticELBO(num_features=half, control_variate_rank=half)
     # Small steps: weights that wander by more than 0.01 would keep their precisions below 10^4.
     rate = optax.exponential_decay(learning_rate, num_steps, 0.02)
-    svi = sgp.infer.SparseSVI(
-        model, guide, optax.adam(0.01), loss, row_optim=sgp.infer.row_adam(rate)
-    )
+    svi = sgp.infer.RowSVI(model, guide, optax.adam(0.01), loss, row_optim=sgp.infer.row_adam(rate))
     result = svi.run(jax.random.key(seed), num_steps, X, y, batch_size, progress_bar=False)
 
     active = np.asarray(sgp.relevance_vectors(result.params["precision"]))

@@ -58,7 +58,7 @@ chevron = functools.partial(sgp.ChevronGP, phi, X)
 sparse = sgp.SparseGP(rbf, X, Z, np.zeros(3), eye).posterior()
 audit = functools.partial(E.audit, E.Cholesky(), rbf, X, y, 0.1, key=KEY)
 start = functools.partial(I.initial_hyperparameters, KEY, model, X, y)
-svi = functools.partial(I.SparseSVI, model, model, optax.adam(0.1), I.QuadruplyStochasticELBO(2))
+svi = functools.partial(I.RowSVI, model, model, optax.adam(0.1), I.QuadruplyStochasticELBO(2))
 exact = sgp.posteriors.ExactPosterior(
     kernel=rbf,
     X=jnp.asarray(X),
@@ -857,12 +857,12 @@ INFER: list[Row] = [
     ("bound", lambda: I.QuadruplyStochasticELBO(bound="loose"), '`bound` must be None, "strict"'),
     (
         "optim",
-        lambda: I.SparseSVI(model, model, 1, 2),
+        lambda: I.RowSVI(model, model, 1, 2),
         "`optim` must be an optax optimizer, got int",
     ),
-    ("loss", lambda: I.SparseSVI(model, model, optax.sgd(1), 2), "`loss` must be a `QuadruplySto"),
+    ("loss", lambda: I.RowSVI(model, model, optax.sgd(1), 2), "`loss` must be a `QuadruplySto"),
     ("row optim", lambda: svi(row_optim="adam"), "`row_optim` must be `row_adagrad.* got 'adam'"),
-    ("hold", lambda: svi(hold_steps=-1), "`hold_steps` must be at least 0, got -1"),
+    ("hold", lambda: svi(warmup_steps=-1), "`warmup_steps` must be at least 0, got -1"),
     ("refresh", lambda: svi(refresh_every=0), "`refresh_every` must be at least 1, got 0"),
     ("rate", lambda: I.row_adagrad("a"), "`learning_rate` must be a number, got 'a'"),
     (

@@ -20,7 +20,7 @@ import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractIterative, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import KernelOperator
-from numpyro_scalegp.tracing.elbo import mutable_values
+from numpyro_scalegp.tracing.runs import mutable_values
 from tests.conformance import (
     Compiled,
     assert_all_finite,
@@ -440,7 +440,7 @@ def in_weight_space(kernel: AbstractKernel, X: Array) -> sgp.WeightSpaceGP:
 def test_guide_takes_part_in_svi(guide, dtype):
     X, y = inputs(), jnp.sin(jnp.arange(7.0))
     model: Any = regression
-    if guide(model).prior_kind is sgp.WeightSpaceGP:
+    if guide(model).prior is sgp.WeightSpaceGP:
         model = functools.partial(regression, prior=in_weight_space)
     guide = guide(model)
     svi = SVI(model, guide, optax.adam(0.01), TraceMeanField_ELBO())

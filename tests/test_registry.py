@@ -31,7 +31,7 @@ EXCEPTIONS = {
         "infer.Predictive",
         "infer.RowOptimizer",
         "plate",
-        "infer.SparseSVI",
+        "infer.RowSVI",
     ),
 }
 

@@ -110,7 +110,7 @@ def growing() -> Any:
 def controlled() -> Any:
     guide = sgp.guides.AutoChevronGP(latent, rank=2)
     loss = sgp.infer.QuadruplyStochasticELBO(num_features=4, control_variate_rank=4)
-    return sgp.infer.SparseSVI(latent, guide, optax.adam(0.1), loss, features=True)
+    return sgp.infer.RowSVI(latent, guide, optax.adam(0.1), loss, features=True)
 
 
 def mini_batch() -> Any:

@@ -1,7 +1,12 @@
-"""Nodes and weights for expectations under a normal distribution."""
+"""Expectations under normal distributions."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from scipy.special import roots_hermitenorm
 
 
@@ -26,3 +31,38 @@ def normal_nodes(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     weights = weights / weights.sum()
     kept = weights >= float(jnp.finfo(jnp.float32).tiny)
     return nodes[kept], weights[kept]
+
+
+def normal_expectation(
+    function: Callable[..., tuple[Float[Array, ""], Any]],
+    moments: Sequence[tuple[Float[Array, "*shape"], Float[Array, "*shape"]]],
+    num_nodes: int,
+) -> tuple[Float[Array, ""], Any]:
+    """E[function(f, g, ...)] where each entry of f, g, ... is normal: a Gauss-Hermite sum.
+
+    The entries of one argument share their nodes, so that the function must be a sum of functions
+    of single entries of it; several arguments use all combinations of nodes.
+
+    Args:
+        function: returns a value and anything that does not depend on the nodes.
+        moments: means and variances of each argument.
+        num_nodes: nodes for each argument.
+
+    Returns:
+        The expectation, and the other result at the first node.
+    """
+    nodes, weights = normal_nodes(num_nodes)
+    grid = np.indices((len(nodes),) * len(moments)).reshape(len(moments), -1)
+    scales = [jnp.sqrt(jnp.maximum(var, jnp.finfo(var.dtype).tiny)) for _, var in moments]
+
+    def at(places: list[Array]) -> tuple[Array, Any]:
+        triples = zip(moments, scales, places, strict=True)
+        return function(*(mean + scale * place for (mean, _), scale, place in triples))
+
+    places = [
+        jnp.asarray(nodes[index], mean.dtype)
+        for (mean, _), index in zip(moments, grid, strict=True)
+    ]
+    values, other = jax.vmap(at)(places)
+    products = jnp.asarray(np.prod(weights[grid], axis=0), values.dtype)
+    return jnp.sum(products * values), jax.tree.map(lambda leaf: leaf[0], other)

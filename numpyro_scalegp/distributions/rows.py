@@ -1,7 +1,7 @@
 """What distributions over the rows of an input matrix have in common."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -18,6 +18,8 @@ class RowsDistribution(Distribution):
     """A distribution whose event is a vector with one entry for each row of `X`."""
 
     support = constraints.real_vector
+    # What it is in a model: "collapsed", "prior" over a latent function, or "variational".
+    role: ClassVar[str] = "collapsed"
 
     def expand(self, batch_shape: Sequence[int]) -> Any:
         """Independent copies, as a plate over outputs makes them.
@@ -37,16 +39,32 @@ class RowsDistribution(Distribution):
         return super().expand(tuple(batch_shape))
 
 
-def unwrapped(distribution: Any) -> tuple[Any, str]:
-    """The distribution inside of plates' expansions, `to_event` and `mask`, and which it had."""
+class Unwrapped(NamedTuple):
+    """A distribution without what plates, `to_event` and `mask` put around it."""
+
+    distribution: Any
+    wrapper: str  # the innermost of `to_event` and `mask`, or nothing
+    mask: Any  # of all masks, True without any
+
+
+def unwrapped(distribution: Any) -> Unwrapped:
+    """The distribution inside of plates' expansions, `to_event` and `mask`."""
     wrapper = ""
+    mask: Any = True
     while isinstance(distribution, ExpandedDistribution | Independent | MaskedDistribution):
         if isinstance(distribution, Independent):
             wrapper = "`to_event`"
         elif isinstance(distribution, MaskedDistribution):
-            wrapper = "`mask`"
+            wrapper, own = "`mask`", jnp.asarray(distribution._mask)
+            axes = distribution.event_dim if own.ndim else 0
+            mask = mask & own.reshape(own.shape + (1,) * axes)
         distribution = distribution.base_dist
-    return distribution, wrapper
+    return Unwrapped(distribution, wrapper, mask)
+
+
+def role_of(distribution: Any) -> str:
+    """The `role` of a distribution over rows, however it is wrapped; of others an empty string."""
+    return getattr(unwrapped(distribution).distribution, "role", "")
 
 
 def counted(distribution: Any) -> Bool[Array, "*batch"]:

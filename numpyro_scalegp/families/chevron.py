@@ -32,7 +32,7 @@ from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
 
 
 class _Augmentation(eqx.Module):
-    """What a kernel function centred on each test point adds to the variance there."""
+    """What a kernel function centered on each test point adds to the variance there."""
 
     kernel: AbstractKernel
     X: Float[Array, "n d"]
@@ -80,7 +80,7 @@ class ChevronPosterior(AbstractVariationalPosterior):
         return self.loc, self.scale_diag, self.scale_columns
 
     @property
-    def _law(self) -> Chevron:
+    def _chevron(self) -> Chevron:
         return Chevron(self.loc, self.scale_diag, self.scale_columns)
 
     def augmented(
@@ -142,7 +142,7 @@ class ChevronPosterior(AbstractVariationalPosterior):
     def _moments(
         self, factors: None, X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        projected, variance = projections(self.features, X, self._law)
+        projected, variance = projections(self.features, X, self._chevron)
         variance = variance + jnp.sum(jnp.square(projected[:, 1:]), axis=1)
         if self.augmentation is not None:
             variance = variance + self._added(self.augmentation, X)
@@ -163,25 +163,25 @@ class ChevronPosterior(AbstractVariationalPosterior):
         self, key: Key[Array, ""], Xs: Float[Array, "n d"], num_samples: int
     ) -> Float[Array, "num_samples n"]:
         """Draw weights block by block; the same key gives the same functions at other inputs."""
-        law, size = self._law, self.loc.shape[0]
+        weights, size = self._chevron, self.loc.shape[0]
         dense_key, sparse_key = jax.random.split(key)
-        shared = jax.random.normal(dense_key, (law.rank, num_samples), self.loc.dtype)
+        shared = jax.random.normal(dense_key, (weights.rank, num_samples), self.loc.dtype)
 
         def draw(rows: Array) -> Array:
             def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
                 number, index = block
                 inside = index < size
                 index = jnp.minimum(index, size - 1)
-                directions, diagonal = law.rows(index)
+                directions, diagonal = weights.rows(index)
                 own = jax.random.normal(
                     jax.random.fold_in(sparse_key, number),
                     (index.shape[0], num_samples),
                     self.loc.dtype,
                 )
-                weights = directions[:, :1] + matmul(directions[:, 1:], shared)
-                weights = weights + diagonal[:, None] * own
+                drawn = directions[:, :1] + matmul(directions[:, 1:], shared)
+                drawn = drawn + diagonal[:, None] * own
                 Phi = jnp.where(inside, self.features.columns(rows, index), 0.0)
-                return total + matmul(Phi, weights), None
+                return total + matmul(Phi, drawn), None
 
             blocks = blocks_of(size)
             dtype = jnp.result_type(Xs, self.loc)
@@ -239,7 +239,7 @@ class ChevronGP(AbstractVariationalGP):
     ) -> None:
         self.features = as_features(features)
         self.X = checks.inputs("X", X)
-        # Arrays, or `Rows` within a step of `SparseSVI`.
+        # Arrays, or `Rows` within a step of `RowSVI`.
         self.loc: Any = as_rows_or_array(loc, "loc")
         self.scale_diag: Any = as_rows_or_array(scale_diag, "scale_diag")
         self.scale_columns: Any = as_rows_or_array(scale_columns, "scale_columns")
@@ -255,7 +255,7 @@ class ChevronGP(AbstractVariationalGP):
 
 @kl_divergence.register(ChevronGP, WeightSpaceGP)
 def _kl_chevron_weight_space(q: ChevronGP, p: WeightSpaceGP) -> Float[Array, ""]:
-    """The divergence between the laws of the weights, whatever rows the sites are evaluated at."""
+    """The divergence between the weights' distributions, whatever rows the sites are at."""
     whole = jnp.arange(q.loc.shape[0], dtype=jnp.int32)[None]
     rows = weight_rows(whole, q.loc, q.scale_diag, q.scale_columns)
     log_determinant = p.log_determinant() if p.has_dense_precision else jnp.zeros(())

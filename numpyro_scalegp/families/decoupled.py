@@ -10,7 +10,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
-from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
+from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk, sum_rows
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.families.family import AbstractVariationalGP
@@ -18,6 +18,35 @@ from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
+
+
+def expansion(
+    kernel: AbstractKernel,
+    X: Float[Array, "n d"],
+    points: Float[Array, "M d"],
+    weights: Float[Array, "*batch M"],
+    *,
+    chunk_size: int | None = None,
+) -> Float[Array, "*batch n"]:
+    """The function k(., Z) a at the rows of X, K(X, Z) a.
+
+    Args:
+        kernel: covariance function.
+        X: inputs, shape (n, d).
+        points: Z, shape (M, d).
+        weights: a, shape (M,), or (*batch, M) for several functions.
+        chunk_size: rows worked on at a time; None for all.
+
+    Returns:
+        Values of shape (*batch, n), in O(n M d).
+    """
+    functions = weights.reshape(-1, weights.shape[-1]).T
+
+    def at(rows: Array) -> Array:
+        return matmul(kernel(rows, points), functions)
+
+    values = at(X) if chunk_size is None else map_rows(at, X, chunk_size)
+    return values.T.reshape(*weights.shape[:-1], X.shape[0])
 
 
 def squared_norm(
@@ -38,11 +67,11 @@ def squared_norm(
         key: a typed JAX key for them.
 
     Returns:
-        One number for each function, whose gradient is unbiased, too. They share the columns.
+        A value for each function, whose gradient is unbiased, too. They share the columns.
         O(M num_columns d), in chunks.
 
     Raises:
-        ValueError: if columns are to be drawn, and there is no key or not so many of them.
+        ValueError: if columns are to be drawn, and there is no key or there are fewer of them.
 
     References:
         Cheng and Boots (2017), section 3.4, for the subset of columns.
@@ -127,13 +156,13 @@ class DecoupledPosterior(AbstractKernelPosterior):
         return matmul(self._whitening(), self.cov_scale_tril.T)
 
     def _mean(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return matmul(self._of_f(X, self.mean_points), self.mean_weights)
+        return expansion(self._of_f, X, self.mean_points, self.mean_weights)
 
     def _moments(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        explained = jnp.sum(jnp.square(matmul(factors, self._of_f(self.cov_points, X))), axis=0)
-        return self._mean(X), jnp.maximum(self._of_f.diag(X) - explained, 0.0)
+        removed = jnp.sum(jnp.square(matmul(factors, self._of_f(self.cov_points, X))), axis=0)
+        return self._mean(X), jnp.maximum(self._of_f.diag(X) - removed, 0.0)
 
     def _joint(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
@@ -153,7 +182,7 @@ class DecoupledGP(AbstractVariationalGP):
     is told by `AbstractVariationalGP`.
 
     With M = I + L'K(Q, Q) L, the divergence from the prior process is a'K(P, P) a / 2
-    + (log|M| - tr(I - M^-1)) / 2. With `num_columns`, its first term is estimated from so many
+    + (log|M| - tr(I - M^-1)) / 2. With `num_columns`, its first term is estimated from that many
     random columns of K(P, P), without bias, and a step is linear in the number of mean points.
 
     Args:

@@ -1,6 +1,7 @@
 """What priors over a function's values, and variational families for them, have in common."""
 
 import warnings
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from numpyro_scalegp.posteriors import AbstractVariationalPosterior
 
 class AbstractPriorGP(RowsDistribution):
     """A zero-mean Gaussian process at the rows of X, with an explicit covariance."""
+
+    role = "prior"
+    arguments: ClassVar[str]  # what it is made of besides X, for messages
 
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance at the rows, jitter included, shape (n, n)."""
@@ -42,7 +46,7 @@ class AbstractVariationalGP(RowsDistribution):
     """A variational process at the rows X, the guide's side of a function site.
 
     The value of the site is the function at the rows of one mini-batch. `sample` and `log_prob` are
-    those of the *marginals*, independent across rows: all that a likelihood needs that factorises
+    those of the *marginals*, independent across rows: all that a likelihood needs that factorizes
     over rows, at a cost linear in n. Joint draws come from `posterior().sample`.
 
     Weights with leading dimensions make it a batch of independent functions that share kernel and
@@ -53,6 +57,7 @@ class AbstractVariationalGP(RowsDistribution):
     would use, bounds nothing.
     """
 
+    role = "variational"
     X: Float[Array, "n d"]
 
     def posterior(self) -> AbstractVariationalPosterior:
@@ -83,12 +88,12 @@ class AbstractVariationalGP(RowsDistribution):
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape_and_batch n"]:
         """Draw from the marginals, independently across rows: shape (*sample_shape, *batch, n)."""
-        law = self._normal()
-        # Not the law's own `sample`, which draws in JAX's default type.
+        normal = self._normal()
+        # Not its own `sample`, which draws in JAX's default type.
         noise = jax.random.normal(
-            checks.as_key(key), (*sample_shape, *law.batch_shape), law.loc.dtype
+            checks.as_key(key), (*sample_shape, *normal.batch_shape), normal.loc.dtype
         )
-        return law.loc + law.scale * noise
+        return normal.loc + normal.scale * noise
 
     def log_prob(
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None

@@ -11,7 +11,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.families.decoupled import squared_norm
+from numpyro_scalegp.families.decoupled import expansion, squared_norm
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
@@ -59,7 +59,7 @@ class HybridPosterior(AbstractKernelPosterior):
         return self.sparse._factorise()
 
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return matmul(self.sparse._of_f(X, self.residual_points), self.residual_weights)
+        return expansion(self.sparse._of_f, X, self.residual_points, self.residual_weights)
 
     def _moments(
         self, factors: Any, X: Float[Array, "n d"]
@@ -85,8 +85,8 @@ class HybridGP(AbstractVariationalGP):
     whole with a = 0. How the site behaves in a model is told by `AbstractVariationalGP`.
 
     The divergence from the prior process is that of `SparseGP` plus loc'L^-1 K(Z, R) a
-    + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from so many random columns of
-    K(R, R), without bias.
+    + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from that many random columns
+    of K(R, R), without bias.
 
     Args:
         kernel: covariance function of the prior.

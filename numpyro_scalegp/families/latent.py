@@ -39,6 +39,7 @@ class LatentGP(AbstractPriorGP):
         (3, 20)
     """
 
+    arguments = "kernel"
     arg_constraints: dict[str, Any] = {}
     reparametrized_params: list[str] = []
     pytree_data_fields = ("kernel", "X")
@@ -81,7 +82,7 @@ class LatentGP(AbstractPriorGP):
         return linalg.matmul(normal, linalg.cholesky(K).T)
 
     def condition(self, f: Float[ArrayLike, " n"]) -> ExactPosterior:
-        """The law of the function elsewhere given its values at X, such as one draw of NUTS.
+        """The function elsewhere given its values at X, such as one draw of NUTS.
 
         Args:
             f: function values, shape (n,).

@@ -13,9 +13,11 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.whitening import whitened_moments
+from numpyro_scalegp.families.bases import InitialPoints
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
+from numpyro_scalegp.features import kmeans_points
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
 
@@ -166,6 +168,45 @@ class SparseGP(AbstractVariationalGP):
 def _kl_sparse_latent(q: SparseGP, p: LatentGP) -> Float[Array, "*batch"]:
     """KL(q(v) || N(0, I)): that of the processes, whatever rows the two sites are evaluated at."""
     return one_if_same("kernel", q.kernel, p.kernel) * whitened_divergence(q.loc, q.scale_tril)
+
+
+def initial_inducing_points(
+    num_inducing: int, inducing_points: Float[ArrayLike, "M d"] | None
+) -> InitialPoints:
+    """Where inducing points start: as given, or at cluster centers of the first mini-batch."""
+    return InitialPoints(
+        "inducing_points",
+        "num_inducing",
+        num_inducing,
+        inducing_points,
+        kmeans_points,
+        "sgp.features.kmeans_points(key, X, num_points)",
+    )
+
+
+def declare_whitened(
+    param: Callable[..., Any],
+    start: InitialPoints,
+    X: Float[Array, "n d"],
+    batch_shape: tuple[int, ...],
+) -> tuple[Float[Array, "M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
+    """Declare inducing points, and mean and scale of the whitened inducing values, at the prior.
+
+    Args:
+        param: as `numpyro.param`, with a short name.
+        start: of the points.
+        X: the rows of the first mini-batch.
+        batch_shape: of independent functions.
+    """
+    Z = param("inducing_points", lambda key: start(key, X))
+    M = Z.shape[0]
+    loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype))
+    scale_tril = param(
+        "scale_tril",
+        lambda _: jnp.broadcast_to(jnp.eye(M, dtype=Z.dtype), (*batch_shape, M, M)),
+        constraint=constraints.lower_cholesky,
+    )
+    return Z, loc, scale_tril
 
 
 def whitened_divergence(

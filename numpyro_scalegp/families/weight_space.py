@@ -14,7 +14,7 @@ from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
 
-# Beyond so many features, a dense precision is not factorised.
+# Beyond this many features, a dense precision is not factorized.
 MAX_DENSE = 5000
 
 
@@ -54,6 +54,7 @@ class WeightSpaceGP(AbstractPriorGP):
         (3, 20)
     """
 
+    arguments = "features"
     arg_constraints: dict[str, Any] = {}
     reparametrized_params: list[str] = []
     pytree_data_fields = ("features", "X", "precision")
@@ -106,7 +107,7 @@ class WeightSpaceGP(AbstractPriorGP):
         if m > MAX_DENSE:
             raise ValueError(
                 f"the log-determinant of the prior precision of {m} features would take O(m^3): "
-                "hold the kernel and give QuadruplyStochasticELBO(fixed_prior=True), which leaves "
+                "fix the kernel and give QuadruplyStochasticELBO(fixed_prior=True), which leaves "
                 "this constant out."
             )
         W = linalg.inverse_cholesky(self._dense_precision())

@@ -1,34 +1,34 @@
 """The guide for Gaussian processes in weight space."""
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Float
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_scalegp.core import checks, chunks
-from numpyro_scalegp.core.linalg import factorise, matmul
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import ChevronGP, WeightSpaceGP
-from numpyro_scalegp.features.chevron import BLOCK, Chevron, blocks_of, projections
-from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
-from numpyro_scalegp.guides.mean import SolvedMean, check_all_rows, check_steps, report
-from numpyro_scalegp.tracing.likelihood import ExpectedLikelihood, pseudo_observations
+from numpyro_scalegp.families.chevron_optimum import (
+    optimal_diagonal,
+    optimal_loc,
+    projected,
+    quadratic_form,
+)
+from numpyro_scalegp.guides.guide import Rest
+from numpyro_scalegp.guides.solving import AbstractSolvingGuide, NewtonStep, SolvedMean
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # The residual at which a direct solve counts as one.
 _TOLERANCE = 3e-3
 
 
-class AutoChevronGP(AbstractGPGuide):
+class AutoChevronGP(AbstractSolvingGuide):
     """A guide with a `ChevronGP` at a site with a `WeightSpaceGP` prior.
 
     Its parameters are `{site}_{prefix}_loc`, `..._scale_diag` and `..._scale_columns`, with a row
     for each of the m features; they start at zero, `init_scale` and zero. Train it with
-    `QuadruplyStochasticELBO` and `SparseSVI`, whose steps touch some of the rows only; NumPyro's
+    `QuadruplyStochasticELBO` and `RowSVI`, whose steps touch some of the rows only; NumPyro's
     `TraceMeanField_ELBO` and `QuadratureELBO` work too, and go through all features.
 
     Args:
@@ -59,7 +59,8 @@ class AutoChevronGP(AbstractGPGuide):
         >>> guide = sgp.guides.AutoChevronGP(model, rank=20)
     """
 
-    prior_kind = WeightSpaceGP
+    prior = WeightSpaceGP
+    weights_name = "loc"
 
     def __init__(
         self,
@@ -75,7 +76,8 @@ class AutoChevronGP(AbstractGPGuide):
         self.rank = checks.count("rank", rank, 0)
         self.init_scale = checks.number("init_scale", init_scale, "(0, inf)")
 
-    def _family(self, site: GPSite, *, training: bool = True) -> ChevronGP:
+    def family(self, site: GPSite, *, training: bool = True) -> ChevronGP:
+        """The chevron GP at the model's features; see `AbstractGPGuide.family`."""
         if site.plates:
             raise ValueError(
                 f"the GP site `{site.name}` stands inside a plate: `AutoChevronGP` is for one "
@@ -87,15 +89,15 @@ class AutoChevronGP(AbstractGPGuide):
                 f"`rank` must be at most {m}, the number of features, got {self.rank}."
             )
         dtype = site.X.dtype
-        loc = self._param(site, "loc", lambda _: jnp.zeros(m, dtype), rows=True)
-        scale_diag = self._param(
+        loc = self.param(site, "loc", lambda _: jnp.zeros(m, dtype), rows=True)
+        scale_diag = self.param(
             site,
             "scale_diag",
             lambda _: jnp.full(m, self.init_scale, dtype),
             constraint=constraints.positive,
             rows=True,
         )
-        scale_columns = self._param(
+        scale_columns = self.param(
             site, "scale_columns", lambda _: jnp.zeros((m, self.rank), dtype), rows=True
         )
         return ChevronGP(site.prior.features, site.X, loc, scale_diag, scale_columns)
@@ -110,7 +112,7 @@ class AutoChevronGP(AbstractGPGuide):
     ) -> SolvedMean:
         """Set `loc` to its optimum, all else held fixed.
 
-        A start for `SparseSVI` from a few thousand random rows: give the model these rows as if
+        A start for `RowSVI` from a few thousand random rows: give the model these rows as if
         there were no others. What few rows leave open, steps on all of them then fill in.
 
         Args:
@@ -124,7 +126,7 @@ class AutoChevronGP(AbstractGPGuide):
         Returns:
             The parameters with the new `loc`, as `params`, with the `residual` that rounding left
             to the last, direct solve; `converged` is False, and there is a warning, where it is
-            more than 3e-3. `solve_diagonal` says how `SparseSVI` takes the parameters. With n rows,
+            more than 3e-3. `solve_diagonal` says how `RowSVI` takes the parameters. With n rows,
             each step takes O(n^2 m + n^3) and memory O(n^2) besides blocks of features; where
             m < n, or the prior's precision is dense, O(n m^2 + m^3) and O(m^2 + n m). It may be
             jitted. Other sites stand at their medians.
@@ -137,40 +139,28 @@ class AutoChevronGP(AbstractGPGuide):
             Rasmussen and Williams (2006), eq. 2.11; Khan and Lin (2017), Conjugate-Computation
             Variational Inference, for the pseudo-observations of a Newton step.
         """
-        check_steps(num_newton_steps)
-        site = self._site(params, None, args, kwargs)
-        check_all_rows(site)
-        name = f"{site.name}_{self.prefix}_loc"
-        few = site.prior.features.size(site.X) < site.X.shape[0] or site.prior.has_dense_precision
-        solve = _mean_by_features if few else _mean_by_rows
-        for number in range(num_newton_steps):
-            site, q, (mean, variance), likelihood = self._expanded(params, args, kwargs, num_nodes)
-            if number == 0:
-                likelihood.check_rows(mean)
-            targets = pseudo_observations(mean, *likelihood.slopes(mean, variance))
-            loc, residual = solve(site, *targets)
-            step = loc - q.loc
-            means = mean, mean + _projected(site, step)
-            divergence = functools.partial(_squared_norm, site, q.loc, step)
-            part = likelihood.step_length(means, variance, divergence)
-            loc = jnp.where(part == 1.0, loc, q.loc + part * step)
-            params = {**params, name: loc.astype(q.loc.dtype)}
-        return report(params, residual, jnp.zeros((), int), residual <= _TOLERANCE)
+        return self._newton(params, args, kwargs, num_newton_steps, num_nodes)
 
-    def _expanded(
-        self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_nodes: int
-    ) -> tuple[GPSite, ChevronGP, tuple[Array, Array], ExpectedLikelihood]:
-        """Site and family, moments of f at the rows, and the likelihood."""
-        values = self._values(params, None, args, kwargs)
-        site = self._site(params, None, args, kwargs)
-        with self._parameters(params, None):
-            q = self._family(site, training=False)
-        posterior = q.posterior()
-        moments = posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
-        likelihood = ExpectedLikelihood(
-            self.model, site.name, params, values, args, kwargs, num_nodes
-        )
-        return site, q, moments, likelihood
+    def newton_step(
+        self,
+        site: GPSite,
+        family: ChevronGP,
+        params: dict[str, Any],
+        mean: Float[Array, " n"],
+        targets: Float[Array, " n"],
+        precision: Float[Array, " n"],
+        **options: Any,
+    ) -> NewtonStep:
+        """Solve directly; see `AbstractSolvingGuide.newton_step`."""
+        old, prior = family.loc, site.prior
+        new, residual = optimal_loc(prior, targets, precision)
+        step = new - old
+
+        def divergence(part: Array) -> Array:
+            return 0.5 * quadratic_form(prior, old + part * step)
+
+        solved = residual, jnp.zeros((), int), residual <= _TOLERANCE
+        return NewtonStep(old, new, mean + projected(prior, step), divergence, solved)
 
     def solve_diagonal(
         self, params: dict[str, Any], *args: Any, num_nodes: int = 20, **kwargs: Any
@@ -192,7 +182,7 @@ class AutoChevronGP(AbstractGPGuide):
 
         Returns:
             The parameters with the new diagonal, in O(n m (d + k)); it may be jitted. Other sites
-            stand at their medians. A running `SparseSVI` takes them by `replace_params`, and then
+            stand at their medians. A running `RowSVI` takes them by `replace_params`, and then
             needs a `refresh`.
 
         Raises:
@@ -201,122 +191,11 @@ class AutoChevronGP(AbstractGPGuide):
         References:
             Evans and Nair (2020), proposition 1, for the columns that are not dense.
         """
-        site, q, moments, likelihood = self._expanded(params, args, kwargs, num_nodes)
+        site, likelihood = self._around(params, args, kwargs, num_nodes)
+        q, *moments = self._marginals(params, site)
         likelihood.check_rows(moments[0])
-        _, curvature = likelihood.slopes(*moments)
+        _, curvature = likelihood.derivatives(*moments)
         # Where the likelihood is not concave, the prior's own scale is the limit.
-        weights = jnp.maximum(-curvature, 0.0)
-        a = _prior_precision(site) + _weighted_squares(site, weights)
-        k = self.rank
-        b = jnp.zeros_like(a).at[:k].set(_below_diagonal(site, q, weights))
-        root = jnp.sqrt(jnp.square(b) + 4.0 * a)
-        # Whichever form does not take the difference of two large numbers.
-        optimum = jnp.where(b < 0.0, (root - b) / (2.0 * a), 2.0 / (jnp.abs(b) + root))
-        name = f"{site.name}_{self.prefix}_scale_diag"
+        optimum = optimal_diagonal(site.prior, q, jnp.maximum(-curvature, 0.0))
+        name = self.param_name(site, "scale_diag")
         return {**params, name: optimum.astype(q.scale_diag.dtype)}
-
-
-def _prior_precision(site: GPSite) -> Float[Array, " m"]:
-    """The diagonal of the weights' prior precision."""
-    if site.prior.precision is not None:
-        return site.prior.precision
-    features = site.prior.features
-    return features.precision_diagonal(jnp.arange(features.size(site.X)))
-
-
-def _projected(site: GPSite, loc: Float[Array, " m"]) -> Float[Array, " n"]:
-    """Phi loc, in blocks of features and chunks of rows."""
-    zero = jnp.zeros_like(loc)
-    return projections(site.prior.features, site.X, Chevron(loc, zero, zero[:, None][:, :0]))[0][
-        :, 0
-    ]
-
-
-def _squared_norm(
-    site: GPSite, loc: Float[Array, " m"], step: Float[Array, " m"], part: Float[Array, ""]
-) -> Float[Array, ""]:
-    """W'S w / 2 after a part of a step."""
-    weights = loc + part * step
-    if not site.prior.has_dense_precision:
-        return 0.5 * jnp.sum(_prior_precision(site) * jnp.square(weights))
-    index = jnp.arange(loc.shape[0])
-    return 0.5 * weights.dot(matmul(site.prior.features.precision(index, index), weights))
-
-
-def _solved(
-    A: Float[Array, "k k"], b: Float[Array, " k"]
-) -> tuple[Float[Array, " k"], Float[Array, ""]]:
-    """A^-1 b, and the residual of it, relative to b."""
-    x = cho_solve((factorise(A).tril, True), b)
-    scale = jnp.linalg.norm(b)
-    return x, jnp.linalg.norm(b - matmul(A, x)) / jnp.where(scale == 0, 1.0, scale)
-
-
-def _mean_by_rows(
-    site: GPSite, targets: Float[Array, " n"], precision: Float[Array, " n"]
-) -> tuple[Float[Array, " m"], Float[Array, ""]]:
-    """S^-1 Phi'(Phi S^-1 Phi' + diag(l)^-1)^-1 t for a diagonal S, in blocks of features."""
-    features, X = site.prior.features, site.X
-    size, root = features.size(X), jnp.sqrt(precision)
-    variance = 1.0 / _prior_precision(site)
-
-    def columns(index: Array) -> Array:
-        Phi = features.columns(X, jnp.minimum(index, size - 1))
-        return jnp.where(index < size, root[:, None] * Phi, 0.0)
-
-    def add(gram: Array, index: Array) -> tuple[Array, None]:
-        Phi = columns(index)
-        return gram + matmul(Phi * variance.at[index].get(mode="clip"), Phi.T), None
-
-    blocks = blocks_of(size)
-    gram = jax.lax.scan(add, jnp.eye(X.shape[0], dtype=X.dtype), blocks)[0]
-    dual, residual = _solved(gram, root * targets)
-    loc = jax.lax.map(lambda index: matmul(columns(index).T, dual), blocks).reshape(-1)[:size]
-    return variance * loc, residual
-
-
-def _mean_by_features(
-    site: GPSite, targets: Float[Array, " n"], precision: Float[Array, " n"]
-) -> tuple[Float[Array, " m"], Float[Array, ""]]:
-    """(Phi'diag(l) Phi + S)^-1 Phi'diag(l) t, for any S."""
-    features, X = site.prior.features, site.X
-    index = jnp.arange(features.size(X))
-    Phi = features.columns(X, index)
-    dense = site.prior.has_dense_precision
-    prior = features.precision(index, index) if dense else jnp.diag(_prior_precision(site))
-    weighted = (precision[:, None] * Phi).T
-    return _solved(matmul(weighted, Phi) + prior, matmul(weighted, targets))
-
-
-def _weighted_squares(site: GPSite, weights: Float[Array, " n"]) -> Float[Array, " m"]:
-    """The sums over rows of l_i phi_r(x_i)^2, in blocks of features and chunks of rows."""
-    features, X = site.prior.features, site.X
-    size = features.size(X)
-
-    def of_block(index: Array) -> Array:
-        index = jnp.minimum(index, size - 1)
-
-        def of_rows(rows: tuple[Array, Array]) -> Array:
-            return matmul(rows[1], jnp.square(features.columns(rows[0], index)))
-
-        return chunks.sum_rows(of_rows, (X, weights), chunks.rows_per_chunk(index.shape[0]))
-
-    return jax.lax.map(of_block, blocks_of(size)).reshape(-1)[:size]
-
-
-def _below_diagonal(site: GPSite, q: ChevronGP, weights: Float[Array, " n"]) -> Float[Array, " k"]:
-    """Of each dense column without its diagonal, the r-th entry of (Phi'diag(l) Phi + S) c_r."""
-    k, m = q.scale_columns.shape[1], q.loc.shape[0]
-    index, dense = jnp.arange(m), jnp.arange(k)
-    columns = jnp.where(index[:, None] > dense, q.scale_columns, 0.0)
-    law = Chevron(q.loc, jnp.zeros_like(q.scale_diag), columns)
-
-    def of_rows(rows: tuple[Array, Array]) -> Array:
-        X, weights = rows
-        projected = projections(q.features, X, law)[0][:, 1:]
-        return matmul(weights, q.features.columns(X, dense) * projected)
-
-    total = chunks.sum_rows(of_rows, (site.X, weights), chunks.rows_per_chunk(BLOCK + k))
-    if site.prior.has_dense_precision:
-        total += jnp.sum(q.features.precision(dense, index) * columns.T, axis=1)
-    return total

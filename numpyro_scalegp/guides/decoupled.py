@@ -10,9 +10,9 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import DecoupledGP
-from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.families.bases import Basis
 from numpyro_scalegp.guides.guide import Rest
-from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
+from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, prior_scale
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # A row of L starts at so much on its diagonal: it takes its square off the prior's variance.
@@ -24,11 +24,11 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
 
     Its parameters are `{site}_{prefix}_mean_weights`, as multiples of one over the prior's standard
     deviation, and `..._cov_scale_tril` likewise; and the points `..._mean_points` and
-    `..._cov_points`, or, where they grow, what they have moved by, `..._mean_shift` and
+    `..._cov_points`, or, where they grow, their shifts since then, `..._mean_shift` and
     `..._cov_shift`.
 
     With `growth`, each mini-batch adds rows to both bases until they are full, with weights of
-    zero; nothing is compiled anew. The points then live in the mutable site
+    zero; nothing is compiled again. The points then live in the mutable site
     `{site}_{prefix}_bases`: give `posterior` and the like
     `{**svi.get_params(state), **state.mutable_state}`.
 
@@ -86,7 +86,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         num_columns: int | None = 256,
         prefix: str = "auto",
     ) -> None:
-        super().__init__(model, site, rest=rest, prefix=prefix)
+        super().__init__(model, site, rest=rest, num_columns=num_columns, prefix=prefix)
         if (mean_points is None) != (cov_points is None):
             raise ValueError("`mean_points` and `cov_points` must be given together, or neither.")
         self.sizes = {
@@ -94,7 +94,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             "cov": checks.count("cov_size", cov_size),
         }
         self.growth = checks.count("growth", growth)
-        # On the host, so that an optimiser that donates its state cannot delete the guide's copy.
+        # On the host, so that an optimizer that donates its state cannot delete the guide's copy.
         self.points = (
             None
             if mean_points is None or cov_points is None
@@ -104,22 +104,21 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             }
         )
         self.train_mean = train_mean
-        self.num_columns = checks.count_or_none("num_columns", num_columns)
 
     def _weights(self, site: GPSite) -> tuple[Float[Array, "*batch M_p"], bool]:
         """Declare the mean's weights; also whether they are about to be made."""
         size = self.sizes["mean"] if self.points is None else len(self.points["mean"])
         start = jnp.zeros((*site.batch_shape, size), site.X.dtype)
-        weights = self._param(site, "mean_weights", start)
+        weights = self.param(site, "mean_weights", start)
         return weights, weights is start
 
     def _bases(self, site: GPSite, *, training: bool) -> dict[str, Basis]:
         if self.points is None:
             _, begins = self._weights(site)
-            return self._grown(site, self.sizes, self.growth, begins=begins, training=training)
+            return self.grown(site, self.sizes, self.growth, begins=begins, training=training)
         return {
             key: Basis(
-                self._param(
+                self.param(
                     site,
                     f"{key}_points",
                     checks.inputs(
@@ -131,14 +130,15 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             for key, start in self.points.items()
         }
 
-    def _family(self, site: GPSite, *, training: bool = True) -> DecoupledGP:
+    def family(self, site: GPSite, *, training: bool = True) -> DecoupledGP:
+        """The decoupled GP, near the prior to begin with; see `AbstractGPGuide.family`."""
         bases = self._bases(site, training=training)
         (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
         w, _ = self._weights(site)
         # Nothing in the objective tells L = 0 from its neighbours to first order.
         start = _SMALL_SCALE * jnp.eye(len(Q), dtype=Q.dtype)
         start = jnp.broadcast_to(start, (*site.batch_shape, *start.shape))
-        L = jnp.tril(self._param(site, "cov_scale_tril", start))
+        L = jnp.tril(self.param(site, "cov_scale_tril", start))
         if not self.train_mean:
             P, w = jax.lax.stop_gradient((P, w))
         scale = prior_scale(site, P)
@@ -149,8 +149,9 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             jnp.where(mean_active, w, 0.0) / scale,
             Q,
             jnp.where(cov_active[:, None], L, 0.0) / scale,
-            **self._columns(len(P)),
+            **self.columns(len(P)),
         )
 
-    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
+    def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
+        """The mean's points and their weights."""
         return self._bases(site, training=False)["mean"], family.mean_weights

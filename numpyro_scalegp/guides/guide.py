@@ -19,8 +19,8 @@ from numpyro.primitives import Messenger
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.tracing.runs import substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
-from numpyro_scalegp.tracing.substitution import substituted
 
 Guide = Callable[..., Any]
 
@@ -36,7 +36,7 @@ class AbstractGPGuide(abc.ABC):
     guide's hyperparameters, and the model's mini-batch.
     """
 
-    prior_kind: ClassVar[Prior] = LatentGP  # what the model has at the site
+    prior: ClassVar[Prior] = LatentGP  # what the model has at the site
 
     def __init__(
         self,
@@ -49,19 +49,27 @@ class AbstractGPGuide(abc.ABC):
         self.model = checks.function("model", model)
         self.site = site if site is None else checks.instance("site", site, str, "a string")
         self.prefix = checks.instance("prefix", prefix, str, "a string")
-        self.rest = _build_rest(rest, WithoutSite(model, site, self.prior_kind))
+        self.rest = _build_rest(rest, WithoutSite(model, site, self.prior))
 
     @abc.abstractmethod
-    def _family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
+    def family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
         """Declare the parameters and return the variational family at the site's rows.
 
+        All that a guide of one's own has to say: take `site.kernel`, `site.X` and
+        `site.batch_shape`, and declare parameters with `param`.
+
         Args:
-            site: the GP site.
+            site: the GP site, as the model made it under the guide's hyperparameters.
             training: whether what the guide keeps besides parameters may change.
         """
 
-    def _param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Any:
-        return numpyro.param(f"{site.name}_{self.prefix}_{name}", *args, **kwargs)
+    def param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Declare the parameter `{site}_{prefix}_{name}`, with `numpyro.param`'s arguments."""
+        return numpyro.param(self.param_name(site, name), *args, **kwargs)
+
+    def param_name(self, site: GPSite, name: str) -> str:
+        """The full name of a parameter of this guide."""
+        return f"{site.name}_{self.prefix}_{name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Run the guide.
@@ -79,11 +87,11 @@ class AbstractGPGuide(abc.ABC):
             {name: site["value"] for name, site in rest_trace.items() if site["type"] == kind}
             for kind in ("sample", "plate")
         )
-        site = find_gp_site(self.model, self.site, self.prior_kind, latent, args, kwargs, indices)
+        site = find_gp_site(self.model, self.site, self.prior, latent, args, kwargs, indices)
         with ExitStack() as stack:
             for plate in site.plates:
                 stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
-            return {**latent, site.name: numpyro.sample(site.name, self._family(site))}
+            return {**latent, site.name: numpyro.sample(site.name, self.family(site))}
 
     def median(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The median of each site that the rest's guide owns.
@@ -175,7 +183,7 @@ class AbstractGPGuide(abc.ABC):
         key = key if key is None else checks.as_key(key)
         site = self._site(params, key, args, kwargs)
         with self._parameters(params, key):
-            return self._family(site, training=False).posterior()
+            return self.family(site, training=False).posterior()
 
     def _parameters(self, params: dict[str, Any], key: Key[Array, ""] | None) -> ExitStack:
         """A context in which the guide's own parameters have their fitted values."""
@@ -192,13 +200,9 @@ class AbstractGPGuide(abc.ABC):
         """Values of the rest's sites: medians and the means of functions, or one draw."""
         set_up(self, params, args, kwargs)
         if key is None:
-            rest, medians = self.rest, self.median(params)
-            if isinstance(rest, AbstractGPGuide):
-                return {**medians, **rest._function_means(params, args, kwargs)}
-            return medians
-        trace = handlers.trace(substituted(handlers.seed(self.rest, key), params)).get_trace(
-            *args, **kwargs
-        )
+            means = getattr(self.rest, "function_means", _no_functions)
+            return {**self.median(params), **means(params, *args, **kwargs)}
+        trace = traced(self.rest, key, params, args, kwargs)
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _site(
@@ -208,22 +212,33 @@ class AbstractGPGuide(abc.ABC):
         seed, rest_key = (key, key) if key is None else jax.random.split(key)
         values = self._values(params, rest_key, args, kwargs)
         with self._parameters(params, seed):
-            return find_gp_site(self.model, self.site, self.prior_kind, values, args, kwargs)
+            return find_gp_site(self.model, self.site, self.prior, values, args, kwargs)
 
-    def _function_means(
-        self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Array]:
-        """The means of the function sites that this guide and its rest own, at the model's rows."""
-        values = self._values(params, None, args, kwargs)
-        means = {name: values[name] for name in values.keys() - self.median(params).keys()}
+    def function_means(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
+        """The means of the functions that this guide and its rest own, at the model's rows.
+
+        Args:
+            params: the guide's parameters, as from `SVI.get_params`, with mutable state if any.
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            The mean of each function under the rest's medians, by the name of its site.
+        """
+        means = getattr(self.rest, "function_means", _no_functions)(params, *args, **kwargs)
         site = self._site(params, None, args, kwargs)
         with self._parameters(params, None):
-            posterior = self._family(site, training=False).posterior()
+            posterior = self.family(site, training=False).posterior()
         return {**means, site.name: posterior.mean(site.X)}
 
 
+def _no_functions(params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
+    """What a guide without functions answers in place of `function_means`."""
+    return {}
+
+
 class Given(Messenger):
-    """Raises where a parameter would start anew because `params` lacks it."""
+    """Raises where a parameter would be initialized because `params` lacks it."""
 
     def __init__(self, fn: Guide | None, params: dict[str, Any]) -> None:
         super().__init__(fn)
@@ -255,9 +270,8 @@ def set_up(
     Raises:
         ValueError: if the guide would have other parameters than there are, or of other shapes.
     """
-    if isinstance(guide, AbstractGPGuide):
-        set_up(guide.rest, params, args, kwargs)
-    if not isinstance(guide, AutoGuide) or not _is_fresh(guide):
+    guide = _innermost(guide)
+    if not _is_fresh(guide):
         return
     # A copy, so that a failure leaves no half of a set-up behind.
     trial = copy.copy(guide)
@@ -281,9 +295,14 @@ def set_up(
 
 def _is_fresh(guide: Guide) -> bool:
     """Whether a guide, or the rest of one, is to learn yet what sites the model has."""
-    if isinstance(guide, AbstractGPGuide):
-        return _is_fresh(guide.rest)
-    return isinstance(guide, AutoGuide) and guide.prototype_trace is None
+    return getattr(_innermost(guide), "prototype_trace", ()) is None
+
+
+def _innermost(guide: Guide) -> Guide:
+    """The guide of all that is no function: the rest of a rest, and so on."""
+    while hasattr(guide, "rest"):
+        guide = guide.rest
+    return guide
 
 
 def _build_rest(rest: Rest, model: Model) -> Guide:

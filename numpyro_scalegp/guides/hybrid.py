@@ -1,25 +1,23 @@
 """The guide for a sparse Gaussian process with further basis functions for its mean."""
 
-import warnings
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.families import HybridGP
-from numpyro_scalegp.guides.growth import Basis
+from numpyro_scalegp.families.bases import Basis, InitialPoints, spread_rows
+from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
 from numpyro_scalegp.guides.guide import Rest
-from numpyro_scalegp.guides.mean import AbstractDecoupledGuide, prior_scale
-from numpyro_scalegp.guides.sparse import AutoSparseGP
+from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, prior_scale
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 
-class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
+class AutoHybridGP(AbstractDecoupledGuide):
     """A guide with a `HybridGP` at one GP site: a sparse GP plus many points for the mean.
 
     Its parameters are those of `AutoSparseGP`, so that a fit of that guide can be its start, and
@@ -86,74 +84,59 @@ class AutoHybridGP(AutoSparseGP, AbstractDecoupledGuide):
         prefix: str = "auto",
         jitter: float | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            site,
-            rest=rest,
-            num_inducing=num_inducing,
-            inducing_points=inducing_points,
-            prefix=prefix,
-            jitter=jitter,
-        )
+        super().__init__(model, site, rest=rest, num_columns=num_columns, prefix=prefix)
         if growth is not None and residual_points is not None:
             raise ValueError("`residual_points` are there from the start: give no `growth`.")
-        self.num_residual = checks.count("num_residual", num_residual)
-        self.growth = checks.count_or_none("growth", growth)
-        self.residual_points = (
-            None
-            if residual_points is None
-            else np.array(checks.inputs("residual_points", residual_points))
+        self.inducing_points = initial_inducing_points(num_inducing, inducing_points)
+        self.residual_points = InitialPoints(
+            "residual_points",
+            "num_residual",
+            num_residual,
+            residual_points,
+            spread_rows,
+            "random rows",
         )
+        self.growth = checks.count_or_none("growth", growth)
         self.train_residual = train_residual
-        self.num_columns = checks.count_or_none("num_columns", num_columns)
-
-    def _start_residual(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M_r d"]:
-        if self.residual_points is not None:
-            return checks.inputs("residual_points", self.residual_points, width=X.shape[1])
-        if X.shape[0] < self.num_residual:
-            warnings.warn(
-                f"`num_residual` is {self.num_residual}, but the first mini-batch has only "
-                f"{X.shape[0]} rows: these are the residual points. Give `residual_points`, such "
-                "as random rows, to choose from all rows.",
-                UserWarning,
-                stacklevel=2,
-            )
-        # The first rows would lie side by side where rows are sorted.
-        return X[stratified_indices(key, X.shape[0], min(self.num_residual, X.shape[0]))]
+        self.jitter = checks.jitter(jitter)
 
     def _residual(
         self, site: GPSite, *, training: bool
     ) -> tuple[Basis, Float[Array, "*batch M_r"]]:
         """Declare the residual points and their weights."""
         if self.growth is None:
-            R = self._param(site, "residual_points", lambda key: self._start_residual(key, site.X))
+            R = self.param(site, "residual_points", lambda key: self.residual_points(key, site.X))
             basis = Basis(R, jnp.ones(len(R), bool))
-            return basis, self._param(
+            return basis, self.param(
                 site, "residual_weights", jnp.zeros((*site.batch_shape, len(R)), R.dtype)
             )
-        start = jnp.zeros((*site.batch_shape, self.num_residual), site.X.dtype)
-        w = self._param(site, "residual_weights", start)
-        sizes = {"residual": self.num_residual}
-        bases = self._grown(site, sizes, self.growth, begins=w is start, training=training)
+        sizes = {"residual": self.residual_points.num}
+        start = jnp.zeros((*site.batch_shape, sizes["residual"]), site.X.dtype)
+        w = self.param(site, "residual_weights", start)
+        bases = self.grown(site, sizes, self.growth, begins=w is start, training=training)
         return bases["residual"], w
 
-    def _family(self, site: GPSite, *, training: bool = True) -> HybridGP:
+    def family(self, site: GPSite, *, training: bool = True) -> HybridGP:
+        """The sparse GP with residual points; see `AbstractGPGuide.family`."""
         (R, active), w = self._residual(site, training=training)
         if not self.train_residual:
             R, w = jax.lax.stop_gradient((R, w))
+        param = functools.partial(self.param, site)
         return HybridGP(
             site.kernel,
             site.X,
-            *self._whitened(site),
+            *declare_whitened(param, self.inducing_points, site.X, site.batch_shape),
             R,
             jnp.where(active, w, 0.0) / prior_scale(site, R),
-            **self._columns(len(R)),
+            **self.columns(len(R)),
             jitter=self.jitter,
         )
 
-    def _basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
+    def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
+        """The residual points and their weights."""
         return self._residual(site, training=False)[0], family.residual_weights
 
-    def _rest_of_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
+    def rest_of_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
+        """What the inducing points add to the mean."""
         sparse = family.posterior().sparse
         return sparse.marginals(X, chunk_size=sparse.rows_per_chunk())[0]

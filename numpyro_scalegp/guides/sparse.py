@@ -1,16 +1,13 @@
 """The guide for sparse Gaussian processes with inducing points."""
 
-import warnings
+import functools
 
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float
-from numpyro.distributions import constraints
+from jaxtyping import ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import SparseGP
-from numpyro_scalegp.features import kmeans_points
+from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
@@ -68,42 +65,11 @@ class AutoSparseGP(AbstractGPGuide):
         jitter: float | None = None,
     ) -> None:
         super().__init__(model, site, rest=rest, prefix=prefix)
-        self.num_inducing = checks.count("num_inducing", num_inducing)
-        # On the host, so that an optimiser that donates its state cannot delete the guide's copy.
-        self.inducing_points = (
-            None
-            if inducing_points is None
-            else np.array(checks.inputs("inducing_points", inducing_points))
-        )
+        self.inducing_points = initial_inducing_points(num_inducing, inducing_points)
         self.jitter = checks.jitter(jitter)
 
-    def _start(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M d"]:
-        if self.inducing_points is not None:
-            return checks.inputs("inducing_points", self.inducing_points, width=X.shape[1])
-        if X.shape[0] < self.num_inducing:
-            warnings.warn(
-                f"`num_inducing` is {self.num_inducing}, but the first mini-batch has only "
-                f"{X.shape[0]} rows: these are the inducing points. Give `inducing_points`, such "
-                "as sgp.features.kmeans_points(key, X, num_points), to choose from all rows.",
-                UserWarning,
-                stacklevel=2,
-            )
-        return kmeans_points(key, X, min(self.num_inducing, X.shape[0]))
-
-    def _family(self, site: GPSite, *, training: bool = True) -> SparseGP:
-        return SparseGP(site.kernel, site.X, *self._whitened(site), jitter=self.jitter)
-
-    def _whitened(
-        self, site: GPSite
-    ) -> tuple[Float[Array, "M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
-        """Declare inducing points, mean and scale of the whitened inducing values."""
-        Z = self._param(site, "inducing_points", lambda key: self._start(key, site.X))
-        M = Z.shape[0]
-        loc = self._param(site, "loc", lambda _: jnp.zeros((*site.batch_shape, M), Z.dtype))
-        scale_tril = self._param(
-            site,
-            "scale_tril",
-            lambda _: jnp.broadcast_to(jnp.eye(M, dtype=Z.dtype), (*site.batch_shape, M, M)),
-            constraint=constraints.lower_cholesky,
-        )
-        return Z, loc, scale_tril
+    def family(self, site: GPSite, *, training: bool = True) -> SparseGP:
+        """The sparse GP, at the prior to begin with; see `AbstractGPGuide.family`."""
+        param = functools.partial(self.param, site)
+        whitened = declare_whitened(param, self.inducing_points, site.X, site.batch_shape)
+        return SparseGP(site.kernel, site.X, *whitened, jitter=self.jitter)

@@ -14,7 +14,7 @@ from numpyro_scalegp.infer.quadrature import QuadratureELBO
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.relevance import relevance_vectors
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
-from numpyro_scalegp.quadruply_stochastic.row_svi import SparseSVI
+from numpyro_scalegp.quadruply_stochastic.row_svi import RowSVI
 
 __all__ = [
     "Draws",
@@ -24,7 +24,7 @@ __all__ = [
     "QuadratureELBO",
     "QuadruplyStochasticELBO",
     "RowOptimizer",
-    "SparseSVI",
+    "RowSVI",
     "initial_hyperparameters",
     "initial_pass",
     "log_determinant_diagnostics",

@@ -20,8 +20,7 @@ from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.families.family import AbstractPriorGP, AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior
-from numpyro_scalegp.tracing.elbo import Trace
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.runs import Trace, substituted
 
 
 def posterior(
@@ -252,7 +251,7 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
         ValueError: if a collapsed site has no observations, or a wrapper around it.
     """
     site = trace[name]
-    fn, wrapper = unwrapped(site["fn"])
+    fn, wrapper, _ = unwrapped(site["fn"])
     if isinstance(fn, AbstractPriorGP):
         return with_noise(fn.condition(site["value"]), trace, name)
     if wrapper or site["fn"] is not fn:

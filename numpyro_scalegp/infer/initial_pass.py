@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
@@ -13,8 +12,7 @@ from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.distributions import FeatureSpaceGP
 from numpyro_scalegp.log_determinants.learned import started
 from numpyro_scalegp.log_determinants.log_determinant import Batch
-from numpyro_scalegp.tracing.elbo import Trace
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.runs import Trace, traced
 
 
 def initial_pass(
@@ -25,7 +23,7 @@ def initial_pass(
     Runs the model on `num_batches` batches of its own choice with the parameters as they are, takes
     the mean of their estimates of F = Phi'Phi + noise I, and starts the state of each
     `FeatureSpaceGP` from it. Worth it for parameters that are trained already, or where training
-    is short: a state finds F within some hundred steps by itself. Schedules start anew.
+    is short: a state finds F within some hundred steps by itself. Schedules start again.
 
     Args:
         svi: an SVI, set up by `init`.
@@ -51,13 +49,9 @@ def initial_pass(
     kwargs = {**kwargs, **svi.static_kwargs}
 
     def run(key: jax.Array) -> Trace:
-        given = {**params, **jax.tree.map(lambda leaf: leaf, mutable)}  # written to by solvers
-        guide_key, model_key = jax.random.split(key)
-        guide = substituted(handlers.seed(svi.guide, guide_key), given)
-        guide_trace = handlers.trace(guide).get_trace(*args, **kwargs)
-        model = substituted(handlers.seed(svi.model, model_key), given)
-        replayed = handlers.replay(model, guide_trace)
-        return handlers.trace(replayed).get_trace(*args, **kwargs)
+        given, (guide_key, model_key) = {**params, **mutable}, jax.random.split(key)
+        guide_trace = traced(svi.guide, guide_key, given, args, kwargs)
+        return traced(svi.model, model_key, given, args, kwargs, replayed=guide_trace)
 
     def grams(key: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
         found = {name: batch.gram() for name, (_, batch) in _with_state(run(key)).items()}

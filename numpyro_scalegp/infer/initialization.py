@@ -21,12 +21,12 @@ from numpyro_scalegp.kernels.distances import squared_distances
 def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Float[Array, ""]:
     """The median Euclidean distance between rows: a lengthscale to start from.
 
-    For inputs of like scales, such as standardised ones. On the first mini-batch of a stream it is
+    For inputs of like scales, such as standardized ones. On the first mini-batch of a stream it is
     a start where nothing else is known.
 
     Args:
         X: inputs, shape (n, d).
-        max_rows: at most so many rows take part, from all over X.
+        max_rows: at most this many rows take part, from all over X.
 
     Returns:
         The median over all pairs of different rows, shape (), in units of the inputs. Time and
@@ -51,7 +51,7 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
         raise ValueError(f"`X` must have two rows or more, got {X.shape[0]}.")
     if X.shape[0] > max_rows:
         X = X[stratified_indices(jax.random.key(0), X.shape[0], max_rows)]
-    # Squares of large or small numbers would leave the range of the type.
+    # Squares of large or small values would leave the range of the type.
     X = X - X[0]
     scale = jnp.max(jnp.abs(X))
     scale = jnp.where(scale > 0, scale, 1.0)
@@ -142,16 +142,16 @@ def initial_hyperparameters(
     key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
     checks.finite("y", y)
-    centre_key, init_key = jax.random.split(key)
-    centres = jax.random.choice(centre_key, X.shape[0], (num_subsets,), replace=True)
+    center_key, init_key = jax.random.split(key)
+    centers = jax.random.choice(center_key, X.shape[0], (num_subsets,), replace=True)
     scale = jnp.std(X, axis=0)
     scaled = X / jnp.where(scale > 0, scale, 1.0)
 
-    def nearest(centre: Array) -> Array:
-        distances = jnp.sum(jnp.square(scaled - scaled[centre]), axis=1)
+    def nearest(center: Array) -> Array:
+        distances = jnp.sum(jnp.square(scaled - scaled[center]), axis=1)
         return jax.lax.top_k(-distances, min(subset_size, X.shape[0]))[1]
 
-    subsets = jax.lax.map(nearest, centres)
+    subsets = jax.lax.map(nearest, centers)
     exact = _Exact(model)
     guide = AutoDelta(exact)
     svi = SVI(exact, guide, optax.adam(learning_rate), Trace_ELBO())
@@ -170,12 +170,12 @@ def initial_hyperparameters(
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
             return params, jnp.array([jnp.any(one != other) for one, other in pairs])
 
-        params, moved = jax.lax.map(on_subset, subsets)
-        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params), moved
+        params, changed = jax.lax.map(on_subset, subsets)
+        return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params), changed
 
     start = svi.optim.get_params(first.optim_state)
-    means, moved = fit(X, y, subsets)
-    if (stuck := int(jnp.sum(~jnp.any(moved, axis=1)))) and moved.size:
+    means, changed = fit(X, y, subsets)
+    if (stuck := int(jnp.sum(~jnp.any(changed, axis=1)))) and changed.size:
         warnings.warn(
             f"the fits on {stuck} of {num_subsets} subsets never left their start: the log density "
             "or its gradient is not finite there, or overflows in this precision. Standardize `X` "

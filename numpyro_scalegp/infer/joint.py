@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 from jaxtyping import Array, Float
-from numpyro import handlers
-from numpyro.primitives import Messenger
 
-from numpyro_scalegp.families import AbstractVariationalGP
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms, mutable_values, summed
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms
+from numpyro_scalegp.tracing.likelihood import summed
+from numpyro_scalegp.tracing.runs import mutable_values, traced
+from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
 class JointELBO(AbstractParticleELBO):
@@ -46,7 +45,7 @@ class JointELBO(AbstractParticleELBO):
     ) -> None:
         super().__init__(num_particles, vectorize_particles)
 
-    def _particle(
+    def particle(
         self,
         key: Array,
         params: dict[str, Any],
@@ -55,39 +54,17 @@ class JointELBO(AbstractParticleELBO):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """The bound at one draw of all sites, functions included."""
         model_key, guide_key = jax.random.split(key)
-        seeded_guide = substituted(handlers.seed(guide, guide_key), params)
-        with JointDraws() as draws:
-            guide_trace = handlers.trace(seeded_guide).get_trace(*args, **kwargs)
-        if not draws.found:
+        with StandIn(joint_draw) as sites:
+            guide_trace = traced(guide, guide_key, params, args, kwargs)
+        if not sites.families:
             raise ValueError(
                 "`JointELBO` found no GP site in the guide: use one of sgp.guides, or NumPyro's "
                 "own ELBOs for a guide without GP sites."
             )
         mutable = mutable_values(guide_trace)
-        replayed = handlers.replay(handlers.seed(model, model_key), guide_trace)
-        given = substituted(replayed, {**params, **mutable})
-        model_trace = handlers.trace(given).get_trace(*args, **kwargs)
-        return summed(elbo_terms(model_trace, guide_trace)), {
-            **mutable,
-            **mutable_values(model_trace),
-        }
-
-
-class JointDraws(Messenger):
-    """Draws the guide's GP sites from their processes instead of their marginals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __enter__(self) -> "JointDraws":
-        super().__enter__()
-        return self
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        """Draw at a site of the guide."""
-        if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
-            self.found.add(msg["name"])
-            key = msg["kwargs"]["rng_key"]
-            msg["value"] = msg["fn"].posterior().sample(key, msg["fn"].X)[0]
+        given = {**params, **mutable}
+        model_trace = traced(model, model_key, given, args, kwargs, replayed=guide_trace)
+        mutable.update(mutable_values(model_trace))
+        return summed(elbo_terms(model_trace, guide_trace)), mutable

@@ -23,7 +23,7 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
             parameters of the SVI are passed over, so that what `solve_mean` returns can be given.
 
     Returns:
-        The state from which `svi.update` goes on; that of a `SparseSVI` with a control variate
+        The state from which `svi.update` goes on; that of a `RowSVI` with a control variate
         after `refresh`, and `run` after nothing.
 
     Raises:
@@ -57,7 +57,7 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
     new = {name: jnp.asarray(value, old[name].dtype) for name, value in new.items()}
     mutable = state.mutable_state
     if mutable:
-        # A control variate no longer knows the weights: NaN until `SparseSVI` makes it anew.
+        # A control variate no longer knows the weights: NaN until `RowSVI` refits it.
         mutable = {
             name: _stale(value) if isinstance(value, ControlVariate) else value
             for name, value in mutable.items()

@@ -26,13 +26,11 @@ from numpyro_scalegp.infer.conditioning import (
     number_of_draws,
     run_model,
 )
-from numpyro_scalegp.infer.joint import JointDraws
 from numpyro_scalegp.posteriors import AbstractPosterior
-from numpyro_scalegp.quadruply_stochastic.problem import Stopped
 from numpyro_scalegp.tracing.additivity import combining_rows
-from numpyro_scalegp.tracing.elbo import Trace
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.runs import Trace, substituted
+from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
 class Draws(NamedTuple):
@@ -201,10 +199,10 @@ class Predictive:
         def run(values: dict[str, Array]) -> tuple[dict[str, Array], Trace]:
             params = jax.tree.map(lambda leaf: leaf, self.params)  # mutable state is written to
             guide, model = (handlers.seed(one, 0) for one in (self.guide, self.model))
-            with Stopped() as stopped:
+            with StandIn() as sites:
                 guide = substituted(Given(guide, params), params)
                 drawn = handlers.trace(guide).get_trace(*args, **kwargs)
-            zeros = {name: drawn[name]["value"] for name in stopped.found}
+            zeros = {name: drawn[name]["value"] for name in sites.families}
             drawn.update({name: {**drawn[name], "value": f} for name, f in values.items()})
             if not values:
                 return zeros, {}
@@ -273,7 +271,7 @@ class Predictive:
 
     def _guide_trace(self, key: Array, params: dict, args: tuple, kwargs: dict) -> Trace:
         guide = Given(handlers.seed(self.guide, key), params)
-        with JointDraws() if self.joint else contextlib.nullcontext():
+        with StandIn(joint_draw) if self.joint else contextlib.nullcontext():
             return handlers.trace(substituted(guide, params)).get_trace(*args, **kwargs)
 
     def _posteriors(

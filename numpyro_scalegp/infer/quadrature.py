@@ -7,17 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from numpyro import handlers
 from numpyro.ops.provenance import eval_provenance
-from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.quadrature import normal_nodes
-from numpyro_scalegp.families import AbstractVariationalGP
-from numpyro_scalegp.quadruply_stochastic.problem import flat_provenance
+from numpyro_scalegp.core.quadrature import normal_expectation
 from numpyro_scalegp.tracing.additivity import check_additive
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms, mutable_values, summed
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms
+from numpyro_scalegp.tracing.likelihood import summed
+from numpyro_scalegp.tracing.runs import Trace, flat_provenance, mutable_values, staged, traced
+from numpyro_scalegp.tracing.sites import StandIn
 
 
 class QuadratureELBO(AbstractParticleELBO):
@@ -62,11 +60,10 @@ class QuadratureELBO(AbstractParticleELBO):
         num_particles: int = 1,
         vectorize_particles: bool | Callable = True,
     ) -> None:
-        checks.count("num_nodes", num_nodes)
-        self.nodes, self.weights = normal_nodes(num_nodes)
+        self.num_nodes = checks.count("num_nodes", num_nodes)
         super().__init__(num_particles, vectorize_particles)
 
-    def _particle(
+    def particle(
         self,
         key: Array,
         params: dict[str, Any],
@@ -75,75 +72,74 @@ class QuadratureELBO(AbstractParticleELBO):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """The bound at one draw of the other sites, in expectation over the functions."""
         model_key, guide_key = jax.random.split(key)
-        seeded_guide = substituted(handlers.seed(guide, guide_key), params)
-        with _Marginals() as sites:
-            guide_trace = handlers.trace(seeded_guide).get_trace(*args, **kwargs)
-        marginals = sites.marginals
-        if not marginals:
+
+        def run_guide(stand_in: StandIn) -> Trace:
+            with stand_in:
+                return traced(guide, guide_key, params, args, kwargs)
+
+        guide_trace = run_guide(sites := StandIn())
+        if not sites.families:
             raise ValueError(
                 "`QuadratureELBO` found no GP site in the guide: use one of sgp.guides, or "
                 "NumPyro's own ELBOs for a guide without GP sites."
             )
-        if len(guide_trace) > 1:
-            _check_guide(handlers.seed(guide, guide_key), params, marginals, args, kwargs)
+        moments = {name: family.marginals() for name, family in sites.families.items()}
+        _check_guide(run_guide, guide_trace, moments)
         mutable = mutable_values(guide_trace)
         given = {**params, **mutable}
 
-        def run(values: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
-            drawn = {name: {**guide_trace[name], "value": f} for name, f in values.items()}
+        def run_model(*functions: Array) -> tuple[dict[str, Array], dict[str, Any]]:
+            drawn = {
+                name: {**guide_trace[name], "value": f}
+                for name, f in zip(moments, functions, strict=True)
+            }
             trace = {**guide_trace, **drawn}
-            replayed = handlers.replay(handlers.seed(model, model_key), trace)
-            model_trace = handlers.trace(substituted(replayed, given)).get_trace(*args, **kwargs)
+            model_trace = traced(model, model_key, given, args, kwargs, replayed=trace)
             return elbo_terms(model_trace, trace), mutable_values(model_trace)
 
-        # Not at the means of the other functions: with zeros there, a product shows nothing.
-        generator = np.random.default_rng(2)
-        others = {
-            name: jnp.asarray(generator.uniform(0.2, 0.8, mean.shape), mean.dtype)
-            for name, (mean, _) in marginals.items()
-        }
-        for name in marginals:
+        run = staged(run_model, *(mean for mean, _ in moments.values()))
+        _check_rows(run, {name: mean for name, (mean, _) in moments.items()})
 
-            def of_function(f: Array, name: str = name) -> dict[str, Array]:
-                terms = run({**others, name: f})[0]
-                return {other: term for other, term in terms.items() if other not in marginals}
-
-            check_additive(of_function, others[name], name)
-
-        def at_nodes(index: Array) -> tuple[Array, dict[str, Any]]:
-            values = {}
-            for (name, (mean, variance)), node in zip(marginals.items(), index, strict=True):
-                scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
-                values[name] = mean + scale * jnp.asarray(self.nodes, mean.dtype)[node]
-            terms, new_mutable = run(values)
+        def total(*functions: Array) -> tuple[Array, dict[str, Any]]:
+            terms, new_mutable = run(*functions)
             return summed(terms), new_mutable
 
-        grid = np.indices((len(self.nodes),) * len(marginals)).reshape(len(marginals), -1).T
-        weights = jnp.asarray(np.prod(self.weights[grid], axis=1))
-        # Values that do not depend on the nodes are computed once and only repeated.
-        elbos, new_mutable = jax.vmap(at_nodes)(jnp.asarray(grid))
-        mutable.update(jax.tree.map(lambda leaf: leaf[0], new_mutable))
-        return jnp.sum(weights.astype(elbos.dtype) * elbos), mutable
+        elbo, new_mutable = normal_expectation(total, list(moments.values()), self.num_nodes)
+        return elbo, {**mutable, **new_mutable}
+
+
+def _check_rows(run: Callable[..., tuple[dict[str, Array], Any]], means: dict[str, Array]) -> None:
+    """Raise where a term of the bound combines rows of a function."""
+    # Not at the means of the other functions: with zeros there, a product shows nothing.
+    generator = np.random.default_rng(2)
+    others = {
+        name: jnp.asarray(generator.uniform(0.2, 0.8, mean.shape), mean.dtype)
+        for name, mean in means.items()
+    }
+    for name in means:
+
+        def terms(f: Array, name: str = name) -> dict[str, Array]:
+            found = run(*{**others, name: f}.values())[0]
+            return {site: term for site, term in found.items() if site not in means}
+
+        check_additive(terms, others[name], name)
 
 
 def _check_guide(
-    guide: Callable,
-    params: dict[str, Any],
-    marginals: dict[str, tuple[Array, Array]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    run: Callable[[StandIn], Trace], guide_trace: Trace, moments: dict[str, tuple[Array, Array]]
 ) -> None:
     """Raise where the guide's distribution of one site depends on the function of another."""
+    names = [name for name, site in guide_trace.items() if site["type"] == "sample"]
+    if names[-1] in moments and len(moments) == 1:
+        return  # nothing comes after the one function
 
-    def distributions(**values: Array) -> dict[str, list[Array]]:
-        given = jax.tree.map(lambda leaf: leaf, params)  # mutable state is written to
-        with _Marginals(values):
-            trace = handlers.trace(substituted(guide, given)).get_trace(*args, **kwargs)
-        sites = {name: site["fn"] for name, site in trace.items() if site["type"] == "sample"}
-        return {name: list(map(jnp.asarray, jax.tree.leaves(fn))) for name, fn in sites.items()}
+    def distributions(**functions: Array) -> dict[str, list[Array]]:
+        trace = run(StandIn(lambda name, family, key: functions[name]))
+        return {name: list(map(jnp.asarray, jax.tree.leaves(trace[name]["fn"]))) for name in names}
 
-    means = {name: mean for name, (mean, _) in marginals.items()}
+    means = {name: mean for name, (mean, _) in moments.items()}
     for name, leaves in eval_provenance(distributions, **means).items():
         if functions := sorted(frozenset().union(*flat_provenance(leaves))):
             raise ValueError(
@@ -152,29 +148,3 @@ def _check_guide(
                 "for each value of that function. Train with sgp.infer.JointELBO, which draws one "
                 "after the other."
             )
-
-
-class _Marginals(Messenger):
-    """Computes the moments of the guide's GP sites, instead of drawing from them.
-
-    Args:
-        values: of these sites, in place of their means and without their moments.
-    """
-
-    def __init__(self, values: dict[str, Array] | None = None) -> None:
-        super().__init__()
-        self.values = values
-        self.marginals: dict[str, tuple[Array, Array]] = {}
-
-    def __enter__(self) -> "_Marginals":
-        super().__enter__()
-        return self
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] != "sample" or not isinstance(msg["fn"], AbstractVariationalGP):
-            return
-        if self.values is not None:
-            msg["value"] = self.values[msg["name"]]
-        else:
-            self.marginals[msg["name"]] = msg["fn"].marginals()
-            msg["value"] = self.marginals[msg["name"]][0]

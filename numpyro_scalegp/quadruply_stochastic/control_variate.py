@@ -23,7 +23,7 @@ class ControlVariate(eqx.Module):
     Of the values f_p at r support points, f_p'M f_p predicts the mean of f^2 over the data, and
     c'f_p that of y f: M = B B' / s and c = B y / s with B = K(p, p)^-1 K(p, t), so that B'f_p are
     the values at s rows t of the data given those at the support. The means of both come from
-    a = Phi_p [loc, C_k], which `moved` keeps up to date at the cost of the rows that a step has
+    a = Phi_p [loc, C_k], which `updated` keeps up to date at the cost of the rows that a step has
     changed. The features are those of the hyperparameters at the last `fit`.
 
     References:
@@ -49,18 +49,18 @@ class ControlVariate(eqx.Module):
         X: Float[Array, "r d"],
         data: Float[Array, "s d"],
         targets: Float[Array, " s"],
-        law: Chevron,
+        weights: Chevron,
         *,
         dense_precision: bool,
     ) -> "ControlVariate":
-        """Make it anew, in O(r m (d + k) + r^2 (r + s)), without a derivative."""
-        features, law = jax.lax.stop_gradient((features, law))
+        """Fit it, in O(r m (d + k) + r^2 (r + s)), without a derivative."""
+        features, weights = jax.lax.stop_gradient((features, weights))
         W = linalg.inverse_cholesky(linalg.add_jitter(features.covariance(X, X), _RIDGE))
         predictor = matmul(W.T, matmul(W, features.covariance(X, data)))
         root = jnp.linalg.qr(predictor.T / data.shape[0] ** 0.5, mode="r")
         whitening = W if dense_precision else jnp.zeros((0, 0), W.dtype)
         moments = matmul(predictor, targets) / data.shape[0]
-        projected = projections(features, X, law)[0]
+        projected = projections(features, X, weights)[0]
         # Copies, since parameters whose buffers are donated must not share them.
         hyperparameters = jax.tree.map(jnp.copy, features.hyperparameters())
         return cls(X, data, targets, projected, moments, root, whitening, hyperparameters)
@@ -105,7 +105,7 @@ class ControlVariate(eqx.Module):
         change = i - jax.lax.stop_gradient(i) + j - jax.lax.stop_gradient(j)
         return jnp.sum(whole * (whole + change)) - jnp.sum(i * j)
 
-    def moved(
+    def updated(
         self,
         features: AbstractFeatures,
         index: Int[Array, "sets num"],

@@ -12,16 +12,18 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.core.rows import Rows
-from numpyro_scalegp.families import ChevronGP, WeightSpaceGP
+from numpyro_scalegp.families import WeightSpaceGP
 from numpyro_scalegp.features.chevron import (
     Chevron,
     prior_divergence,
     views,
     weight_rows,
 )
+from numpyro_scalegp.quadruply_stochastic import likelihood
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
-from numpyro_scalegp.quadruply_stochastic.problem import find_family, flat_provenance, trace_problem
+from numpyro_scalegp.quadruply_stochastic.problem import Problem, find_family, trace_problem
 from numpyro_scalegp.tracing.elbo import AbstractParticleELBO
+from numpyro_scalegp.tracing.runs import flat_provenance
 
 
 class QuadruplyStochasticELBO(AbstractParticleELBO):
@@ -43,7 +45,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     Gauss-Hermite sums, and in closed form for a Laplace likelihood.
 
     Control variates: from r support points, the means of f^2 and of the variance over all rows are
-    predicted, once from i and j and once from all features, whose values there `SparseSVI` keeps up
+    predicted, once from i and j and once from all features, whose values there `RowSVI` keeps up
     to date; by how much these differ is taken, times n, from the estimate. For inducing points, the
     Nystrom approximation on the support does the same for the prior's precision.
 
@@ -52,8 +54,8 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         control_variate_rank: number of support points; 0 for no control variate. Where nothing
             varies with sets (all features in one), and for a bound with independent weights, there
             is none.
-        support_points: the support points, shape (r, d), in place of the cluster centres of rows
-            that `SparseSVI` draws from the model's mini-batches. Without `SparseSVI`, a step with
+        support_points: the support points, shape (r, d), in place of the cluster centers of rows
+            that `RowSVI` draws from the model's mini-batches. Without `RowSVI`, a step with
             them costs O(r m (d + k)).
         num_columns: dense columns of C that a step draws, at most k; None for all.
         bound: for likelihoods that are not Gaussian, `"strict"` or `"plug_in"`.
@@ -69,7 +71,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
     Raises:
         ValueError: if a number is out of range; in a step, if the guide's GP site is not one
             `ChevronGP`, an observed site depends on f in a way that the above does not allow, or
-            there should be a control variate, and neither support points nor `SparseSVI`.
+            there should be a control variate, and neither support points nor `RowSVI`.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, theorems 1 to 3. The
@@ -106,7 +108,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         if bound not in (None, "strict", "plug_in"):
             raise ValueError(f'`bound` must be None, "strict" or "plug_in", got {bound!r}.')
         self.num_features = num_features
-        # On the host, so that an optimiser that donates its state cannot delete this copy.
+        # On the host, so that an optimizer that donates its state cannot delete this copy.
         self.support_points = (
             None
             if support_points is None
@@ -140,7 +142,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         enough = num == size or (self.bound is not None and not dense_precision)
         return draw_sets(key, size, num, 1 if enough else 2)
 
-    def _particle(
+    def particle(
         self,
         key: Array,
         params: dict[str, Any],
@@ -149,43 +151,44 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
-        guide_key, model_key, index_key, column_key = jax.random.split(key, 4)
-        problem = trace_problem(params, model, guide, guide_key, model_key, args, kwargs)
-        site, q, p = problem.site, problem.q, problem.p
+        """The bound from one draw of the other sites and of the sets of features."""
+        keys = jax.random.split(key, 4)
+        problem = trace_problem(params, model, guide, keys[:2], args, kwargs)
+        q, p = problem.q, problem.p
         if self.fixed_prior:
-            self._check_fixed(p, params, guide, guide_key, args, kwargs)
-
+            self._check_fixed(p, params, guide, keys[0], args, kwargs)
         index = (
             q.loc.index
             if isinstance(q.loc, Rows)
-            else self.index_sets(index_key, q.loc.shape[0], dense_precision=p.has_dense_precision)
+            else self.index_sets(keys[2], q.loc.shape[0], dense_precision=p.has_dense_precision)
         )
         rows = weight_rows(index, q.loc, q.scale_diag, q.scale_columns)
-        control = self._control_variate(params, site, q, p)
+        control = self._control_variate(params, problem)
+        some, inflation = rows, 1.0
         rank = q.scale_columns.shape[-1]
-        some = rows
-        inflation = 1.0
         if self.num_columns is not None and self.num_columns < rank:
-            columns = stratified_indices(column_key, rank, self.num_columns)
+            columns = stratified_indices(keys[3], rank, self.num_columns)
             some = rows.some_columns(columns)
             inflation = rank / self.num_columns
             control = None if control is None else control.some_columns(columns)
         seen = views(q.features, q.X, some)
         at_support = None if control is None else control.views(q.features, some)
 
-        total = problem.other_terms()
+        total = problem.at_zero.other_terms
+        found = likelihood.analyzed(problem)
         if self.bound is None:
-            likelihood, precision = problem.gaussian(seen)
-            total += likelihood
+            expected, precision = likelihood.gaussian(problem, found, seen)
+            total += expected
             if control is not None and at_support is not None:
                 total -= 0.5 * precision * control.of_residuals(at_support)
         else:
-            spread = jnp.sum(jnp.square(seen.projected[..., 1:]), axis=-1)
+            variances = jnp.sum(jnp.square(seen.projected[..., 1:]), axis=-1)
             if self.bound == "strict":
-                spread = inflation * spread + rows.share * seen.diagonal
+                variances = inflation * variances + rows.share * seen.diagonal
             else:
-                spread = spread + seen.diagonal
-            total += problem.bound(seen.projected[..., 0], spread, self.num_nodes, self.log_concave)
+                variances = variances + seen.diagonal
+            moments = seen.projected[..., 0], variances
+            total += likelihood.bound(problem, found, *moments, self.num_nodes, self.log_concave)
 
         log_determinant = jnp.zeros(())
         if p.has_dense_precision and not self.fixed_prior:
@@ -195,7 +198,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         )
         if p.has_dense_precision and control is not None and at_support is not None:
             kl += 0.5 * control.of_precision(at_support)
-        return total - problem.scale * kl, problem.mutable
+        return total - problem.at_zero.scale * kl, problem.at_zero.mutable
 
     def _check_fixed(
         self,
@@ -220,13 +223,12 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         provenance = eval_provenance(features, params=params)
         if any("params" in leaf for leaf in flat_provenance(provenance)):
             raise ValueError(
-                "`fixed_prior` needs features that are held, and here hyperparameters of the "
-                "features are learned: give them as numbers."
+                "`fixed_prior` needs features that are fixed, and here hyperparameters of the "
+                "features are learned: give them as constants."
             )
 
-    def _control_variate(
-        self, params: dict[str, Any], site: str, q: ChevronGP, p: WeightSpaceGP
-    ) -> ControlVariate | None:
+    def _control_variate(self, params: dict[str, Any], problem: Problem) -> ControlVariate | None:
+        site, q, p = problem.site, problem.q, problem.p
         if self.control_variate_rank == 0 or self.num_features >= q.loc.shape[0]:
             return None  # without sets, nothing varies
         if self.bound is not None and not p.has_dense_precision:
@@ -235,14 +237,14 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             return params[control_variate_name(site)]
         if self.support_points is None or isinstance(q.loc, Rows):
             raise ValueError(
-                "a control variate needs support rows: train with `SparseSVI`, which draws them, "
+                "a control variate needs support rows: train with `RowSVI`, which draws them, "
                 "or give `support_points`."
             )
         X = checks.inputs("support_points", self.support_points, width=q.X.shape[1])
-        law = Chevron(q.loc, q.scale_diag, q.scale_columns)
+        weights = Chevron(q.loc, q.scale_diag, q.scale_columns)
         zero = jnp.zeros(q.X.shape[0], X.dtype)
         dense = p.has_dense_precision
-        return ControlVariate.fit(q.features, X, q.X, zero, law, dense_precision=dense)
+        return ControlVariate.fit(q.features, X, q.X, zero, weights, dense_precision=dense)
 
 
 def control_variate_name(site: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core import checks
@@ -58,8 +59,20 @@ def merge_rows(
     return places, jax.tree.map(add, grads)
 
 
-def _at(learning_rate: Schedule, step: Array) -> Any:
-    return learning_rate(step) if callable(learning_rate) else learning_rate
+def by_rows(transformation: optax.GradientTransformation, learning_rate: Schedule) -> RowOptimizer:
+    """An optax transformation applied to each row by itself, with a state for each.
+
+    Args:
+        transformation: what makes of gradients the direction to descend in.
+        learning_rate: a number, or a function of the step, which counts those of all rows.
+    """
+
+    def update(grads: Array, state: Any, params: Array, step: Array) -> tuple[Array, Any]:
+        direction, state = jax.vmap(transformation.update)(grads, state, params)
+        rate = learning_rate(step) if callable(learning_rate) else learning_rate
+        return params - rate * direction, state
+
+    return RowOptimizer(jax.vmap(transformation.init), update)
 
 
 def row_adagrad(
@@ -76,7 +89,7 @@ def row_adagrad(
         epsilon: added to the sum.
 
     Returns:
-        The optimizer, with one more number for each entry.
+        The optimizer, with one more array of its shape.
 
     References:
         Duchi, Hazan and Singer (2011), Adaptive Subgradient Methods.
@@ -89,26 +102,13 @@ def row_adagrad(
     checks.number("initial_accumulator", initial_accumulator, "[0, inf)")
     checks.number("epsilon", epsilon, "[0, inf)")
 
-    def init(param: Array) -> Array:
-        return jnp.full_like(param, initial_accumulator)
-
-    def update(grads: Array, sums: Array, params: Array, step: Array) -> tuple[Array, Array]:
-        sums = sums + jnp.square(grads)
-        return params - _at(learning_rate, step) * grads / jnp.sqrt(sums + epsilon), sums
-
-    return RowOptimizer(init, update)
-
-
-class _Moments(NamedTuple):
-    mean: Float[Array, "m *row"]
-    square: Float[Array, "m *row"]
-    touches: Int[Array, " m"]  # updates of each row
+    return by_rows(optax.scale_by_rss(initial_accumulator, epsilon), learning_rate)
 
 
 def row_adam(
     learning_rate: Schedule = 1e-3, *, b1: float = 0.9, b2: float = 0.999, epsilon: float = 1e-8
 ) -> RowOptimizer:
-    """Adam in its lazy form: the moments of a row move when the row is touched, and only then.
+    """Adam in its lazy form: the moments of a row are updated only when the row is touched.
 
     The correction for their start counts the touches of each row. Where every step touches all
     rows, this is Adam.
@@ -120,7 +120,7 @@ def row_adam(
         epsilon: added to the root.
 
     Returns:
-        The optimizer, with two more numbers for each entry and one for each row.
+        The optimizer, with two more arrays of its shape and a count for each row.
 
     References:
         Kingma and Ba (2015), Adam; its lazy form is that of TensorFlow's `LazyAdam`, but for the
@@ -135,16 +135,4 @@ def row_adam(
     checks.number("b2", b2, "[0, 1)")
     checks.number("epsilon", epsilon, "[0, inf)")
 
-    def init(param: Array) -> _Moments:
-        zero = jnp.zeros_like(param)
-        return _Moments(zero, jnp.zeros_like(param), jnp.zeros(param.shape[0], jnp.int32))
-
-    def update(grads: Array, state: _Moments, params: Array, step: Array) -> tuple[Array, _Moments]:
-        count = state.touches + 1
-        mean = b1 * state.mean + (1.0 - b1) * grads
-        square = b2 * state.square + (1.0 - b2) * jnp.square(grads)
-        number = count.astype(grads.dtype).reshape(-1, *[1] * (grads.ndim - 1))
-        ratio = (mean / (1.0 - b1**number)) / (jnp.sqrt(square / (1.0 - b2**number)) + epsilon)
-        return params - _at(learning_rate, step) * ratio, _Moments(mean, square, count)
-
-    return RowOptimizer(init, update)
+    return by_rows(optax.scale_by_adam(b1, b2, epsilon), learning_rate)

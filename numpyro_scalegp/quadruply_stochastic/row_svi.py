@@ -16,20 +16,20 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.rows import Rows
-from numpyro_scalegp.families import ChevronGP
 from numpyro_scalegp.features.chevron import weight_rows
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO, control_variate_name
-from numpyro_scalegp.quadruply_stochastic.problem import Stopped, find_family
+from numpyro_scalegp.quadruply_stochastic.problem import find_family
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
     RowOptimizer,
     merge_rows,
     row_adagrad,
 )
 from numpyro_scalegp.quadruply_stochastic.support import ControlVariates
+from numpyro_scalegp.tracing.sites import StandIn
 
 
-class SparseSVI(SVI):
+class RowSVI(SVI):
     """NumPyro's `SVI` for `QuadruplyStochasticELBO`, at a cost that does not grow with m.
 
     Each step draws sets of features, gathers their rows of the parameters declared with
@@ -39,7 +39,7 @@ class SparseSVI(SVI):
     All other parameters are updated in full.
 
     States, `init`, `update`, `stable_update`, `run`, `get_params` and results are those of `SVI`.
-    `run` goes in compiled stretches on donated buffers, and makes control variates anew between
+    `run` goes in compiled stretches on donated buffers, and refits control variates between
     them; with `update` by hand, donate the state (`jax.jit(svi.update, donate_argnums=0)`) and call
     `refresh` now and then.
 
@@ -49,11 +49,11 @@ class SparseSVI(SVI):
         optim: an optax optimizer for the parameters without rows.
         loss: a `QuadruplyStochasticELBO`.
         row_optim: the optimizer of parameters with rows, `row_adagrad` or `row_adam`; or a function
-            from a parameter's name to its optimizer. Dense columns are small numbers beside the
+            from a parameter's name to its optimizer. Dense columns are small beside the
             mean, and want a smaller learning rate.
-        hold_steps: for so many steps at first the parameters without rows stay as they are, so that
+        warmup_steps: during these first steps the parameters without rows stay as they are, so that
             hyperparameters wait for the weights.
-        refresh_every: steps of `run` after which the control variate is made anew, with the
+        refresh_every: steps of `run` after which the control variate is fitted again, with the
             hyperparameters of that time, in O(r m (d + k)).
         **static_kwargs: as for `SVI`.
 
@@ -80,7 +80,7 @@ class SparseSVI(SVI):
         >>> X = jnp.linspace(0.0, 1.0, 50)[:, None]
         >>> guide = sgp.guides.AutoChevronGP(model, rank=5)
         >>> loss = sgp.infer.QuadruplyStochasticELBO(num_features=100, control_variate_rank=20)
-        >>> svi = sgp.infer.SparseSVI(model, guide, optax.adam(0.01), loss)
+        >>> svi = sgp.infer.RowSVI(model, guide, optax.adam(0.01), loss)
         >>> result = svi.run(jax.random.key(0), 10, X, jnp.sin(X[:, 0]), progress_bar=False)
         >>> result.losses.shape, result.params["f_auto_loc"].shape
         ((10,), (1000,))
@@ -94,7 +94,7 @@ class SparseSVI(SVI):
         loss: QuadruplyStochasticELBO,
         *,
         row_optim: RowOptimizer | Callable[[str], RowOptimizer] | None = None,
-        hold_steps: int = 0,
+        warmup_steps: int = 0,
         refresh_every: int = 1000,
         **static_kwargs: Any,
     ) -> None:
@@ -116,9 +116,10 @@ class SparseSVI(SVI):
                 f"parameter's name, got {checks.described(row_optim)}."
             )
         self.row_optim = row_optim if callable(row_optim) else lambda name: row_optim
-        self.hold_steps = checks.count("hold_steps", hold_steps, 0)
+        self.warmup_steps = checks.count("warmup_steps", warmup_steps, 0)
         self.refresh_every = checks.count("refresh_every", refresh_every)
         self.row_names: tuple[str, ...] = ()
+        self.weight_names: tuple[str, ...] = ()  # loc, scale_diag and scale_columns
         self.num_features = 0
         self.dense_precision = False
         self._stretch = eqx.filter_jit(self._steps, donate="all-except-first")
@@ -136,7 +137,7 @@ class SparseSVI(SVI):
         declared = _RowParams()
 
         def guide(*args: Any, **kwargs: Any) -> Any:
-            with declared, Stopped():  # without the moments of f
+            with declared, StandIn():  # without the moments of f
                 return self.guide(*args, **kwargs)
 
         def model(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +169,8 @@ class SparseSVI(SVI):
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
         self._check_elementwise(params)
         if controls.have_effect(problem):
-            control = controls.first(given, problem, self.row_names, support_key)
+            self.weight_names = controls.weight_names(given, self.row_names, support_key)
+            control = controls.initial(given, problem, support_key)
             mutable[control_variate_name(problem.site)] = control
         return SVIState(optim_state, mutable or None, state.rng_key)
 
@@ -189,7 +191,7 @@ class SparseSVI(SVI):
         return ControlVariates(self.model, self.guide, self.loss, args, kwargs)
 
     def refresh(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> SVIState:
-        """Make the control variate anew: with the present hyperparameters, without rounding errors.
+        """Refit the control variate: with the present hyperparameters, without rounding errors.
 
         `run` does so by itself.
 
@@ -212,7 +214,7 @@ class SparseSVI(SVI):
         """Raise unless `init` has run, which finds out which parameters have rows."""
         if self.constrain_fn is None:
             raise ValueError(
-                "this `SparseSVI` has not run `init` in this process: call "
+                "this `RowSVI` has not run `init` in this process: call "
                 "`svi.init(key, *args)` with the arguments of the fit, then go on from the state."
             )
 
@@ -228,7 +230,7 @@ class SparseSVI(SVI):
         key = jax.random.fold_in(svi_state.rng_key, 1)
         controls = self._control_variates(args, kwargs)
         return {
-            name: controls.anew(given, old, key, dense_precision=self.dense_precision)
+            name: controls.refit(given, old, key, dense_precision=self.dense_precision)
             for name, old in svi_state.mutable_state.items()
             if isinstance(old, ControlVariate)
         }
@@ -250,79 +252,80 @@ class SparseSVI(SVI):
         rng_key, index_key, loss_key = jax.random.split(svi_state.rng_key, 3)
         step, (params, (dense_state, row_states)) = svi_state.optim_state
         kwargs = {**kwargs, **self.static_kwargs}
+        mutable = svi_state.mutable_state or {}
         size = params[self.row_names[0]].shape[0] if self.row_names else self.num_features
         index = self.loss.index_sets(index_key, size, dense_precision=self.dense_precision)
         dense = {name: params[name] for name in params if name not in self.row_names}
         rows = {name: params[name][index] for name in self.row_names}
-        mutable = svi_state.mutable_state or {}
 
-        def constrained(dense: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+        def given(dense: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
             values = self.constrain_fn({**dense, **rows})
-            return {
-                name: Rows(value, index, size) if name in rows else value
-                for name, value in values.items()
-            }
+            of_rows = {name: Rows(values[name], index, size) for name in rows}
+            return {**values, **of_rows, **jax.lax.stop_gradient(mutable)}
 
         def loss_fn(dense: dict[str, Any], rows: dict[str, Any]) -> tuple[Array, Any]:
-            given = {**constrained(dense, rows), **jax.lax.stop_gradient(mutable)}
             result = self.loss.loss_with_mutable_state(
-                loss_key, given, self.model, self.guide, *args, **kwargs
+                loss_key, given(dense, rows), self.model, self.guide, *args, **kwargs
             )
             return result["loss"], result["mutable_state"] or {}
 
         (loss, new_mutable), (dense_grads, row_grads) = jax.value_and_grad(
             loss_fn, argnums=(0, 1), has_aux=True
         )(dense, rows)
-        good = jnp.asarray(True)
-        if stable:
-            leaves = jax.tree.leaves((loss, dense_grads, row_grads))
-            good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
-
-        def keep_if(condition: Array, new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
+        good = _all_finite((loss, dense_grads, row_grads)) if stable else jnp.asarray(True)
         updates, new_dense_state = self.dense_optim.update(
             dense_grads, dense_state, dense, value=loss
         )
-        moves = good & (step >= self.hold_steps)
-        new_dense = keep_if(moves, optax.apply_updates(dense, updates), dense)
-        dense_state = keep_if(moves, new_dense_state, dense_state)
-
+        new_dense, dense_state = _where(
+            good & (step >= self.warmup_steps),
+            (optax.apply_updates(dense, updates), new_dense_state),
+            (dense, dense_state),
+        )
         places, row_grads = merge_rows(index, row_grads, size)
-        flat = index.reshape(-1)
-        new_params, new_states, new_rows = dict(new_dense), {}, {}
-        for name in self.row_names:
-            old = jax.tree.map(lambda leaf: leaf[flat], row_states[name])
-            before = rows[name].reshape(flat.shape + rows[name].shape[2:])
-            new, new_state = self.row_optim(name).update(row_grads[name], old, before, step)
-            new, new_state = keep_if(good, (new, new_state), (before, old))
-            new_rows[name] = new.reshape(rows[name].shape)
-            new_params[name] = _put(params[name], places, new)
-            new_states[name] = jax.tree.map(
-                lambda leaf, value: _put(leaf, places, value), row_states[name], new_state
-            )
+        new_rows, new_states = self._update_rows(good, index, row_grads, rows, row_states, step)
+        new_params = {
+            **new_dense,
+            **{name: _put(params[name], places, new) for name, new in new_rows.items()},
+        }
+        row_states = jax.tree.map(lambda leaf, new: _put(leaf, places, new), row_states, new_states)
+        kept = {name: mutable[name] for name in new_mutable}
+        new_mutable = {**mutable, **_where(good, new_mutable, kept)}
+        if controls := {k: v for k, v in mutable.items() if isinstance(v, ControlVariate)}:
+            before = given(dense, rows)
+            features = find_family(before, self.guide, loss_key, args, kwargs)[1].features
+            shaped = {name: new.reshape(rows[name].shape) for name, new in new_rows.items()}
+            change = self._directions(given(dense, shaped)) - self._directions(before)
+            # Parameters that are lost must not take what is kept of them along.
+            once = (places < size).reshape(index.shape)[..., None]
+            change = jnp.where(once & _all_finite(change), change, 0.0)
+            for name, control in controls.items():
+                new_mutable[name] = control.updated(features, index, change)
+        optim_state = (step + 1, (new_params, (dense_state, row_states)))
+        return SVIState(optim_state, new_mutable or None, rng_key), loss
 
-        old_mutable = mutable
-        mutable = {**mutable, **keep_if(good, new_mutable, {k: mutable[k] for k in new_mutable})}
-        for name, control in old_mutable.items():
-            if isinstance(control, ControlVariate):
-                q, moved = (
-                    find_family(
-                        {**constrained(dense, some), **old_mutable},
-                        self.guide,
-                        loss_key,
-                        args,
-                        kwargs,
-                    )[1]
-                    for some in (rows, new_rows)
-                )
-                once = (places < size).reshape(index.shape)[..., None]
-                change = _directions(moved, index) - _directions(q, index)
-                # Parameters that are lost must not take what is kept of them along.
-                change = jnp.where(once & jnp.all(jnp.isfinite(change)), change, 0.0)
-                mutable[name] = control.moved(q.features, index, change)
-        optim_state = (step + 1, (new_params, (dense_state, new_states)))
-        return SVIState(optim_state, mutable or None, rng_key), loss
+    def _update_rows(
+        self,
+        good: Array,
+        index: Int[Array, "sets num"],
+        grads: dict[str, Array],
+        rows: dict[str, Array],
+        states: dict[str, Any],
+        step: Array,
+    ) -> tuple[dict[str, Array], dict[str, Any]]:
+        """New rows of parameters and of their optimizers' states, with one leading axis."""
+        flat = index.reshape(-1)
+        new_rows, new_states = {}, {}
+        for name, before in rows.items():
+            before = before.reshape(flat.shape + before.shape[2:])
+            state = jax.tree.map(lambda leaf: leaf[flat], states[name])
+            new = self.row_optim(name).update(grads[name], state, before, step)
+            new_rows[name], new_states[name] = _where(good, new, (before, state))
+        return new_rows, new_states
+
+    def _directions(self, values: dict[str, Any]) -> Float[Array, "sets num one_plus_k"]:
+        """The rows of [loc, C_k] at given parameters."""
+        parts = [values[name] for name in self.weight_names]
+        return weight_rows(parts[0].index, *parts).directions
 
     def evaluate(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> Array:
         """An estimate of the loss at a state, with its control variate; see `SVI.evaluate`."""
@@ -358,7 +361,7 @@ class SparseSVI(SVI):
         """Take `num_steps` steps in compiled stretches; see `SVI.run`.
 
         A second run of the same length compiles nothing; so a change of what model and guide take
-        from around them, other than arguments, needs a new `SparseSVI`.
+        from around them, other than arguments, needs a new `RowSVI`.
 
         Args:
             rng_key: a typed JAX key.
@@ -420,8 +423,13 @@ class _RowParams(Messenger):
             self.names[msg["name"]] = None
 
 
-def _directions(q: ChevronGP, index: Int[Array, "sets num"]) -> Float[Array, "sets num one_plus_k"]:
-    return weight_rows(index, q.loc, q.scale_diag, q.scale_columns).directions
+def _all_finite(tree: Any) -> Array:
+    leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(leaves))
+
+
+def _where(condition: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def _put(

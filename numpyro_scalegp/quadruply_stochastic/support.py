@@ -1,4 +1,4 @@
-"""The support of control variates in a run of `SparseSVI`, and their making."""
+"""The support of control variates in a run of `RowSVI`, and their fits."""
 
 import math
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features import kmeans_points
 from numpyro_scalegp.features.chevron import Chevron
+from numpyro_scalegp.quadruply_stochastic import likelihood
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.problem import Problem, find_family, trace_problem
@@ -21,7 +22,7 @@ _DATA_ROWS = 5
 
 
 class ControlVariates(NamedTuple):
-    """What makes control variates for a model and a guide with their arguments."""
+    """Fits control variates for a model and a guide with their arguments."""
 
     model: Callable
     guide: Callable
@@ -32,9 +33,7 @@ class ControlVariates(NamedTuple):
     def problem(self, given: dict[str, Any], key: Key[Array, ""]) -> Problem:
         """The prior, the family and the likelihood at given parameters."""
         keys = jax.random.split(key)
-        return trace_problem(
-            given, self.model, self.guide, keys[0], keys[1], self.args, self.kwargs
-        )
+        return trace_problem(given, self.model, self.guide, keys, self.args, self.kwargs)
 
     def have_effect(self, problem: Problem) -> bool:
         """Whether a control variate is wanted, and any estimate would use it."""
@@ -44,23 +43,21 @@ class ControlVariates(NamedTuple):
             and (self.loss.bound is None or problem.p.has_dense_precision)
         )
 
-    def first(
+    def initial(
         self,
         given: dict[str, Any],
         problem: Problem,
-        row_names: tuple[str, ...],
         key: Key[Array, ""],
     ) -> ControlVariate:
         """A control variate on a support chosen from the data.
 
         Raises:
-            ValueError: if not all that it follows comes by rows, or there are too few rows of data.
+            ValueError: if there are too few rows of data.
         """
-        self._check_rows(given, row_names, key)
         rows = self._support(given, problem, key)
         return self._fit(given, rows, key, dense_precision=problem.p.has_dense_precision)
 
-    def anew(
+    def refit(
         self,
         given: dict[str, Any],
         old: ControlVariate,
@@ -72,33 +69,37 @@ class ControlVariates(NamedTuple):
         rows = old.X, old.data, old.targets
         return self._fit(given, rows, key, dense_precision=dense_precision)
 
-    def _check_rows(
+    def weight_names(
         self, given: dict[str, Any], row_names: tuple[str, ...], key: Key[Array, ""]
-    ) -> None:
-        """Raise unless all that the control variate follows comes by rows."""
+    ) -> tuple[str, ...]:
+        """The parameters that are the family's `loc`, `scale_diag` and `scale_columns`.
+
+        Raises:
+            ValueError: unless all three come by rows.
+        """
         index = jnp.zeros((1, 1), jnp.int32)
-        values = {
-            name: Rows.of(value, index) if name in row_names else value
-            for name, value in given.items()
-        }
-        q = find_family(values, self.guide, key, self.args, self.kwargs)[1]
-        if not all(isinstance(part, Rows) for part in (q.loc, q.scale_diag, q.scale_columns)):
+        rows = {name: Rows.of(given[name], index) for name in row_names}
+        q = find_family({**given, **rows}, self.guide, key, self.args, self.kwargs)[1]
+        parts = q.loc, q.scale_diag, q.scale_columns
+        if not all(isinstance(part, Rows) for part in parts):
             raise ValueError(
                 "a control variate follows `loc`, `scale_diag` and `scale_columns` by their rows: "
                 "declare all three with numpyro.param(..., rows=True), or set "
                 "`control_variate_rank` to 0."
             )
+        names = {id(value.values): name for name, value in rows.items()}
+        return tuple(names[id(part.values)] for part in parts)
 
     def _support(
         self, given: dict[str, Any], problem: Problem, key: Key[Array, ""]
     ) -> tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " s"]]:
         """Support points, rows of mini-batches that the model draws, and what f is seen as there.
 
-        Centres of the rows' clusters vary with more of the data than as many rows.
+        Centers of the rows' clusters vary with more of the data than as many rows.
         """
         rank, points = self.loss.control_variate_rank, self.loss.support_points
         num, width = problem.q.X.shape
-        batches = math.ceil(_DATA_ROWS * rank / num) if _takes_mini_batches(problem) else 1
+        batches = math.ceil(_DATA_ROWS * rank / num) if problem.is_mini_batch else 1
         if points is None and batches * num < rank:
             raise ValueError(
                 f"`control_variate_rank` is {rank}, and the model has {num} rows: take at most as "
@@ -108,7 +109,9 @@ class ControlVariates(NamedTuple):
         def batch(key: Array) -> tuple[Array, Array]:
             found = self.problem(given, key)
             targets = jnp.zeros(num, found.q.X.dtype)
-            return found.q.X, found.targets() if self.loss.bound is None else targets
+            if self.loss.bound is None:
+                targets = likelihood.targets(found, likelihood.analyzed(found))
+            return found.q.X, targets
 
         batch_key, choice_key, points_key = jax.random.split(key, 3)
         X, targets = jax.lax.map(batch, jax.random.split(batch_key, batches))
@@ -128,10 +131,5 @@ class ControlVariates(NamedTuple):
         dense_precision: bool,
     ) -> ControlVariate:
         _, q, _ = find_family(given, self.guide, key, self.args, self.kwargs)
-        law = Chevron(q.loc, q.scale_diag, q.scale_columns)
-        return ControlVariate.fit(q.features, *rows, law, dense_precision=dense_precision)
-
-
-def _takes_mini_batches(problem: Problem) -> bool:
-    plates = [site["args"] for site in problem.model_trace.values() if site["type"] == "plate"]
-    return any(taken not in (None, size) for size, taken in plates)
+        weights = Chevron(q.loc, q.scale_diag, q.scale_columns)
+        return ControlVariate.fit(q.features, *rows, weights, dense_precision=dense_precision)

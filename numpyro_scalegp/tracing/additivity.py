@@ -1,7 +1,7 @@
 """Whether marginals of a function are enough: a check of how a likelihood depends on its rows."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -87,6 +87,41 @@ def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.nda
         rounding = _ROUNDING * eps * np.maximum(np.abs(at_p), np.abs(at_q))
         excess = np.abs((one - at_p) + (other - at_q))
         return bool(np.any(excess > _TOLERANCE * varied + rounding))
+
+
+def affine_names(
+    values: Callable[[Float[Array, "*batch n"]], dict[str, Array]],
+    like: Float[Array, "*batch n"],
+    scales: Sequence[float] | None = None,
+) -> set[str]:
+    """The names of what is affine in f: half way between two f, half way between their values.
+
+    Args:
+        values: arrays by name, given f; it may close over traced values.
+        like: an f, of which shape and type count.
+        scales: sizes of f at which it is probed; None for many, of both signs.
+
+    Returns:
+        The names, from evaluations on the host.
+    """
+    generator = np.random.default_rng(0)
+    names: list[str] = []
+
+    def flat(f: Array) -> list[Array]:
+        found = values(f)
+        names[:] = list(found)
+        return list(found.values())
+
+    evaluate = standing_in(flat, like)
+    curved = set()
+    for scale in _SCALES if scales is None else scales:
+        p, q = scale * generator.uniform(-1.0, 1.0, (2, *like.shape))
+        of_three = map(evaluate, (p, q, 0.5 * (p + q)))
+        for name, at_p, at_q, half in zip(names, *of_three, strict=True):
+            # An entry that is affine is the sum of its parts at p / 2 and at q / 2.
+            if _combines(at_p, at_q, half, half):
+                curved.add(name)
+    return set(names) - curved
 
 
 def combining_rows(

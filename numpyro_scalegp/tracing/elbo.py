@@ -13,6 +13,7 @@ from numpyro.infer.elbo import ELBO
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.tracing.likelihood import log_density, log_terms
+from numpyro_scalegp.tracing.runs import Trace
 
 
 class AbstractParticleELBO(ELBO, abc.ABC):
@@ -46,7 +47,7 @@ class AbstractParticleELBO(ELBO, abc.ABC):
         """
 
         def particle(key: Array) -> tuple[Array, dict[str, Any]]:
-            return self._particle(key, param_map, model, guide, args, kwargs)
+            return self.particle(key, param_map, model, guide, args, kwargs)
 
         if self.num_particles == 1:
             elbo, mutable = particle(rng_key)
@@ -62,7 +63,7 @@ class AbstractParticleELBO(ELBO, abc.ABC):
         return {"loss": -jnp.mean(elbos), "mutable_state": None}
 
     @abc.abstractmethod
-    def _particle(
+    def particle(
         self,
         key: Array,
         params: dict[str, Any],
@@ -71,15 +72,16 @@ class AbstractParticleELBO(ELBO, abc.ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Float[Array, ""], dict[str, Any]]:
-        """The ELBO from one draw of the guide's other sites, and the new mutable state."""
+        """The ELBO from one draw of the guide's other sites, and the new mutable state.
 
-
-Trace = dict[str, Any]
-
-
-def mutable_values(trace: Trace) -> dict[str, Any]:
-    """The values of the mutable sites."""
-    return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+        Args:
+            key: a JAX key.
+            params: constrained parameters and mutable state, by name.
+            model: the model.
+            guide: the guide.
+            args: positional arguments of both.
+            kwargs: keyword arguments of both.
+        """
 
 
 def divergence(guide_site: dict[str, Any], model_site: dict[str, Any]) -> Float[Array, ""]:
@@ -132,8 +134,3 @@ def elbo_terms(model_trace: Trace, guide_trace: Trace) -> dict[str, Float[Array,
         if site["type"] == "sample" and name not in model_trace:
             terms[name] = -log_density(site)
     return terms
-
-
-def summed(terms: dict[str, Float[Array, "..."]]) -> Float[Array, ""]:
-    """The sum of all terms."""
-    return sum(map(jnp.sum, terms.values()), jnp.zeros(()))

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from numpyro import handlers
 
-from numpyro_scalegp.core.quadrature import normal_nodes
+from numpyro_scalegp.core.quadrature import normal_expectation
 from numpyro_scalegp.tracing.additivity import check_additive
-from numpyro_scalegp.tracing.sites import WithoutSite
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.runs import is_observed, traced
 
 
 class ExpectedLikelihood:
@@ -26,9 +24,6 @@ class ExpectedLikelihood:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         num_nodes: nodes of the Gauss-Hermite rule.
-
-    Raises:
-        ValueError: if the model is that of an inner guide, without the outer one's function.
     """
 
     def __init__(
@@ -41,21 +36,14 @@ class ExpectedLikelihood:
         kwargs: dict[str, Any],
         num_nodes: int,
     ) -> None:
-        if isinstance(model, WithoutSite):
-            raise ValueError(
-                f"the guide of `{site}` is the `rest` of another guide, and does not see that "
-                f"guide's function: to solve for `{site}`, build a guide with site={site!r} and "
-                "the other GP guide as its `rest`; parameters have the same names."
-            )
         self.site = site
-        self.rule = normal_nodes(num_nodes)
+        self.num_nodes = num_nodes
 
         def terms(f: Array) -> dict[str, Array]:
-            drawn = substituted(
-                handlers.seed(model, jax.random.key(0)), params, {**values, site: f}
+            trace = traced(
+                model, jax.random.key(0), params, args, kwargs, values={**values, site: f}
             )
-            trace = handlers.trace(drawn).get_trace(*args, **kwargs)
-            return {name: log_terms(one) for name, one in trace.items() if _is_observed(one)}
+            return {name: log_terms(one) for name, one in trace.items() if is_observed(one)}
 
         self.terms = terms
 
@@ -71,15 +59,13 @@ class ExpectedLikelihood:
         self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
     ) -> Float[Array, ""]:
         """The sum over rows, with the scales of plates, for moments of shape (*batch, n)."""
-        nodes, weights = (jnp.asarray(one, mean.dtype) for one in self.rule)
-        scale = jnp.sqrt(jnp.maximum(variance, jnp.finfo(variance.dtype).tiny))
 
-        def at_node(node: Array) -> Array:
-            return sum(map(jnp.sum, self.terms(mean + scale * node).values()), jnp.zeros(()))
+        def total(f: Array) -> tuple[Array, None]:
+            return summed(self.terms(f)), None
 
-        return weights.dot(jax.vmap(at_node)(nodes))
+        return normal_expectation(total, [(mean, variance)], self.num_nodes)[0]
 
-    def slopes(
+    def derivatives(
         self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
     ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
         """Expectations of the log-likelihood's first two derivatives in f(x_i); see `check_rows`.
@@ -91,8 +77,8 @@ class ExpectedLikelihood:
             Opper and Archambeau (2009), The Variational Gaussian Approximation Revisited, eq. 7
             and 8.
         """
-        slope, half_curvature = jax.grad(self, argnums=(0, 1))(mean, variance)
-        return slope, 2.0 * half_curvature
+        gradient, half_curvature = jax.grad(self, argnums=(0, 1))(mean, variance)
+        return gradient, 2.0 * half_curvature
 
     def step_length(
         self,
@@ -130,7 +116,7 @@ class ExpectedLikelihood:
 
 def pseudo_observations(
     mean: Float[Array, "*batch n"],
-    slope: Float[Array, "*batch n"],
+    gradient: Float[Array, "*batch n"],
     curvature: Float[Array, "*batch n"],
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
     """Targets and precisions of the Gaussian likelihood that a Newton step puts in place.
@@ -140,11 +126,7 @@ def pseudo_observations(
     concave = jnp.maximum(-curvature, 0.0)
     least = 1e-3 * jnp.mean(concave, axis=-1, keepdims=True)
     precision = jnp.maximum(concave, least)
-    return mean + slope / precision, precision
-
-
-def _is_observed(site: dict[str, Any]) -> bool:
-    return site["type"] == "sample" and site["is_observed"]
+    return mean + gradient / precision, precision
 
 
 def log_terms(site: dict[str, Any]) -> Float[Array, "..."]:
@@ -173,3 +155,8 @@ def check_value(site: dict[str, Any]) -> None:
 def log_density(site: dict[str, Any]) -> Float[Array, ""]:
     """The log density of a traced site's value, summed and scaled."""
     return jnp.sum(log_terms(site))
+
+
+def summed(terms: dict[str, Float[Array, "..."]]) -> Float[Array, ""]:
+    """The sum of all terms."""
+    return sum(map(jnp.sum, terms.values()), jnp.zeros(()))

@@ -1,4 +1,4 @@
-"""Handlers that find a GP site in a model without sampling it."""
+"""Handlers that stand in for the GP sites of models and guides, which are never sampled."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,22 +9,55 @@ from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
-from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.families import LatentGP, WeightSpaceGP
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
+from numpyro_scalegp.families import AbstractVariationalGP
+from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.substitution import substituted
+from numpyro_scalegp.tracing.runs import substituted
 
 Model = Callable[..., Any]
+Prior = type[AbstractPriorGP]
 
 
-Prior = type[LatentGP] | type[WeightSpaceGP]
+class StandIn(Messenger):
+    """Stands in for the GP sites of a guide and records their families.
+
+    Args:
+        value: the value of a site, from its name, its family and a key; None for zeros, which take
+            no moments.
+    """
+
+    def __init__(self, value: Callable[[str, Any, Array], Array] | None = None) -> None:
+        super().__init__()
+        self.value = value
+        self.families: dict[str, AbstractVariationalGP] = {}
+
+    def __enter__(self) -> "StandIn":
+        super().__enter__()
+        return self
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Record a family, and put a value in the place of a draw."""
+        if msg["type"] != "sample" or getattr(msg["fn"], "role", "") != "variational":
+            return
+        name, family = msg["name"], msg["fn"]
+        self.families[name] = family
+        if self.value is None:
+            msg["value"] = jnp.zeros(family.shape(), family.X.dtype)
+        else:
+            msg["value"] = self.value(name, family, msg["kwargs"]["rng_key"])
+
+
+def joint_draw(name: str, family: AbstractVariationalGP, key: Array) -> Float[Array, "*batch n"]:
+    """A draw from the process at all rows jointly, for `StandIn`."""
+    return family.posterior().sample(key, family.X)[0]
 
 
 class GPSite(NamedTuple):
     """A GP site of a model, as the model made it under given hyperparameters."""
 
     name: str
-    prior: Any  # `LatentGP` or `WeightSpaceGP`, as the guide wants
+    prior: Any  # of the class that the guide wants
     batch_shape: tuple[int, ...]  # of independent functions, by plates
     plates: tuple[CondIndepStackFrame, ...]
     partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements
@@ -43,7 +76,7 @@ class GPSite(NamedTuple):
 class HideGPSite(Messenger):
     """Replaces a GP site by zeros, records it, and hides it from all handlers outside.
 
-    So neither the model nor NumPyro's own guides ever factorise the prior's covariance.
+    So neither the model nor NumPyro's own guides ever factorize the prior's covariance.
 
     Args:
         model: the model.
@@ -70,21 +103,22 @@ class HideGPSite(Messenger):
                 self.partial.add(msg["name"])
         if msg["type"] != "sample" or msg["is_observed"]:
             return
-        prior, wrapper = unwrapped(msg["fn"])
-        if not isinstance(prior, LatentGP | WeightSpaceGP):
+        if role_of(msg["fn"]) != "prior":
             return
+        prior, wrapper, _ = unwrapped(msg["fn"])
+        is_own = isinstance(prior, self.kind)
         if wrapper:
             raise ValueError(
                 f"the GP site `{msg['name']}` has a {wrapper} around it: write independent "
                 "functions as a plate, with numpyro.plate(name, size) around the site, and mask "
                 "the likelihood in place of the function."
             )
-        if msg["name"] == self.site and not isinstance(prior, self.kind):
+        if msg["name"] == self.site and not is_own:
             raise ValueError(
                 f"the GP site `{self.site}` has a `{type(prior).__name__}` prior, and this guide "
                 f"is for a `{self.kind.__name__}`."
             )
-        is_other = self.site not in (None, msg["name"]) or not isinstance(prior, self.kind)
+        is_other = self.site not in (None, msg["name"]) or not is_own
         if is_other and not self.hide_others:
             return
         plates = tuple(msg["cond_indep_stack"])
@@ -112,10 +146,9 @@ class HideGPSite(Messenger):
         names = [found.name for found in self.found]
         if not names:
             wanted = "no GP site" if self.site is None else f"no GP site `{self.site}`"
-            arguments = "kernel" if self.kind is LatentGP else "features"
             raise ValueError(
                 f"the model has {wanted}: write "
-                f"numpyro.sample(name, sgp.{self.kind.__name__}({arguments}, X))."
+                f"numpyro.sample(name, sgp.{self.kind.__name__}({self.kind.arguments}, X))."
             )
         if len(names) > 1:
             raise ValueError(
@@ -157,7 +190,7 @@ def find_gp_site(
     """Run a model at given values of its other sites and return its GP site.
 
     Parameters, mutable state and plates stay visible to the handlers outside, so that networks in
-    the model see the optimiser's parameters and a plate's rows are drawn once; the rest is hidden.
+    the model see the optimizer's parameters and a plate's rows are drawn once; the rest is hidden.
 
     Args:
         model: the model.

@@ -429,3 +429,36 @@ def test_guide_that_misses_a_site():
 
     with pytest.raises(ValueError, match=r"the guide has no site `lengthscale`, which the model"):
         trace_loss(hyper_model, partial_guide, observations("real"))
+
+
+def test_a_step_runs_the_model_twice():
+    """Once for the guide, which reads the kernel off it, and once for the likelihood."""
+    runs: list[int] = []
+
+    def counted(y: Array) -> None:
+        runs.append(1)
+        hyper_model(y)
+
+    auto = sgp.guides.AutoSparseGP(counted, inducing_points=inducing_points())
+    svi = SVI(counted, auto, optax.adam(0.01), QuadratureELBO(3))
+    state = svi.init(KEY, observations("real"))
+    runs.clear()
+    jax.eval_shape(svi.update, state, observations("real"))
+    assert len(runs) == 2
+
+
+def test_another_model_is_checked_as_well():
+    """By the same objective, though it has let a model of the same shapes pass."""
+    loss, X = QuadratureELBO(2), inputs()
+
+    def made(combine: bool) -> Callable[[], None]:
+        def model() -> None:
+            f = numpyro.sample("f", prior())
+            mean = jnp.cumsum(f) if combine else f
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=jnp.zeros(len(X)))
+
+        return model
+
+    assert np.isfinite(loss.loss(KEY, {}, made(False), guide))
+    with pytest.raises(ValueError, match="the site `y` combines rows of the function `f`"):
+        loss.loss(KEY, {}, made(True), guide)

@@ -15,7 +15,7 @@ from numpyro.infer import SVI, TraceMeanField_ELBO
 import numpyro_scalegp as sgp
 from numpyro_scalegp.infer import QuadratureELBO, QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic import elbo as module
-from numpyro_scalegp.quadruply_stochastic import problem
+from numpyro_scalegp.quadruply_stochastic import likelihood as likelihoods
 from tests.compilation import optimised
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -290,7 +290,7 @@ def fitted(model: Any) -> tuple[Any, ...]:
             lambda f, y: numpyro.sample(
                 "y", dist.Poisson(jnp.exp(numpyro.sample("z", dist.Normal(f, 0.1)))), obs=y
             ),
-            "the law of the latent site `z` depends on the function `f`",
+            "the distribution of the latent site `z` depends on the function `f`",
         ),
         (
             lambda f, y: numpyro.sample("y", dist.Normal(0.0, 1.0), obs=y - f),
@@ -396,12 +396,12 @@ def test_bound_is_below_and_exact_with_all_features(kind):
 def test_variance_in_place_of_the_standard_deviation_is_no_bound(monkeypatch):
     # As theorem 3 is printed: with all features it should be exact, and is not.
     exact = exact_of("logistic")
-    original = problem.Problem.bound
+    original = likelihoods.bound
 
-    def printed(self: Any, means: Array, variances: Array, *args: Any) -> Array:
-        return original(self, means, jnp.square(variances), *args)
+    def printed(problem: Any, found: Any, means: Array, variances: Array, *args: Any) -> Array:
+        return original(problem, found, means, jnp.square(variances), *args)
 
-    monkeypatch.setattr(problem.Problem, "bound", printed)
+    monkeypatch.setattr(likelihoods, "bound", printed)
     found = bound_of("logistic", "strict", M, KEY[None])[0]
     assert abs(found - exact) > 0.5
 
@@ -477,7 +477,7 @@ def test_not_log_concave(likelihood):
 
 
 def test_no_support_rows():
-    with pytest.raises(ValueError, match="train with `SparseSVI`, which draws them"):
+    with pytest.raises(ValueError, match="train with `RowSVI`, which draws them"):
         step(None, QuadruplyStochasticELBO(4, control_variate_rank=3))
 
 

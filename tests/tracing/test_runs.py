@@ -13,8 +13,8 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.tracing.runs import substituted
 from numpyro_scalegp.tracing.sites import WithoutSite
-from numpyro_scalegp.tracing.substitution import substituted
 
 KEY = jax.random.key(0)
 KERNEL = sgp.kernels.RBF(0.9)

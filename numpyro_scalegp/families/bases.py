@@ -1,13 +1,63 @@
-"""Points that are taken from one mini-batch after the other, in arrays of a fixed size."""
+"""Where the points of variational families start, and how they grow."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.primitives import mutable
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
+
+
+class InitialPoints:
+    """Where points start: where they are told to, or on the rows of the first mini-batch.
+
+    Args:
+        name: of the argument that gives the points, for messages.
+        num_name: of the argument that gives their number.
+        num: the number of points where none are given, at most that of the rows.
+        points: the points, shape (M, d), or None.
+        choose: from a key, rows and a number to points.
+        advice: what to give in place of too few rows, for the warning.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_name: str,
+        num: int,
+        points: Float[ArrayLike, "M d"] | None,
+        choose: Callable[[Array, Array, int], Array],
+        advice: str,
+    ) -> None:
+        self.name, self.num_name, self.choose, self.advice = name, num_name, choose, advice
+        self.num = checks.count(num_name, num)
+        # On the host, so that an optimizer that donates its state cannot delete this copy.
+        self.points = None if points is None else np.array(checks.inputs(name, points))
+
+    def __call__(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M d"]:
+        """The points, with the rows of the first mini-batch."""
+        if self.points is not None:
+            return checks.inputs(self.name, self.points, width=X.shape[1])
+        if X.shape[0] < self.num:
+            warnings.warn(
+                f"`{self.num_name}` is {self.num}, but the first mini-batch has only {X.shape[0]} "
+                f"rows: these are the {self.name.replace('_', ' ')}. Give `{self.name}`, such as "
+                f"{self.advice}, to choose from all rows.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self.choose(key, X, min(self.num, X.shape[0]))
+
+
+def spread_rows(key: Array, X: Float[Array, "n d"], num: int) -> Float[Array, "num d"]:
+    """Random rows from all over X: the first ones lie side by side where rows are sorted."""
+    return X[stratified_indices(key, X.shape[0], num)]
 
 
 class Basis(NamedTuple):
@@ -28,7 +78,7 @@ def growing_bases(
 ) -> dict[str, Basis]:
     """Bases that take up rows of each mini-batch until they are full.
 
-    A NumPyro mutable site holds the points and their number, so that nothing is compiled anew.
+    A NumPyro mutable site holds the points and their number, so that nothing is compiled again.
 
     Args:
         name: the site's name.

@@ -1,0 +1,119 @@
+"""Runs of models and guides, with given values in the place of what they would make themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Key
+from numpyro import handlers
+
+Trace = dict[str, Any]
+
+
+def substituted(
+    run: Callable[..., Any] | None,
+    params: dict[str, Any],
+    values: dict[str, Any] | None = None,
+    indices: dict[str, Any] | None = None,
+) -> handlers.substitute:
+    """Put given values in the place of what a model or a guide would make itself.
+
+    Deterministic sites are functions of the others, and observed ones have their value: neither is
+    ever replaced, though NumPyro's samples and medians have values of the former too.
+
+    Args:
+        run: a model or a guide; None for a context manager.
+        params: values of parameters and mutable sites, by name.
+        values: values of latent sample sites.
+        indices: of plates.
+    """
+    latent, plates = values or {}, indices or {}
+
+    def value_of(site: dict[str, Any]) -> Any:
+        if site["type"] in ("param", "mutable"):
+            return params.get(site["name"])
+        if site["type"] == "plate":
+            return plates.get(site["name"])
+        if is_latent(site):
+            return latent.get(site["name"])
+        return None
+
+    return handlers.substitute(run, substitute_fn=value_of)
+
+
+def traced(
+    run: Callable[..., Any],
+    key: Key[Array, ""],
+    params: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    values: dict[str, Any] | None = None,
+    replayed: Trace | None = None,
+) -> Trace:
+    """Run a model or a guide under a key, and return its trace.
+
+    Args:
+        run: a model or a guide.
+        key: a JAX key.
+        params: values of parameters and mutable sites, by name; the run writes to none of them.
+        args: positional arguments of the run.
+        kwargs: keyword arguments of the run.
+        values: values of latent sample sites.
+        replayed: the trace of a guide, whose latent sites and plates have the same values.
+    """
+    # Mutable state is written to in place.
+    own = jax.tree.map(lambda leaf: leaf, params)
+    given: Callable[..., Any] = substituted(handlers.seed(run, key), own, values)
+    if replayed is not None:
+        given = handlers.replay(given, replayed)
+    return handlers.trace(given).get_trace(*args, **kwargs)
+
+
+def is_latent(site: dict[str, Any]) -> bool:
+    """Whether a site is sampled and not observed."""
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def is_observed(site: dict[str, Any]) -> bool:
+    """Whether a site is an observed sample site."""
+    return site["type"] == "sample" and site["is_observed"]
+
+
+def mutable_values(trace: Trace) -> dict[str, Any]:
+    """The values of the mutable sites."""
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+
+
+def staged(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:
+    """The same function, run once, now; later calls evaluate the program that this run left.
+
+    So a model that is evaluated at many values of a function, differentiated in it and inspected
+    runs once.
+
+    Args:
+        function: from trees of arrays to a tree of arrays; it may close over traced values.
+        like: its arguments, of which shapes and types count.
+    """
+    structure = None
+
+    def flat(*args: Any) -> list[Any]:
+        nonlocal structure
+        leaves, structure = jax.tree.flatten(function(*args))
+        return leaves
+
+    program = jaxpr_as_fun(closed := jax.make_jaxpr(flat)(*like))
+
+    def again(*args: Any) -> Any:
+        leaves = zip(jax.tree.leaves(args), closed.in_avals, strict=True)
+        arrays = [jnp.asarray(leaf, aval.dtype) for leaf, aval in leaves]
+        return jax.tree.unflatten(structure, program(*arrays))
+
+    return again
+
+
+def flat_provenance(leaves: Any) -> list[frozenset[str]]:
+    """The sets of names that `numpyro.ops.provenance.eval_provenance` gives."""
+    return jax.tree.leaves(leaves, is_leaf=lambda one: isinstance(one, frozenset))
