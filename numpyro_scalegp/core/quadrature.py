@@ -35,7 +35,7 @@ def normal_nodes(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def normal_expectation(
     function: Callable[..., tuple[Float[Array, ""], Any]],
-    moments: Sequence[tuple[Float[Array, "*shape"], Float[Array, "*shape"]]],
+    moments: Sequence[tuple[Float[Array, "..."], Float[Array, "..."]]],
     num_nodes: int,
 ) -> tuple[Float[Array, ""], Any]:
     """E[function(f, g, ...)] where each entry of f, g, ... is normal: a Gauss-Hermite sum.

@@ -1,5 +1,6 @@
 """The ELBO of a weight-space GP from some rows of the data and some of its features."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -122,6 +123,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         self.log_concave = tuple(log_concave)
         self.fixed_prior = fixed_prior
         self.num_nodes = num_nodes
+        self.likelihood: dict[str, likelihood.Dependence] | None = None
         super().__init__(num_particles, vectorize_particles)
 
     def index_sets(
@@ -155,8 +157,6 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         keys = jax.random.split(key, 4)
         problem = trace_problem(params, model, guide, keys[:2], args, kwargs)
         q, p = problem.q, problem.p
-        if self.fixed_prior:
-            self._check_fixed(p, params, guide, keys[0], args, kwargs)
         index = (
             q.loc.index
             if isinstance(q.loc, Rows)
@@ -175,7 +175,9 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         at_support = None if control is None else control.views(q.features, some)
 
         total = problem.at_zero.other_terms
-        found = likelihood.analyzed(problem)
+        found = self.likelihood
+        if found is None:
+            found = self._analyzed(problem, params, guide, keys[0], args, kwargs)
         if self.bound is None:
             expected, precision = likelihood.gaussian(problem, found, seen)
             total += expected
@@ -199,6 +201,56 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         if p.has_dense_precision and control is not None and at_support is not None:
             kl += 0.5 * control.of_precision(at_support)
         return total - problem.at_zero.scale * kl, problem.at_zero.mutable
+
+    def analyze(
+        self,
+        key: Key[Array, ""],
+        params: dict[str, Any],
+        model: Callable,
+        guide: Callable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, likelihood.Dependence]:
+        """Find how the observed sites depend on f, as the first step would.
+
+        Args:
+            key: a JAX key.
+            params: constrained parameters and mutable state, by name.
+            model: the model.
+            guide: the guide.
+            args: positional arguments of both.
+            kwargs: keyword arguments of both.
+
+        Returns:
+            What `for_likelihood` takes.
+
+        Raises:
+            ValueError: as in a step.
+        """
+        keys = jax.random.split(key)
+        problem = trace_problem(params, model, guide, keys, args, kwargs)
+        return self._analyzed(problem, params, guide, keys[0], args, kwargs)
+
+    def for_likelihood(
+        self, found: dict[str, likelihood.Dependence] | None
+    ) -> "QuadruplyStochasticELBO":
+        """The same objective for a likelihood that is analyzed already; None for one that is not.
+
+        Args:
+            found: what `analyze` has found for the same model and arguments of the same shapes.
+        """
+        if found is self.likelihood:
+            return self
+        new = copy.copy(self)
+        new.likelihood = found
+        return new
+
+    def _analyzed(
+        self, problem: Problem, params: dict[str, Any], guide: Callable, *given: Any
+    ) -> dict[str, likelihood.Dependence]:
+        if self.fixed_prior:
+            self._check_fixed(problem.p, params, guide, *given)
+        return likelihood.analyzed(problem)
 
     def _check_fixed(
         self,

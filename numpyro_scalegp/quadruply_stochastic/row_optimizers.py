@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
 
@@ -57,6 +57,65 @@ def merge_rows(
         return jnp.concatenate([leaf[0] + jnp.where(mask, leaf[1][partner], 0.0), leaf[1]])
 
     return places, jax.tree.map(add, grads)
+
+
+def counted_once(index: Int[Array, "sets num"], size: int) -> Bool[Array, "sets num"]:
+    """Where `merge_rows` puts gradients: False at rows that the first set has as well."""
+    return (merge_rows(index, {}, size)[0] < size).reshape(index.shape)
+
+
+def update_rows(
+    choose: Callable[[str], RowOptimizer],
+    index: Int[Array, "sets num"],
+    grads: dict[str, Array],
+    rows: dict[str, Array],
+    whole: tuple[dict[str, Array], dict[str, Any]],
+    step: Int[Array, ""],
+    good: Bool[Array, ""],
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+    """Update some rows of parameters and of their optimizers' states, and put them in place.
+
+    Args:
+        choose: the optimizer of a parameter.
+        index: which rows.
+        grads: of the rows, by name.
+        rows: of the parameters.
+        whole: parameters and states.
+        step: number of steps so far.
+        good: whether anything changes.
+
+    Returns:
+        The new rows, shaped as before, the new parameters and the new states.
+    """
+    (params, states), flat = whole, index.reshape(-1)
+    size = next(iter(params[name].shape[0] for name in rows), 0)
+    places, grads = merge_rows(index, grads, size)
+
+    def put(array: Array, values: Array) -> Array:
+        new = values.astype(array.dtype)
+        return array.at[places].set(new, mode="drop", unique_indices=True)
+
+    new_rows, new_params, new_states = {}, {}, {}
+    for name, some in rows.items():
+        before = some.reshape(flat.shape + some.shape[2:])
+        old = jax.tree.map(lambda leaf: leaf[flat], states[name])
+        new = choose(name).update(grads[name], old, before, step)
+        new, state = where(good, new, (before, old))
+        new_rows[name] = new.reshape(some.shape)
+        new_params[name] = put(params[name], new)
+        new_states[name] = jax.tree.map(put, states[name], state)
+    return new_rows, new_params, new_states
+
+
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether all entries of a tree of arrays are finite."""
+    leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(leaves))
+
+
+def where(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """The one or the other of two trees of arrays."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def by_rows(transformation: optax.GradientTransformation, learning_rate: Schedule) -> RowOptimizer:

@@ -7,9 +7,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import tqdm
-from jaxtyping import Array, Float, Int, Key, Shaped
+from jaxtyping import Array, Float, Key
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro.primitives import Messenger
@@ -22,8 +23,11 @@ from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO, c
 from numpyro_scalegp.quadruply_stochastic.problem import find_family
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
     RowOptimizer,
-    merge_rows,
+    all_finite,
+    counted_once,
     row_adagrad,
+    update_rows,
+    where,
 )
 from numpyro_scalegp.quadruply_stochastic.support import ControlVariates
 from numpyro_scalegp.tracing.sites import StandIn
@@ -122,6 +126,8 @@ class RowSVI(SVI):
         self.weight_names: tuple[str, ...] = ()  # loc, scale_diag and scale_columns
         self.num_features = 0
         self.dense_precision = False
+        self._likelihood: Any = None  # what `init` has found, and of which arguments
+        self._analyzed: tuple[Any, ...] = ()
         self._stretch = eqx.filter_jit(self._steps, donate="all-except-first")
         self._refreshed = eqx.filter_jit(self._refresh)
 
@@ -153,6 +159,7 @@ class RowSVI(SVI):
         params = plain.optim.get_params(state.optim_state)
         mutable = dict(state.mutable_state or {})
         given = {**self.constrain_fn(params), **mutable}
+        self._analyze(given, support_key, args, kwargs)
         controls = self._control_variates(args, kwargs)
         problem = controls.problem(given, support_key)
         self.num_features = problem.q.loc.shape[0]
@@ -186,9 +193,40 @@ class RowSVI(SVI):
                     "act on each row by itself: take one that does, such as `positive`."
                 )
 
+    def _analyze(
+        self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Find out once how the likelihood depends on f, whatever values arrays have."""
+        kwargs = {**kwargs, **self.static_kwargs}
+
+        def analyze(given: Any, key: Array, args: Any, kwargs: Any) -> None:
+            self._likelihood = self.loss.analyze(key, given, self.model, self.guide, args, kwargs)
+
+        self._analyzed = ()
+        try:
+            eqx.filter_eval_shape(analyze, given, key, args, kwargs)
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+            return  # the model needs values of its arguments: each step finds out for itself
+        self._analyzed = self._signature(args, kwargs)
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What the likelihood's dependence on f depends on: all but the values of arrays."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        parts = [
+            (leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+            for leaf in leaves
+        ]
+        return self.model, self.guide, structure, parts
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuadruplyStochasticELBO:
+        """The objective, with what `init` has found if it was for such arguments."""
+        same = self._analyzed == self._signature(args, kwargs)
+        return self.loss.for_likelihood(self._likelihood if same else None)
+
     def _control_variates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ControlVariates:
         kwargs = {**kwargs, **self.static_kwargs}
-        return ControlVariates(self.model, self.guide, self.loss, args, kwargs)
+        loss = self._loss(args, kwargs)
+        return ControlVariates(self.model, self.guide, loss, args, kwargs)
 
     def refresh(self, svi_state: SVIState, *args: Any, **kwargs: Any) -> SVIState:
         """Refit the control variate: with the present hyperparameters, without rounding errors.
@@ -264,7 +302,7 @@ class RowSVI(SVI):
             return {**values, **of_rows, **jax.lax.stop_gradient(mutable)}
 
         def loss_fn(dense: dict[str, Any], rows: dict[str, Any]) -> tuple[Array, Any]:
-            result = self.loss.loss_with_mutable_state(
+            result = self._loss(args, kwargs).loss_with_mutable_state(
                 loss_key, given(dense, rows), self.model, self.guide, *args, **kwargs
             )
             return result["loss"], result["mutable_state"] or {}
@@ -272,55 +310,32 @@ class RowSVI(SVI):
         (loss, new_mutable), (dense_grads, row_grads) = jax.value_and_grad(
             loss_fn, argnums=(0, 1), has_aux=True
         )(dense, rows)
-        good = _all_finite((loss, dense_grads, row_grads)) if stable else jnp.asarray(True)
+        good = all_finite((loss, dense_grads, row_grads)) if stable else jnp.asarray(True)
         updates, new_dense_state = self.dense_optim.update(
             dense_grads, dense_state, dense, value=loss
         )
-        new_dense, dense_state = _where(
+        new_dense, dense_state = where(
             good & (step >= self.warmup_steps),
             (optax.apply_updates(dense, updates), new_dense_state),
             (dense, dense_state),
         )
-        places, row_grads = merge_rows(index, row_grads, size)
-        new_rows, new_states = self._update_rows(good, index, row_grads, rows, row_states, step)
-        new_params = {
-            **new_dense,
-            **{name: _put(params[name], places, new) for name, new in new_rows.items()},
-        }
-        row_states = jax.tree.map(lambda leaf, new: _put(leaf, places, new), row_states, new_states)
+        new_rows, whole, row_states = update_rows(
+            self.row_optim, index, row_grads, rows, (params, row_states), step, good
+        )
+        new_params = {**new_dense, **whole}
         kept = {name: mutable[name] for name in new_mutable}
-        new_mutable = {**mutable, **_where(good, new_mutable, kept)}
+        new_mutable = {**mutable, **where(good, new_mutable, kept)}
         if controls := {k: v for k, v in mutable.items() if isinstance(v, ControlVariate)}:
             before = given(dense, rows)
             features = find_family(before, self.guide, loss_key, args, kwargs)[1].features
-            shaped = {name: new.reshape(rows[name].shape) for name, new in new_rows.items()}
-            change = self._directions(given(dense, shaped)) - self._directions(before)
+            change = self._directions(given(dense, new_rows)) - self._directions(before)
             # Parameters that are lost must not take what is kept of them along.
-            once = (places < size).reshape(index.shape)[..., None]
-            change = jnp.where(once & _all_finite(change), change, 0.0)
+            once = counted_once(index, size)[..., None]
+            change = jnp.where(once & all_finite(change), change, 0.0)
             for name, control in controls.items():
                 new_mutable[name] = control.updated(features, index, change)
         optim_state = (step + 1, (new_params, (dense_state, row_states)))
         return SVIState(optim_state, new_mutable or None, rng_key), loss
-
-    def _update_rows(
-        self,
-        good: Array,
-        index: Int[Array, "sets num"],
-        grads: dict[str, Array],
-        rows: dict[str, Array],
-        states: dict[str, Any],
-        step: Array,
-    ) -> tuple[dict[str, Array], dict[str, Any]]:
-        """New rows of parameters and of their optimizers' states, with one leading axis."""
-        flat = index.reshape(-1)
-        new_rows, new_states = {}, {}
-        for name, before in rows.items():
-            before = before.reshape(flat.shape + before.shape[2:])
-            state = jax.tree.map(lambda leaf: leaf[flat], states[name])
-            new = self.row_optim(name).update(grads[name], state, before, step)
-            new_rows[name], new_states[name] = _where(good, new, (before, state))
-        return new_rows, new_states
 
     def _directions(self, values: dict[str, Any]) -> Float[Array, "sets num one_plus_k"]:
         """The rows of [loc, C_k] at given parameters."""
@@ -421,18 +436,3 @@ class _RowParams(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "param" and msg["kwargs"].get("rows"):
             self.names[msg["name"]] = None
-
-
-def _all_finite(tree: Any) -> Array:
-    leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-    return jnp.all(jnp.stack(leaves))
-
-
-def _where(condition: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
-
-def _put(
-    array: Shaped[Array, "m *row"], places: Int[Array, " r"], values: Shaped[Array, "r *row"]
-) -> Shaped[Array, "m *row"]:
-    return array.at[places].set(values.astype(array.dtype), mode="drop", unique_indices=True)

@@ -110,7 +110,9 @@ class ControlVariates(NamedTuple):
             found = self.problem(given, key)
             targets = jnp.zeros(num, found.q.X.dtype)
             if self.loss.bound is None:
-                targets = likelihood.targets(found, likelihood.analyzed(found))
+                known = self.loss.likelihood
+                known = likelihood.analyzed(found) if known is None else known
+                targets = likelihood.targets(found, known)
             return found.q.X, targets
 
         batch_key, choice_key, points_key = jax.random.split(key, 3)

@@ -18,7 +18,7 @@ import numpyro_scalegp as sgp
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features.chevron import Chevron, projections
 from numpyro_scalegp.infer import QuadruplyStochasticELBO, RowSVI, row_adagrad, row_adam
-from numpyro_scalegp.quadruply_stochastic import row_optimizers
+from numpyro_scalegp.quadruply_stochastic import likelihood, row_optimizers
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -458,3 +458,29 @@ def test_a_step_runs_the_model_a_few_times(loss, most):
     runs.clear()
     jax.eval_shape(svi.update, state, *data())
     assert 1 <= len(runs) <= most
+
+
+def test_the_likelihood_is_analyzed_in_init_and_again_where_it_changes(monkeypatch):
+    calls: list[int] = []
+    original = likelihood.analyzed
+
+    def counted(problem: Any) -> Any:
+        calls.append(1)
+        return original(problem)
+
+    monkeypatch.setattr(likelihood, "analyzed", counted)
+
+    def switching(X: Array, y: Array, combine: bool = False) -> None:
+        phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.6), M, seed=0)
+        f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X))
+        numpyro.sample("y", dist.Normal(f - f.mean() if combine else f, 0.5), obs=y)
+
+    guide = sgp.guides.AutoChevronGP(switching, rank=0)
+    svi = RowSVI(switching, guide, optax.adam(0.1), QuadruplyStochasticELBO(4))
+    X, y = data()
+    state = svi.init(KEY, X, y)
+    jax.eval_shape(svi.update, state, X, y)
+    assert len(calls) == 1
+    combining = functools.partial(svi.update, combine=True)
+    with pytest.raises(ValueError, match="`y` combines rows of the function `f`"):
+        jax.eval_shape(combining, state, X, y)
