@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key
+from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, chunks
@@ -251,6 +252,29 @@ class ChevronGP(AbstractVariationalGP):
     def posterior(self) -> ChevronPosterior:
         """The process itself, for moments and joint samples at any inputs."""
         return ChevronPosterior(self.features, self.loc, self.scale_diag, self.scale_columns)
+
+
+def declare_weights(
+    param: Callable[..., Any], m: int, rank: int, init_scale: float, dtype: Any
+) -> tuple[Any, Any, Any]:
+    """Declare `loc`, `scale_diag` and `scale_columns`, by rows, at zero but for the diagonal.
+
+    Args:
+        param: as `numpyro.param`, with a short name.
+        m: number of features.
+        rank: number of dense columns.
+        init_scale: where the diagonal starts.
+        dtype: of the weights.
+    """
+    loc = param("loc", lambda _: jnp.zeros(m, dtype), rows=True)
+    scale_diag = param(
+        "scale_diag",
+        lambda _: jnp.full(m, init_scale, dtype),
+        constraint=constraints.positive,
+        rows=True,
+    )
+    scale_columns = param("scale_columns", lambda _: jnp.zeros((m, rank), dtype), rows=True)
+    return loc, scale_diag, scale_columns
 
 
 @kl_divergence.register(ChevronGP, WeightSpaceGP)

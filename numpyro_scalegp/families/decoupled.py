@@ -19,6 +19,9 @@ from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
 
+# A row of L starts at this on its diagonal: it takes its square off the prior's variance.
+_SMALL_SCALE = 1e-2
+
 
 def expansion(
     kernel: AbstractKernel,
@@ -261,6 +264,14 @@ class DecoupledGP(AbstractVariationalGP):
         return DecoupledPosterior(
             self.kernel, self.mean_points, self.mean_weights, self.cov_points, self.cov_scale_tril
         )
+
+
+def small_scale_tril(
+    cov_points: Float[Array, "M_q d"], batch_shape: tuple[int, ...]
+) -> Float[Array, "*batch M_q M_q"]:
+    """Where L starts: not at zero, where the objective has no gradient in it."""
+    start = _SMALL_SCALE * jnp.eye(len(cov_points), dtype=cov_points.dtype)
+    return jnp.broadcast_to(start, (*batch_shape, *start.shape))
 
 
 @kl_divergence.register(DecoupledGP, LatentGP)

@@ -17,7 +17,7 @@ class AbstractPriorGP(RowsDistribution):
     """A zero-mean Gaussian process at the rows of X, with an explicit covariance."""
 
     role = "prior"
-    arguments: ClassVar[str]  # what it is made of besides X, for messages
+    made_of: ClassVar[str]  # besides X: its argument, by which guides know it
 
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance at the rows, jitter included, shape (n, n)."""

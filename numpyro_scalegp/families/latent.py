@@ -39,7 +39,7 @@ class LatentGP(AbstractPriorGP):
         (3, 20)
     """
 
-    arguments = "kernel"
+    made_of = "kernel"
     arg_constraints: dict[str, Any] = {}
     reparametrized_params: list[str] = []
     pytree_data_fields = ("kernel", "X")

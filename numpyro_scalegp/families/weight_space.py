@@ -54,7 +54,7 @@ class WeightSpaceGP(AbstractPriorGP):
         (3, 20)
     """
 
-    arguments = "features"
+    made_of = "features"
     arg_constraints: dict[str, Any] = {}
     reparametrized_params: list[str] = []
     pytree_data_fields = ("features", "X", "precision")

@@ -1,14 +1,15 @@
 """The guide for Gaussian processes in weight space."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import ChevronGP, WeightSpaceGP
+from numpyro_scalegp.families.chevron import declare_weights
 from numpyro_scalegp.families.chevron_optimum import (
     optimal_diagonal,
     optimal_loc,
@@ -88,19 +89,9 @@ class AutoChevronGP(AbstractSolvingGuide):
             raise ValueError(
                 f"`rank` must be at most {m}, the number of features, got {self.rank}."
             )
-        dtype = site.X.dtype
-        loc = self.param(site, "loc", lambda _: jnp.zeros(m, dtype), rows=True)
-        scale_diag = self.param(
-            site,
-            "scale_diag",
-            lambda _: jnp.full(m, self.init_scale, dtype),
-            constraint=constraints.positive,
-            rows=True,
-        )
-        scale_columns = self.param(
-            site, "scale_columns", lambda _: jnp.zeros((m, self.rank), dtype), rows=True
-        )
-        return ChevronGP(site.prior.features, site.X, loc, scale_diag, scale_columns)
+        param = functools.partial(self.param, site)
+        weights = declare_weights(param, m, self.rank, self.init_scale, site.X.dtype)
+        return ChevronGP(site.prior.features, site.X, *weights)
 
     def solve_mean(
         self,

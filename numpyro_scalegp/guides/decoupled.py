@@ -11,12 +11,10 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import DecoupledGP
 from numpyro_scalegp.families.bases import Basis
+from numpyro_scalegp.families.decoupled import small_scale_tril
 from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, prior_scale
 from numpyro_scalegp.tracing.sites import GPSite, Model
-
-# A row of L starts at so much on its diagonal: it takes its square off the prior's variance.
-_SMALL_SCALE = 1e-2
 
 
 class AutoDecoupledGP(AbstractDecoupledGuide):
@@ -135,10 +133,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         bases = self._bases(site, training=training)
         (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
         w, _ = self._weights(site)
-        # Nothing in the objective tells L = 0 from its neighbours to first order.
-        start = _SMALL_SCALE * jnp.eye(len(Q), dtype=Q.dtype)
-        start = jnp.broadcast_to(start, (*site.batch_shape, *start.shape))
-        L = jnp.tril(self.param(site, "cov_scale_tril", start))
+        L = jnp.tril(self.param(site, "cov_scale_tril", small_scale_tril(Q, site.batch_shape)))
         if not self.train_mean:
             P, w = jax.lax.stop_gradient((P, w))
         scale = prior_scale(site, P)

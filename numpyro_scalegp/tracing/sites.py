@@ -106,7 +106,7 @@ class HideGPSite(Messenger):
         if role_of(msg["fn"]) != "prior":
             return
         prior, wrapper, _ = unwrapped(msg["fn"])
-        is_own = isinstance(prior, self.kind)
+        is_own = prior.made_of == self.kind.made_of
         if wrapper:
             raise ValueError(
                 f"the GP site `{msg['name']}` has a {wrapper} around it: write independent "
@@ -148,7 +148,7 @@ class HideGPSite(Messenger):
             wanted = "no GP site" if self.site is None else f"no GP site `{self.site}`"
             raise ValueError(
                 f"the model has {wanted}: write "
-                f"numpyro.sample(name, sgp.{self.kind.__name__}({self.kind.arguments}, X))."
+                f"numpyro.sample(name, sgp.{self.kind.__name__}({self.kind.made_of}, X))."
             )
         if len(names) > 1:
             raise ValueError(
