@@ -18,8 +18,8 @@ class RowsDistribution(Distribution):
     """A distribution whose event is a vector with one entry for each row of `X`."""
 
     support = constraints.real_vector
-    # What it is in a model: "collapsed", "prior" over a latent function, or "variational".
-    role: ClassVar[str] = "collapsed"
+    # What it is at a latent site: "prior" in a model, "variational" in a guide.
+    role: ClassVar[str] = ""
 
     def expand(self, batch_shape: Sequence[int]) -> Any:
         """Independent copies, as a plate over outputs makes them.
