@@ -606,6 +606,11 @@ LATENT: list[Row] = [
         "`kernel` must be one of `sgp.kernels` .* 'rbf'",
     ),
     ("kernel class", lambda: sgp.LatentGP(K.RBF, X), "`kernel` must be an instance"),
+    (
+        "kernel of features",
+        lambda: sgp.LatentGP(phi, X),
+        r"got the feature map `RandomFourier`: .* `sgp.WeightSpaceGP\(features, X\)`",
+    ),
     ("X vector", lambda: sgp.LatentGP(rbf, y), r"`X` must have shape \(n, d\), got \(6,\)"),
     ("X empty", lambda: sgp.LatentGP(rbf, X[:0]), "`X` must have at least one row"),
     ("jitter text", lambda: sgp.LatentGP(rbf, X, jitter="a"), "`jitter` must be a number, got 'a'"),

@@ -7,13 +7,15 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks, functions, linalg, memory
 from numpyro_scalegp.families.family import AbstractPriorGP
+from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import ExactPosterior
 
 
 class LatentGP(AbstractPriorGP):
-    """A zero-mean Gaussian-process prior over a function's values, f(X) ~ N(0, K(X, X)).
+    """A latent GP of a kernel: the prior over a function's values, f(X) ~ N(0, K(X, X)).
 
+    The latent GP of finitely many features is `WeightSpaceGP`, the collapsed one `GaussianProcess`.
     `log_prob` and `sample` are exact, so plain NUTS works for small n. In variational inference a
     guide from `sgp.guides` stands in for it, and the divergence between the two *processes* is
     registered with NumPyro: then neither `log_prob` nor `sample` is called, and X may be a
@@ -53,7 +55,7 @@ class LatentGP(AbstractPriorGP):
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.kernel = _as_kernel(kernel)
         self.X = checks.inputs("X", X)
         self.jitter = checks.jitter(jitter)
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)
@@ -82,7 +84,7 @@ class LatentGP(AbstractPriorGP):
         return linalg.matmul(normal, linalg.cholesky(K).T)
 
     def condition(self, f: Float[ArrayLike, " n"]) -> ExactPosterior:
-        """The function elsewhere given its values at X, such as one draw of NUTS.
+        """The posterior of the function given its values at X, such as one draw of NUTS.
 
         Args:
             f: function values, shape (n,).
@@ -96,3 +98,13 @@ class LatentGP(AbstractPriorGP):
         factor = linalg.factorise(self.covariance())
         zero = functions.constant_function(checks.as_float(0.0))
         return ExactPosterior.from_factor(self.kernel, self.X, f, f, None, zero, factor)
+
+
+def _as_kernel(value: Any) -> AbstractKernel:
+    """A kernel as it is; of a feature map the error says which prior takes it."""
+    if isinstance(value, AbstractFeatures):
+        raise TypeError(
+            f"`kernel` must be a kernel, got the feature map `{type(value).__name__}`: the latent "
+            "GP of features is `sgp.WeightSpaceGP(features, X)`."
+        )
+    return checks.instance("kernel", value, AbstractKernel)

@@ -19,8 +19,9 @@ MAX_DENSE = 5000
 
 
 class WeightSpaceGP(AbstractPriorGP):
-    """A Gaussian process f(X) = Phi w with m features and w ~ N(0, S^-1) a priori.
+    """A latent GP of finitely many features: the prior of f(X) = Phi w with w ~ N(0, S^-1).
 
+    The latent GP of a kernel is `LatentGP`, the collapsed one of features `FeatureSpaceGP`.
     The precision S is the identity for random Fourier and learned features, K(Z, Z) for inducing
     points, or a diagonal given as `precision`: a positive number for each feature, as a parameter
     the heart of a relevance vector machine.
@@ -36,6 +37,7 @@ class WeightSpaceGP(AbstractPriorGP):
         jitter: what Phi S^-1 Phi' gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Raises:
+        TypeError: if `features` is a kernel, or no function.
         ValueError: if `X` is not of rank 2, holds NaN or infinity, or `precision` has another shape
             or is not positive.
 
