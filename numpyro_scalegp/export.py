@@ -208,7 +208,7 @@ def _states(result: Any) -> dict[str, Any]:
 def _statistics(result: Any) -> dict[str, Any]:
     if isinstance(result, MCMC):
         fields = result.get_extra_fields(group_by_chain=True)
-        statistics = {
+        statistics: dict[str, Any] = {
             _STATISTICS.get(name, name): (("chain", "draw"), np.asarray(value), {})
             for name, value in fields.items()
             if np.ndim(value) == 2
@@ -270,7 +270,7 @@ def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
         if variables:
             arrays = {name: (dims, values) for name, (dims, values, _) in variables.items()}
             dataset = xarray.Dataset(arrays, attrs={"inference_library": "numpyro_scalegp"})
-            coordinates: dict[str, Any] = {d: np.arange(n) for d, n in dataset.sizes.items()}
+            coordinates: dict[str, Any] = {str(d): np.arange(n) for d, n in dataset.sizes.items()}
             for _, _, labels in variables.values():
                 coordinates |= labels
             datasets[group] = dataset.assign_coords(coordinates)

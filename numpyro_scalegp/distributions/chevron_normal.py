@@ -21,7 +21,7 @@ from numpyro_scalegp.features.chevron import dense_columns, sparse_diagonal
 
 
 class ChevronNormal(Distribution):
-    """The normal law N(loc, C C') with C lower triangular: k dense columns, then a diagonal.
+    """N(loc, C C') with C lower triangular: k dense columns, then a diagonal.
 
     Between mean field (k = 0) and a full Cholesky factor (k = m): m (k + 2) numbers, correlations
     through the first k weights. It is a distribution like any other: a guide's, with
@@ -131,7 +131,7 @@ class ChevronNormal(Distribution):
 
 
 def check_chevron(loc: Any, scale_diag: Any, scale_columns: Any) -> None:
-    """Raise unless the three parts of a chevron law fit, with at most m dense columns."""
+    """Raise unless the three parts of a chevron distribution fit, with at most m dense columns."""
     if len(loc.shape) != 1:
         raise ValueError(f"`loc` must have shape (m,), got {loc.shape}.")
     m = loc.shape[0]

@@ -122,8 +122,8 @@ class FeatureSpaceGP(Distribution):
                 "`logdet` must be one of `sgp.log_determinants`: `Variational`, `Compositional`, "
                 f"`Minimax` or `MiniBatch`, got {type(logdet).__name__}."
             )
-        has_state = logdet.state_name is not None
-        if is_key_frozen() and (has_state or num < num_data):
+        learner = logdet.learner
+        if is_key_frozen() and (learner is not None or num < num_data):
             raise ValueError(
                 "a `FeatureSpaceGP` under NUTS, HMC and other users of a potential energy, or in a "
                 "line search such as that of `numpyro.optim.Minimize`, takes "
@@ -135,19 +135,19 @@ class FeatureSpaceGP(Distribution):
         self.logdet = logdet
         self.evaluated: Array | None = None
         self.state: Any = None
-        if has_state and num < num_data:
+        if learner is not None and num < num_data:
             self.evaluated = self._phi()
         Phi = jax.eval_shape(lambda: self.batch.features)
         checks.shape("weights", self.weights, Phi.shape[1:], why="one weight for each feature")
-        if has_state:
+        if learner is not None:
             # Here, since NumPyro collects mutable sites before it first calls `log_prob`. What a
             # run gets of them is a copy of the dictionary. Features of all rows are left to
             # `log_prob`: `condition` never has them at once.
-            site = mutable(logdet.state_name, {})
+            site = mutable(learner.name, {})
             if num < num_data:
-                self.state = learned(logdet, self.batch, site)
+                self.state = learned(learner, self.batch, site)
             elif not site:
-                site["learned"] = not_started(logdet, Phi.shape[1], Phi.dtype)
+                site["learned"] = not_started(learner, Phi.shape[1], Phi.dtype)
         super().__init__((), (num,), validate_args=validate_args)
 
     def _phi(self) -> Float[Array, "b d"]:

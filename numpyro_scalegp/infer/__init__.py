@@ -1,11 +1,11 @@
 """Objectives for variational inference, and draws from its result."""
 
 from numpyro_scalegp.infer.conditioning import posterior
-from numpyro_scalegp.infer.initial_pass import initial_pass
 from numpyro_scalegp.infer.initialization import initial_hyperparameters, median_distance
 from numpyro_scalegp.infer.joint import JointELBO
-from numpyro_scalegp.infer.log_determinant_diagnostics import (
+from numpyro_scalegp.infer.log_determinants import (
     LogDeterminantDiagnostics,
+    initial_pass,
     log_determinant_diagnostics,
 )
 from numpyro_scalegp.infer.parameters import replace_params

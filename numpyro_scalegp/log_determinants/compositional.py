@@ -18,7 +18,7 @@ from numpyro_scalegp.log_determinants.log_determinant import (
 
 
 class RunningAverage(NamedTuple):
-    """The state: what the batches so far say about F."""
+    """The state: an average of the batches' estimates of F."""
 
     average: Float[Array, "d d"]
     W: Float[Array, "d d"]  # lower triangular, its inverse is W'W
@@ -32,9 +32,9 @@ class Compositional(AbstractBound):
     <A^-1, dF>; A comes from the batches before this one. What A^-1 is biased by remains: the
     inverse of an average is too large in the mean, by about (1 - decay) / 2 times the spread
     between batches (see `sgp.infer.log_determinant_diagnostics`): (d + 1) / N for an average over
-    N = b (1 + decay) / (1 - decay) Gaussian rows. The average is taken over more batches than
-    `decay` says wherever that would be more than a tenth, so with rows of unequal length, up to
-    all of them several times. Unbiased it is as decay goes to one, with hyperparameters at rest.
+    N = b (1 + decay) / (1 - decay) Gaussian rows. Wherever that would be more than a tenth, the
+    average is over more batches than those of `decay`: with rows of unequal length, up to all of
+    them several times. It is unbiased as decay goes to one, with hyperparameters at rest.
 
     Args:
         decay: the weight of the old average, 0 <= decay < 1 (the paper's b is 1 - decay), or a

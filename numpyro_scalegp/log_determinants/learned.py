@@ -1,4 +1,4 @@
-"""What goes from step to step for a log-determinant: a state, and a record of how well it fits."""
+"""The mutable state of a log-determinant, and a record of how well it fits."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
 
-# Means are over about so many batches, or those of an epoch, if they are more.
+# Running means are over about 1,000 batches, or those of an epoch, if they are more.
 _WINDOW = 1000
 
 
-# A batch for which A is this far off counts for less, or means would remember it for too long.
+# A batch for which A is this far off has less weight, or means would remember it for too long.
 _LARGEST_SIZE = 100.0
 
 
-# When users are told that A does not fit F: by how much, and in how many standard errors.
+# When to warn that A does not fit F: by how much, and by how many standard errors.
 _TOLERANCE, _SURE, _FIRST_CHECK = 0.2, 4.0, 2048
 
 
@@ -68,8 +68,8 @@ class FitRecord(NamedTuple):
         new = new.astype(self.eigenvalue.dtype)
         variance, size = norms
         less = jnp.minimum(1.0, _LARGEST_SIZE / size)
-        said = (eigenvalue, jnp.square(eigenvalue), less * variance, less * size)
-        means = [(1.0 - new) * old + new * one for old, one in zip(self[1:], said, strict=True)]
+        found = (eigenvalue, jnp.square(eigenvalue), less * variance, less * size)
+        means = [(1.0 - new) * old + new * one for old, one in zip(self[1:], found, strict=True)]
         record = FitRecord(count, *means)
         off = jnp.abs(record.eigenvalue - 1.0)
         # At powers of two: a fit that stays bad calls the host some ten times, not at each step.
@@ -80,7 +80,7 @@ class FitRecord(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What goes from step to step: the state of a treatment, and the record of its fit."""
+    """What a mutable site holds: the state of a log-determinant, and the record of its fit."""
 
     state: Any
     record: FitRecord

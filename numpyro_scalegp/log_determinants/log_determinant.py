@@ -76,11 +76,11 @@ class Batch(NamedTuple):
 
 
 class AbstractLogDeterminant(eqx.Module):
-    """A way to estimate log N(y; 0, Phi Phi' + noise I) from mini-batches, by its log|F|."""
+    """An estimator of log N(y; 0, Phi Phi' + noise I) from mini-batches, by its log|F|."""
 
     @property
-    def state_name(self) -> str | None:
-        """The NumPyro mutable site of what is learned of F; None where nothing is."""
+    def learner(self) -> "AbstractBound | None":
+        """Itself, if it learns F from batch to batch in a mutable state."""
         return None
 
     @abc.abstractmethod
@@ -98,25 +98,25 @@ class AbstractLogDeterminant(eqx.Module):
 
 
 class AbstractBound(AbstractLogDeterminant):
-    """A way whose estimate of log|F| is a sum over rows, given what it has learned of F.
+    """One whose estimate of log|F| is a sum over rows, given an estimate of F from earlier batches.
 
-    That is a state, a pytree of arrays, which a `FeatureSpaceGP` carries from step to step in the
-    NumPyro mutable site `name`.
+    That is its mutable state, a pytree of arrays in the NumPyro mutable site `name` of a
+    `FeatureSpaceGP`.
     """
 
     name: eqx.AbstractVar[str]
 
     @property
-    def state_name(self) -> str | None:
-        """`name`."""
-        return self.name
+    def learner(self) -> "AbstractBound":
+        """Itself."""
+        return self
 
     def start(self, F: Float[Array, "d d"], num_batches: int = 1) -> Any:
-        """The state that knows F, as estimated from so many batches."""
+        """The state with A = F, for an F estimated from `num_batches` batches."""
         return self.start_from(F, inverse_cholesky(F, warn=False), num_batches)
 
     def start_from_scale(self, batch: Batch) -> Any:
-        """The state that knows nothing of F but twice its mean eigenvalue, in O(b d)."""
+        """The state with A a multiple of I, twice the mean eigenvalue of F, in O(b d)."""
         features, noise = batch.features, batch.noise_variance
         d = features.shape[1]
         scale = 2.0 * (batch.scale * jnp.sum(jnp.square(features)) / d + noise)
@@ -125,7 +125,7 @@ class AbstractBound(AbstractLogDeterminant):
 
     @abc.abstractmethod
     def start_from(self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int) -> Any:
-        """The state that knows F = (W'W)^-1; its field `W` is such that A^-1 = W'W."""
+        """The state with A = F = (W'W)^-1; its field `W` is such that A^-1 = W'W."""
 
     @abc.abstractmethod
     def advance(self, batch: Batch, state: Any, spread: Float[ArrayLike, ""] = 0.0) -> Any:
@@ -135,7 +135,7 @@ class AbstractBound(AbstractLogDeterminant):
             batch: the rows.
             state: the state before.
             spread: how much batches differ, from those before this one: see `FitRecord.spread`. The
-                state then looks back on so many more rows.
+                larger it is, the more rows the state averages over.
         """
 
     def trace(self, batch: Batch, state: Any) -> Float[Array, ""]:
@@ -182,7 +182,7 @@ class AbstractBound(AbstractLogDeterminant):
 
 
 def within_spread(rate: Float[ArrayLike, ""], spread: Float[ArrayLike, ""]) -> Float[Array, ""]:
-    """The rate at which a state learns, or less, if batches differ by so much.
+    """The rate at which a state learns, or less where the spread between batches is large.
 
     A then varies by about `_VARIANCE` / 2, relative to itself and for each feature. As the spread
     is that of batches before, the rate does not depend on the batch, and adds no bias.
@@ -193,5 +193,5 @@ def within_spread(rate: Float[ArrayLike, ""], spread: Float[ArrayLike, ""]) -> F
 def at_step(
     rate: float | Callable[[Array], ArrayLike], step: Int[Array, ""]
 ) -> Float[ArrayLike, ""]:
-    """A number, or a schedule at a step."""
+    """A rate, or the value of a schedule at a step."""
     return rate(step) if callable(rate) else rate

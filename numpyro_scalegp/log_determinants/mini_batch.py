@@ -20,7 +20,7 @@ class MiniBatch(AbstractLogDeterminant):
     """n / b times the log marginal likelihood of the batch alone: a biased baseline.
 
     Rows of different batches count as independent, however alike they are. The weights are
-    integrated out anew in each batch: `weights` takes no part. It is there to compare with.
+    integrated out in each batch by itself, and `weights` takes no part: a baseline for comparisons.
 
     References:
         Chen et al. (2020), Stochastic Gradient Descent in Correlated Settings: A Study on Gaussian

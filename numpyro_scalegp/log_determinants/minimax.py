@@ -48,7 +48,7 @@ class Minimax(AbstractBound):
 
     Args:
         penalty: where the penalty starts, positive.
-        growth: the share by which it rises in a step in which B reaches its limit; 0 keeps it.
+        growth: the relative increase in a step in which B reaches its limit; 0 keeps it.
         step_size: of A, 0 < step_size <= 1, at most.
         multiplier_step_size: of -penalty sqrt(d) B, which is I where A = F, positive.
         name: the NumPyro mutable site of the state.
@@ -101,8 +101,8 @@ class Minimax(AbstractBound):
 
         M = first.whitened_gram(state.W)
         product = matmul(state.multiplier, M)
-        slope = eye - 0.5 * (product + product.T)  # in log A
-        W = multiplied(state.W, slope, step_size, num // 2)
+        gradient = eye - 0.5 * (product + product.T)  # in log A
+        W = multiplied(state.W, gradient, step_size, num // 2)
         W = _at_least_noise(W, batch.noise_variance)
 
         raised = state.multiplier + multiplier_step_size * (second.whitened_gram(W) - eye)
@@ -128,14 +128,14 @@ def _at_least_noise(
 ) -> Float[Array, "d d"]:
     """Project A = (W'W)^-1 onto A >= noise I, in the norm relative to A."""
     eye = jnp.eye(W.shape[0], dtype=W.dtype)
-    share = noise_variance * triangular_outer(W)
+    ratio = noise_variance * triangular_outer(W)
 
     def project(W: Array) -> Array:
-        values, vectors = jnp.linalg.eigh(share)
+        values, vectors = jnp.linalg.eigh(ratio)
         shrink = jax.lax.rsqrt(jnp.maximum(values, 1.0))
         W = matmul(vectors.T * shrink[:, None], W)
         # Triangular again: a Cholesky factor of A^-1 with its rows and columns turned around.
         return jnp.linalg.cholesky(matmul(W.T, W)[::-1, ::-1])[::-1, ::-1].T
 
-    inside = jnp.all(jnp.isfinite(jnp.linalg.cholesky((1.0 + _SLACK) * eye - share)))
+    inside = jnp.all(jnp.isfinite(jnp.linalg.cholesky((1.0 + _SLACK) * eye - ratio)))
     return jax.lax.cond(inside, lambda W: W, project, W)

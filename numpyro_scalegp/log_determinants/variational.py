@@ -17,7 +17,7 @@ from numpyro_scalegp.log_determinants.log_determinant import (
     within_spread,
 )
 
-# Steps change A by at most about this share, in the spectral norm: by typical batches, and by any.
+# Relative changes of A in a step, in the spectral norm, at most: by typical batches, and by any.
 _TYPICAL_STEP, _LONGEST_STEP = 0.5, 1.0
 
 
@@ -34,11 +34,11 @@ class Whitening(NamedTuple):
 
 
 class Variational(AbstractBound):
-    """log|F| = min over A of log|A| + tr(A^-1 F) - d, minimised along with all else.
+    """log|F| = min over A of log|A| + tr(A^-1 F) - d, minimized along with all else.
 
     With A^-1 = W'W and W lower triangular, the bound and its gradients from mini-batches have no
     bias, whatever W is; at W F W' = I it is log|F|. The whole then is the evidence lower bound of a
-    Gaussian law over the weights with mean `weights` and covariance noise W'W. W follows the
+    normal distribution of the weights with mean `weights` and covariance noise W'W. W follows the
     negative gradient in coordinates of its own, W <- (I - step_size half(W F W' - I)) W, in which
     the curvature is the same in all directions: so one step size suits any features, and nothing is
     factorised.
@@ -47,9 +47,9 @@ class Variational(AbstractBound):
     right whatever the rows are: the diagonal of log W moves by step_size / 2 (I - W F W'), whose
     mean is zero in a steady state. Single directions are off by about A's variance relative to F,
     which is a tenth at most: steps are such that step_size times the spread between batches is at
-    most 0.2 (see `sgp.infer.log_determinant_diagnostics`). So with Gaussian rows A looks back on
-    5 d of them or more, and up to all rows where a few have most of the features' squares. Biased
-    is it where hyperparameters move faster than that.
+    most 0.2 (see `sgp.infer.log_determinant_diagnostics`). So with Gaussian rows A averages
+    over 5 d of them or more, and over up to all rows where a few are far longer than others. It is
+    biased where hyperparameters move faster than that.
 
     Args:
         step_size: 0 < step_size <= 1, or a schedule, a function of the step: by default
@@ -87,8 +87,8 @@ class Variational(AbstractBound):
         """One step down the batch's bound."""
         eye = jnp.eye(state.W.shape[0], dtype=state.W.dtype)
         rate = within_spread(at_step(self.step_size, state.step), spread)
-        moved = multiplied(state.W, eye - batch.whitened_gram(state.W), rate, len(batch.features))
-        return Whitening(moved, state.step + 1)
+        W = multiplied(state.W, eye - batch.whitened_gram(state.W), rate, len(batch.features))
+        return Whitening(W, state.step + 1)
 
     def estimate(self, batch: Batch, state: Whitening) -> Float[Array, ""]:
         """log|A| + tr(A^-1 F) - d."""
@@ -102,7 +102,7 @@ def multiplied(
     rate: Float[ArrayLike, ""],
     num_rows: int,
 ) -> Float[Array, "d d"]:
-    """exp(rate half(direction)) W for a symmetric direction, from a batch of so many rows.
+    """exp(rate half(direction)) W for a symmetric direction, from a batch of `num_rows` rows.
 
     The exponential is that of the diagonal, and of first order beside it.
 
