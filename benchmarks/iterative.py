@@ -87,7 +87,7 @@ def make_solver(arguments, name=None):
     return SOLVERS[name](**options)
 
 
-def make_model(estimator, num_solutions=2):
+def make_model(estimator):
     """A GP with point estimates of all hyperparameters, from 1.0."""
 
     def positive(name, start):
@@ -98,20 +98,18 @@ def make_model(estimator, num_solutions=2):
             positive("lengthscale", jnp.ones(X.shape[1])), positive("variance", jnp.ones(()))
         )
         noise = jnp.square(positive("noise", jnp.ones(())))
-        state = sgp.solver_state("solver", num_solutions=num_solutions)
-        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state=state)
+        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state="solver")
         numpyro.sample("y", gp, obs=y)
 
     return model
 
 
-def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, num_solutions=2, each=None):
+def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
     """Train by stock SVI; returns parameters, the state and seconds, compilation apart.
 
     With `cold`, the state's solution is set to zero before each step: the probes stay the same.
     """
-    model = make_model(estimator, num_solutions)
-    svi = SVI(model, lambda X, y: None, optax.adam(rate), Trace_ELBO())
+    svi = SVI(make_model(estimator), lambda X, y: None, optax.adam(rate), Trace_ELBO())
     state = svi.init(jax.random.key(0), X, y)
     start = time.perf_counter()
     update = jax.jit(svi.update).lower(state, X, y).compile()
@@ -121,8 +119,7 @@ def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, num_solutions=2, 
         if cold:
             memory = state.mutable_state["solver"].memory
             memory = memory._replace(solutions=jnp.zeros_like(memory.solutions))
-            solver = sgp.estimators.SolverState(num_solutions=num_solutions, memory=memory)
-            state = state._replace(mutable_state={"solver": solver})
+            state = state._replace(mutable_state={"solver": sgp.estimators.SolverState(memory)})
         state, loss = update(state, X, y)
         if each is not None:
             jax.block_until_ready(loss)
@@ -165,11 +162,10 @@ def ratios(arguments):
             if arguments.ends and (kind == "standard") != (start == "cold"):
                 continue
             family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
-            estimator = family(make_solver(arguments), num_logdet_probes=0)
+            options = {"num_logdet_probes": 0, "num_solutions": num_solutions}
+            estimator = family(make_solver(arguments), **options)
             cold = start == "cold"
-            _, state, _, elapsed = train(
-                X, y, estimator, arguments.steps, cold=cold, num_solutions=num_solutions
-            )
+            _, state, _, elapsed = train(X, y, estimator, arguments.steps, cold=cold)
             history = state.mutable_state["solver"].history()
             # A cold start needs no product for the residual of its guess.
             each = np.asarray(history["epochs"]) - cold
@@ -316,19 +312,19 @@ def fit(arguments):
                 score(svi_params(state), state)
 
     def svi_params(state):
-        optimiser = optax_to_numpyro(optax.adam(arguments.rate))
-        raw = optimiser.get_params(state.optim_state)
+        optimizer = optax_to_numpyro(optax.adam(arguments.rate))
+        raw = optimizer.get_params(state.optim_state)
         positive = biject_to(constraints.softplus_positive)
         return {name: positive(value) for name, value in raw.items()}
 
     def score(params, state):
         start = time.perf_counter()
-        solver = state.mutable_state["solver"]
         # Predictions need no solve: the state's own hyperparameters are those it was solved for.
-        memory = solver.memory
-        gp = sgp.GaussianProcess(
-            memory.kernel, X, memory.noise_variance, estimator=estimator, state=solver
-        )
+        memory = state.mutable_state["solver"].memory
+        with numpyro.handlers.substitute(data=state.mutable_state):
+            gp = sgp.GaussianProcess(
+                memory.kernel, X, memory.noise_variance, estimator=estimator, state="solver"
+            )
         posterior = gp.condition(y)
         predictive = posterior.predictive(X_test)
         rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))

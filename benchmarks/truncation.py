@@ -65,12 +65,10 @@ def objective(estimator, X, y):
     def loss(raw, key):
         values = jax.tree.map(jax.nn.softplus, raw)
         kernel = sgp.kernels.RBF(values["lengthscale"], values["variance"])
-        if isinstance(estimator, sgp.estimators.Cholesky):
-            gp = sgp.GaussianProcess(kernel, X, values["noise"], estimator=estimator)
-            return -gp.log_prob(y) / len(y), 0.0
         # What `log_prob` of a GaussianProcess calls, with the solution beside it.
-        value, found = estimator.evaluate(kernel, X, values["noise"], y, key=key)
-        return -value / len(y), found.solution.epochs
+        operator = sgp.solvers.KernelOperator(kernel, X, values["noise"])
+        value, solution = estimator.evaluate(operator, y, key=key)
+        return -value / len(y), 0.0 if solution is None else solution.epochs
 
     return loss
 
@@ -87,12 +85,12 @@ def train(X, y, estimator, arguments, steps):
     rate = (
         optax.cosine_decay_schedule(arguments.rate, steps) if arguments.cosine else arguments.rate
     )
-    optimiser = optax.adam(rate)
+    optimizer = optax.adam(rate)
 
     def step(carry, key):
         raw, state = carry
         (_, epochs), gradient = loss(raw, key)
-        updates, state = optimiser.update(gradient, state)
+        updates, state = optimizer.update(gradient, state)
         raw = optax.apply_updates(raw, updates)
         return (raw, state), (raw, epochs, optax.global_norm(gradient))
 
@@ -100,7 +98,7 @@ def train(X, y, estimator, arguments, steps):
     def run(key):
         raw = start_values(X.shape[1])
         keys = jax.random.split(key, steps)
-        path, epochs, norms = jax.lax.scan(step, (raw, optimiser.init(raw)), keys)[1]
+        path, epochs, norms = jax.lax.scan(step, (raw, optimizer.init(raw)), keys)[1]
         return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), raw, path), epochs, norms
 
     return run

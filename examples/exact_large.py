@@ -31,21 +31,14 @@ SOLVER = sgp.solvers.AlternatingProjections(block_size=500, max_epochs=10)
 ESTIMATOR = sgp.estimators.Pathwise(SOLVER)
 
 
-def gaussian_process(values, X, state=None):
-    kernel = sgp.kernels.Matern32(values["lengthscale"], values["variance"])
-    return sgp.GaussianProcess(kernel, X, values["noise"] ** 2, estimator=ESTIMATOR, state=state)
-
-
 def model(X, y=None):
-    columns = X.shape[1]
-    values = {
-        "lengthscale": numpyro.sample(
-            "lengthscale", dist.LogNormal(1.0, 1.0).expand([columns]).to_event(1)
-        ),
-        "variance": numpyro.sample("variance", dist.LogNormal(0.0, 1.0)),
-        "noise": numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)),
-    }
-    gp = gaussian_process(values, X, sgp.solver_state("solver"))
+    lengthscale = numpyro.sample(
+        "lengthscale", dist.LogNormal(1.0, 1.0).expand([X.shape[1]]).to_event(1)
+    )
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    kernel = sgp.kernels.Matern32(lengthscale, variance)
+    gp = sgp.GaussianProcess(kernel, X, noise**2, estimator=ESTIMATOR, state="solver")
     numpyro.sample("y", gp, obs=y)
 
 
@@ -87,13 +80,11 @@ def main(num_rows=3000, num_steps=60, num_draws=20, folder="outputs/exact_large"
     guide = AutoDelta(model)
     svi = SVI(model, guide, optax.adam(0.1), Trace_ELBO())
     result = svi.run(jax.random.key(0), num_steps, X, y)
-    solver = result.state.mutable_state["solver"]
-    history = solver.history()
+    history = result.state.mutable_state["solver"].history()
     print(f"{float(history['epochs'].sum()):.0f} epochs in {num_steps} steps")
 
     # The parameters have moved since the last solve: this one starts there and ends quickly.
-    values = guide.median(result.params)
-    posterior = gaussian_process(values, X, solver).condition(y, max_epochs=50)
+    posterior = sgp.posterior(model, guide, result, X, y, max_epochs=50)
     print({name: float(value) for name, value in posterior.diagnostics.items()})
     predictive = posterior.predictive(X_test)
     scores = {
@@ -102,7 +93,7 @@ def main(num_rows=3000, num_steps=60, num_draws=20, folder="outputs/exact_large"
         "rmse of the mean": float(jnp.std(y_test)),
     }
     print(f"{data.name}, {len(y)} rows: {scores}")
-    plot(folder, data, X, posterior, history, int(jnp.argmin(values["lengthscale"])))
+    plot(folder, data, X, posterior, history, int(jnp.argmin(posterior.kernel.lengthscale)))
     sgp.save(Path(folder) / "posterior.npz", posterior)  # predicts again without a solve
 
     inference_data = sgp.to_arviz(

@@ -18,7 +18,6 @@ from numpyro_scalegp.distributions import (
     FeatureSpaceGP,
     GaussianProcess,
     plate,
-    solver_state,
 )
 from numpyro_scalegp.export import to_arviz
 from numpyro_scalegp.families import (
@@ -59,7 +58,6 @@ __all__ = [
     "preconditioners",
     "relevance_vectors",
     "save",
-    "solver_state",
     "solvers",
     "to_arviz",
 ]

@@ -181,6 +181,7 @@ ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("pathwise", lambda: sgp.estimators.Pathwise(_tight(), 4, num_features=32)),
     ("random_fourier", lambda: sgp.estimators.RandomFourier(6)),
     ("single_sample_rff", lambda: sgp.estimators.SingleSampleRFF(2, 2)),
+    ("own", CLASSES["Dense"]),
 ]
 
 

@@ -211,9 +211,8 @@ def iterative(X: Array, y: Array) -> None:
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
     solver = sgp.solvers.ConjugateGradients(1e-3, 30, sgp.preconditioners.PivotedCholesky(4))
     estimator = sgp.estimators.Pathwise(solver, 8, num_features=32)
-    state = sgp.solver_state("solver")
     kernel = sgp.kernels.Matern32(lengthscale)
-    gp = sgp.GaussianProcess(kernel, X, NOISE, estimator=estimator, state=state)
+    gp = sgp.GaussianProcess(kernel, X, NOISE, estimator=estimator, state="solver")
     numpyro.sample("y", gp, obs=y)
 
 

@@ -27,11 +27,11 @@ Y = np.sin(2 * X[:, 0])
 def warm_model(X: Array, y: Array) -> None:
     """Parameters, draws of a guide, probes and a solver's state."""
     solver = sgp.solvers.ConjugateGradients(1e-2, 5, sgp.preconditioners.Identity())
-    estimator = sgp.estimators.Pathwise(solver, 2, num_features=8, num_logdet_probes=0)
+    options = {"num_features": 8, "num_logdet_probes": 0, "num_records": 4}
+    estimator = sgp.estimators.Pathwise(solver, 2, **options)
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
     kernel = sgp.kernels.Matern32(lengthscale, numpyro.param("variance", 1.0))
-    state = sgp.solver_state("solver", num_records=4)
-    gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator, state=state)
+    gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator, state="solver")
     numpyro.sample("y", gp, obs=y)
 
 

@@ -25,6 +25,7 @@ KEY = jax.random.key(0)
 WEIGHTS = jnp.eye(2)
 LAMBDA = lambda X: X[:, 0]  # noqa: E731
 CG = ConjugateGradients(1e-3, 40, PivotedCholesky(10))
+PATHWISE = Pathwise(CG, 4, num_features=16, num_logdet_probes=0, num_solutions=3, num_records=5)
 
 
 def trend(X: Array) -> Array:
@@ -52,16 +53,14 @@ def deep() -> sgp.kernels.AbstractKernel:
 def pathwise() -> tuple[sgp.posteriors.PathwisePosterior, SolverState]:
     """A posterior with a deep kernel, and the state that its fit left."""
     X, y, _ = data()
-    estimator = Pathwise(CG, 4, num_features=16, num_logdet_probes=0)
 
     @jax.jit
     def fit(kernel: Any, y: Array) -> Any:
-        state = SolverState(5, num_solutions=3)
         gp = sgp.GaussianProcess(
-            kernel, X, 0.1, mean=trend, estimator=estimator, key=KEY, state=state
+            kernel, X, 0.1, mean=trend, estimator=PATHWISE, key=KEY, state="solver"
         )
         gp.log_prob(y)
-        return gp.condition(y), state
+        return gp.condition(y), gp.state
 
     return fit(deep(), y)
 
@@ -134,25 +133,23 @@ def test_solver_state(tmp_path):
     _, state = pathwise()
     again = round_trip(tmp_path, state)
     assert_same(state, again)
-    assert (again.num_records, again.fresh_probes, again.num_solutions) == (5, False, 3)
+    assert (again.memory.num_records, len(again.memory.solutions)) == (5, 3)
     for name, values in state.history().items():
         np.testing.assert_array_equal(again.history()[name], values)
     assert np.all(again.history()["converged"])
-    empty = round_trip(tmp_path, SolverState(7, fresh_probes=True))
-    assert empty.begin is None
-    assert (empty.num_records, empty.fresh_probes) == (7, True)
+    assert round_trip(tmp_path, SolverState()).begin is None
 
 
 def test_a_loaded_state_is_gone_on_from(tmp_path):
     X, y, _ = data()
     _, state = pathwise()
     again = round_trip(tmp_path, state)
-    estimator = Pathwise(CG, 4, num_features=16, num_logdet_probes=0)
 
     @jax.jit
     def condition(kernel: Any, y: Array, state: SolverState) -> Any:
-        gp = sgp.GaussianProcess(kernel, X, 0.1, mean=trend, estimator=estimator, state=state)
-        return gp.condition(y)
+        with numpyro.handlers.substitute(data={"solver": state}):
+            options = {"estimator": PATHWISE, "state": "solver"}
+            return sgp.GaussianProcess(kernel, X, 0.1, mean=trend, **options).condition(y)
 
     found = condition(deep(), y, again)
     assert found.diagnostics["epochs"] == 0

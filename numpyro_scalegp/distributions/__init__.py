@@ -4,12 +4,10 @@ from numpyro_scalegp.distributions.chevron_normal import ChevronNormal
 from numpyro_scalegp.distributions.feature_space import FeatureSpaceGP
 from numpyro_scalegp.distributions.gaussian_process import GaussianProcess
 from numpyro_scalegp.distributions.plates import plate
-from numpyro_scalegp.distributions.state import solver_state
 
 __all__ = [
     "ChevronNormal",
     "FeatureSpaceGP",
     "GaussianProcess",
     "plate",
-    "solver_state",
 ]

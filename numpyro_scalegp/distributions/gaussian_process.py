@@ -2,27 +2,21 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpyro
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
+from numpyro.primitives import mutable
 
-from numpyro_scalegp.core import checks, functions, linalg
+from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.distributions.rows import RowsDistribution
-from numpyro_scalegp.estimators import (
-    AbstractEstimator,
-    AbstractIterative,
-    Cholesky,
-    RandomFourier,
-    SolverState,
-)
-from numpyro_scalegp.features.prior_draws import PriorDraws
+from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
-from numpyro_scalegp.posteriors import ExactPosterior, FeaturePosterior, PathwisePosterior
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -43,13 +37,21 @@ class GaussianProcess(RowsDistribution):
         key: a typed JAX key for an estimator that draws at random; by default the next key of the
             model's seed handler, so that each step of SVI has fresh probes. A constant key fixes
             them, as a line search needs.
-        state: an `sgp.solver_state`, from which solves start and in which they leave their
-            solution; it fixes the probes, unless it was made with `fresh_probes=True`.
+        state: for an iterative estimator, the name of a NumPyro mutable site that the distribution
+            makes, a `SolverState`. Each step's solves start from the last solutions (a warm start)
+            and leave theirs there, with the residuals and epochs of each step for `sgp.to_arviz`;
+            the probe vectors stay the same, unless the estimator has `fresh_probes=True`.
+            `SVI.run`, `update` and `stable_update` keep it in `SVIState.mutable_state`, with arrays
+            as its leaves, so that a saved state resumes; `handlers.substitute` puts it into a model
+            or a call. Outside of a model without one, the distribution has a new state of its own,
+            as its attribute `state`. It serves one computation: no `num_particles > 1`.
 
     Raises:
-        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity; if a new
-            state gets no key; under NUTS and the like, if the estimator's value leaves something
-            out. There an estimator that draws at random warns: it is one frozen draw.
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity; if the
+            estimator has no use for a state, or a new state gets no key; under NUTS and the like,
+            if the estimator's value leaves something out. There an estimator that draws at random
+            warns: it is one frozen draw.
 
     References:
         Rasmussen and Williams (2006), section 2.2. Cost with `Cholesky`: O(n^3) time and O(n^2)
@@ -57,11 +59,16 @@ class GaussianProcess(RowsDistribution):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> import numpyro
         >>> import numpyro_scalegp as sgp
         >>> X = jnp.linspace(0.0, 1.0, 5)[:, None]
         >>> gp = sgp.GaussianProcess(sgp.kernels.RBF(0.3), X, noise_variance=0.1)
         >>> gp.log_prob(jnp.zeros(5)).shape, gp.condition(jnp.ones(5)).mean(X).shape
         ((), (5,))
+        >>> estimator = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients())
+        >>> def model(X, y, kernel):  # many data points: each step of SVI goes on from the last
+        ...     gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator, state="solver")
+        ...     return numpyro.sample("y", gp, obs=y)
     """
 
     arg_constraints = {"noise_variance": constraints.positive}
@@ -79,7 +86,7 @@ class GaussianProcess(RowsDistribution):
         mean: Callable[[Array], Array] | ArrayLike | None = None,
         estimator: AbstractEstimator | None = None,
         key: Array | None = None,
-        state: SolverState | None = None,
+        state: str | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -93,31 +100,25 @@ class GaussianProcess(RowsDistribution):
         self.mean_function = _as_mean_function(mean)
         self.estimator = Cholesky() if estimator is None else estimator
         checks.instance("estimator", self.estimator, AbstractEstimator)
-        if state is not None:
-            checks.instance("state", state, SolverState, "an `sgp.solver_state(name)`")
         if is_key_frozen():
             self.estimator.check_frozen_key()
         if key is None and self.estimator.is_stochastic:
             # Outside of a model there is none, and NumPyro would warn.
             key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None
         self.key = key if key is None else checks.as_key(key)
-        self.state = state
-        if state is not None and isinstance(self.estimator, AbstractIterative):
-            # NumPyro collects the state before it first calls `log_prob`.
-            state.prepare(self._operator(), 1 + self.estimator.num_probes, self.key)
+        self.state = None if state is None else self._state(state)
         super().__init__((), (n,), validate_args=validate_args)
+
+    def _state(self, name: str) -> SolverState:
+        checks.instance("state", name, str, "the name of a mutable site, such as 'solver'")
+        state: Any = mutable(name, SolverState())
+        # NumPyro collects the state before it first calls `log_prob`.
+        self.estimator.prepare(state, self._operator(), self.key)
+        return state
 
     @property
     def mean(self) -> Float[Array, " n"]:
         """The mean of the observations, m(X)."""
-        return self._mean_at_inputs()
-
-    @property
-    def variance(self) -> Float[Array, " n"]:
-        """The marginal variance of the observations, k(x, x) + noise."""
-        return self.kernel.diag(self.X) + self.noise_variance
-
-    def _mean_at_inputs(self) -> Float[Array, " n"]:
         mean = self.mean_function(self.X)
         if jnp.shape(mean) != self.event_shape:
             raise ValueError(
@@ -126,9 +127,10 @@ class GaussianProcess(RowsDistribution):
             )
         return mean
 
-    def _residual(self, y: ArrayLike) -> Float[Array, "*batch n"]:
-        y = checks.observations(y, self.event_shape, "X")
-        return y - self._mean_at_inputs()
+    @property
+    def variance(self) -> Float[Array, " n"]:
+        """The marginal variance of the observations, k(x, x) + noise."""
+        return self.kernel.diag(self.X) + self.noise_variance
 
     def log_prob(
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
@@ -145,10 +147,8 @@ class GaussianProcess(RowsDistribution):
         Raises:
             ValueError: if `value` has the wrong length, or holds NaN or infinity.
         """
-        residual = self._residual(value)
-        return self.estimator.log_prob(
-            self.kernel, self.X, self.noise_variance, residual, key=self.key, state=self.state
-        )
+        residual = checks.observations(value, self.event_shape, "X") - self.mean
+        return self.estimator.log_prob(self._operator(), residual, key=self.key, state=self.state)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -160,18 +160,13 @@ class GaussianProcess(RowsDistribution):
             sample_shape: shape of the draws.
 
         Returns:
-            Draws, shape (*sample_shape, n): exact ones in O(n^3) with `Cholesky`; with an estimator
-            that has `num_features`, by so many random features, in O(n num_features) a draw.
+            Draws, shape (*sample_shape, n), as the estimator makes them: exact ones in O(n^3) with
+            `Cholesky`; with one that has `num_features`, by that many random features, in
+            O(n num_features) a draw.
         """
-        mean, key = self._mean_at_inputs(), checks.as_key(key)
-        if isinstance(self.estimator, AbstractIterative | RandomFourier):
-            draws = PriorDraws.from_key(
-                key, math.prod(sample_shape), self.estimator.num_features
-            ).observations(self.kernel, self.X, self._operator().noise())
-            return mean + draws.T.reshape(*sample_shape, *self.event_shape)
-        H = self._exact().covariance(self.kernel, self.X, self.noise_variance)
-        normal = jax.random.normal(key, (*sample_shape, *self.event_shape), H.dtype)
-        return mean + linalg.matmul(normal, linalg.cholesky(H).T)
+        count, key = math.prod(sample_shape), checks.as_key(key)
+        draws = self.estimator.sample_prior(self._operator(), key, count)
+        return self.mean + draws.reshape(*sample_shape, *self.event_shape)
 
     def condition(
         self,
@@ -180,7 +175,7 @@ class GaussianProcess(RowsDistribution):
         key: Array | None = None,
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
-    ) -> ExactPosterior | FeaturePosterior | PathwisePosterior:
+    ) -> AbstractConditioned:
         """The posterior of f given observations.
 
         Args:
@@ -204,51 +199,21 @@ class GaussianProcess(RowsDistribution):
             ValueError: if `y` has the wrong length, or holds NaN or infinity, or an estimator that
                 draws at random has neither a key nor a state.
         """
-        residual = self._residual(y)
-        if residual.ndim != 1:
-            raise ValueError(f"`y` must have shape {self.event_shape}, got {residual.shape}.")
-        key = self.key if key is None else checks.as_key(key)
+        y = checks.observations(y, self.event_shape, "X")
+        if (y - self.mean).ndim != 1:
+            raise ValueError(f"`y` must have shape {self.event_shape}, got {y.shape}.")
         checks.count_or_none("num_samples", num_samples)
         if max_epochs is not None:
             checks.number("max_epochs", max_epochs, "(0, inf]")
-        if isinstance(self.estimator, RandomFourier):
-            features, weights = self.estimator.condition(self._operator(), residual, key=key)
-            return FeaturePosterior(
-                features=features,
-                X=self.X,
-                y=jnp.asarray(y),
-                noise_variance=self.noise_variance,
-                mean_function=self.mean_function,
-                weights=weights,
-            )
-        if isinstance(self.estimator, AbstractIterative):
-            solution, draws = self.estimator.condition(
-                self._operator(),
-                residual,
-                key=key,
-                state=self.state,
-                num_samples=num_samples,
-                max_epochs=max_epochs,
-            )
-            return PathwisePosterior(
-                kernel=self.kernel,
-                X=self.X,
-                y=jnp.asarray(y),
-                noise_variance=self.noise_variance,
-                mean_function=self.mean_function,
-                solver=self.estimator.solver,
-                solution=solution,
-                draws=draws,
-            )
-        estimator = self._exact()
-        H = estimator.covariance(self.kernel, self.X, self.noise_variance)
-        factor = estimator.factorise(H, self.noise_variance)
-        return ExactPosterior.from_factor(
-            self.kernel, self.X, y, residual, self.noise_variance, self.mean_function, factor
+        return self.estimator.condition(
+            self._operator(),
+            y,
+            self.mean_function,
+            key=self.key if key is None else checks.as_key(key),
+            state=self.state,
+            num_samples=num_samples,
+            max_epochs=max_epochs,
         )
-
-    def _exact(self) -> Cholesky:
-        return self.estimator if isinstance(self.estimator, Cholesky) else Cholesky()
 
     def _operator(self) -> KernelOperator:
         return KernelOperator(self.kernel, self.X, self.noise_variance)

@@ -15,8 +15,8 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
-from numpyro_scalegp.estimators.iterative import AbstractIterative
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.solvers import KernelOperator
 
 # log p(y) = -(log|H| + y'H^-1 y + n log 2 pi) / 2.
 TERMS = ("log_determinant", "quadratic_form")
@@ -226,18 +226,17 @@ def audit(
     def evaluate(estimator: AbstractEstimator, key: Array) -> tuple[Array, Array, Array]:
         def value(parameters: Any) -> tuple[Array, tuple[Array, Array, Array]]:
             kernel, noise = eqx.combine(parameters, rest)
-            if isinstance(estimator, AbstractIterative):
-                both, estimate = estimator.evaluate(kernel, X, noise, targets, key=key)
-                cost = estimate.solution.epochs, estimate.solution.converged
-            else:
-                both = estimator.log_prob(kernel, X, noise, targets, key=key)
-                cost = jnp.array(jnp.nan), jnp.array(True)
+            operator = KernelOperator(kernel, X, noise)
+            both, solution = estimator.evaluate(operator, targets, key=key)
+            cost = jnp.array(jnp.nan), jnp.array(True)
+            if solution is not None:
+                cost = solution.epochs, solution.converged
             log_determinant = -2.0 * both[1] - y.size * math.log(2.0 * math.pi)
             terms = jnp.stack([log_determinant, 2.0 * (both[1] - both[0])])
             return both[0], (terms, *cost)
 
-        (result, (terms, *cost)), slope = jax.value_and_grad(value, has_aux=True)(parameters)
-        return _flat((result, terms, slope)), *cost
+        (result, (terms, *cost)), gradient = jax.value_and_grad(value, has_aux=True)(parameters)
+        return _flat((result, terms, gradient)), *cost
 
     truth = jax.jit(functools.partial(evaluate, Cholesky()))(draw_key)[0]
     names = ["log_prob", *TERMS, *_names(parameters)]

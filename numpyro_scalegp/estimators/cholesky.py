@@ -1,13 +1,16 @@
 """The exact log marginal likelihood by a dense Cholesky factorisation."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, linalg, memory
+from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.solver_state import SolverState
-from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors import ExactPosterior
+from numpyro_scalegp.solvers import KernelOperator
 
 
 class Cholesky(AbstractEstimator):
@@ -40,29 +43,17 @@ class Cholesky(AbstractEstimator):
     def __check_init__(self) -> None:
         checks.jitter(self.jitter)
 
-    @property
-    def is_stochastic(self) -> bool:
-        """False."""
-        return False
-
-    def covariance(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
-    ) -> Float[Array, "n n"]:
+    def covariance(self, operator: KernelOperator) -> Float[Array, "n n"]:
         """The matrix H that is factorised, a fixed jitter included."""
         memory.warn_of_size(
             "Cholesky",
-            X.shape[0],
-            X.dtype,
+            operator.size,
+            operator.X.dtype,
             "use estimator=sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients()), whose memory "
-            "is linear in the rows",
+            "is linear in the data points",
         )
-        gram = kernel.covariance(X)
-        dtype = jnp.result_type(gram, noise_variance)
-        noise = jnp.broadcast_to(noise_variance.astype(dtype), X.shape[:1])
-        H = gram.astype(dtype) + jnp.diag(noise)
+        gram = operator.kernel.covariance(operator.X).astype(operator.dtype)
+        H = gram + jnp.diag(operator.noise())
         return H if self.jitter is None else linalg.add_jitter(H, self.jitter)
 
     def factorise(
@@ -80,9 +71,7 @@ class Cholesky(AbstractEstimator):
 
     def log_prob(
         self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
@@ -90,8 +79,39 @@ class Cholesky(AbstractEstimator):
     ) -> Float[Array, "*batch"]:
         """The log density of `residual` under N(0, H); see `AbstractEstimator.log_prob`.
 
-        One factorisation serves the whole batch; neither the key nor the state is used. NaN, with a
-        warning, where H is not positive definite.
+        One factorisation serves the whole batch. NaN, with a warning, where H is not positive
+        definite.
         """
-        H = self.covariance(kernel, X, noise_variance)
-        return linalg.gaussian_log_density(H, residual, self.factorise(H, noise_variance))
+        H = self.covariance(operator)
+        factor = self.factorise(H, operator.noise_variance)
+        return linalg.gaussian_log_density(H, residual, factor)
+
+    def condition(
+        self,
+        operator: KernelOperator,
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+        num_samples: int | None = None,
+        max_epochs: int | float | None = None,
+    ) -> ExactPosterior:
+        """The exact posterior, from one factorisation; see `AbstractEstimator.condition`."""
+        return ExactPosterior.from_factor(
+            operator.kernel,
+            operator.X,
+            y,
+            y - mean_function(operator.X),
+            operator.noise_variance,
+            mean_function,
+            self.factorise(self.covariance(operator), operator.noise_variance),
+        )
+
+    def sample_prior(
+        self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
+    ) -> Float[Array, "num_samples n"]:
+        """Draw from N(0, H) exactly, in O(n^3); see `AbstractEstimator.sample_prior`."""
+        H = self.covariance(operator)
+        normal = jax.random.normal(key, (num_samples, operator.size), H.dtype)
+        return linalg.matmul(normal, linalg.cholesky(H).T)

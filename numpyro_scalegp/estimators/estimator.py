@@ -2,46 +2,123 @@
 
 import abc
 import warnings
+from typing import ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.estimators.solver_state import SolverState
-from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+from numpyro_scalegp.solvers import KernelOperator, Solution
 
 
 class AbstractEstimator(eqx.Module):
-    """A way to compute log N(y; 0, K(X, X) + noise) and its gradient."""
+    """A way to compute log N(y; 0, H) with H = K(X, X) + noise, and all that rests on it.
 
-    @property
-    @abc.abstractmethod
-    def is_stochastic(self) -> bool:
-        """Whether it draws at random, so that it needs a key or a state."""
+    An estimator of your own has three methods: `log_prob`, `condition` and `sample_prior`. If it
+    draws at random, it sets `is_stochastic = True` and asks `required_key` for its key.
+    """
+
+    # Whether it draws at random, so that it needs a key.
+    is_stochastic: ClassVar[bool] = False
 
     @abc.abstractmethod
     def log_prob(
         self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
         state: SolverState | None = None,
     ) -> Float[Array, "*batch"]:
-        """The log density of `residual` under N(0, H) with H = K(X, X) + noise.
+        """The log density of `residual` under N(0, H).
 
         Args:
-            kernel: covariance function.
-            X: inputs, shape (n, d).
-            noise_variance: shape () or (n,).
-            residual: observations minus the mean, shape (..., n).
+            operator: H.
+            residual: observations minus the prior mean, shape (..., n).
             key: a typed JAX key, for estimators that draw at random.
             state: where iterative estimators start from, and where they leave their solution.
 
         Returns:
             Log densities, shape (...).
         """
+
+    @abc.abstractmethod
+    def condition(
+        self,
+        operator: KernelOperator,
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+        num_samples: int | None = None,
+        max_epochs: int | float | None = None,
+    ) -> AbstractConditioned:
+        """The posterior of f given observations y ~ N(m(X), H), from what the density rests on.
+
+        Args:
+            operator: H, with the kernel, X and the noise variance.
+            y: observations, shape (n,).
+            mean_function: the prior mean m, from (n, d) inputs to (n,) values.
+            key: a typed JAX key, for estimators that draw at random.
+            state: the state of the steps before, for estimators that have one.
+            num_samples: number of posterior samples to store, for estimators that store some.
+            max_epochs: budget of a solve, for estimators that make one.
+
+        Returns:
+            One of `sgp.posteriors`.
+        """
+
+    @abc.abstractmethod
+    def sample_prior(
+        self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
+    ) -> Float[Array, "num_samples n"]:
+        """Draw from N(0, H).
+
+        Args:
+            operator: H.
+            key: a typed JAX key.
+            num_samples: number of draws.
+
+        Returns:
+            Draws, shape (num_samples, n).
+        """
+
+    def evaluate(
+        self,
+        operator: KernelOperator,
+        residual: Float[Array, "*batch n"],
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+    ) -> tuple[Float[Array, "*batch"], Solution | None]:
+        """What `log_prob` returns, and the solution that it rests on; None if it solves nothing."""
+        return self.log_prob(operator, residual, key=key, state=state), None
+
+    def prepare(
+        self, state: SolverState, operator: KernelOperator, key: Key[Array, ""] | None
+    ) -> None:
+        """Give a state its shape, if it is empty.
+
+        Raises:
+            ValueError: if this estimator keeps nothing from one step to the next.
+        """
+        raise ValueError(
+            f"`state` is for estimators that solve iteratively, and `{type(self).__name__}` keeps "
+            "nothing from one step to the next: leave `state` out, or take "
+            "`sgp.estimators.Pathwise` or `Hutchinson`."
+        )
+
+    def required_key(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
+        """The key, or an error that says where to get one."""
+        if key is None:
+            raise ValueError(
+                f"`{type(self).__name__}` draws at random: give the `GaussianProcess`, or its "
+                "`condition`, a `key=`, or run the model under `numpyro.handlers.seed`."
+            )
+        return key
 
     def check_frozen_key(self) -> None:
         """Refuse or warn of a key that is the same at each evaluation.
@@ -56,19 +133,8 @@ class AbstractEstimator(eqx.Module):
                 "searches such as that of `numpyro.optim.Minimize`: they see one frozen draw of "
                 "the log density, and a gradient that is not its own. Take "
                 "`estimator=sgp.estimators.Cholesky()`, or train by `SVI` with optax; for "
-                "stochastic-gradient MCMC seed the model anew at each step, by "
+                "stochastic-gradient MCMC seed the model with a new key at each step, by "
                 "`numpyro.handlers.seed`.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def key_of(estimator: AbstractEstimator, key: Key[Array, ""] | None) -> Key[Array, ""]:
-    """The key that an estimator got, or an error that says where to get one."""
-    if key is None:
-        raise ValueError(
-            f"`{type(estimator).__name__}` draws at random: give the `GaussianProcess` a `key=`"
-            + (" or a `state=`" if hasattr(estimator, "solver") else "")
-            + ", or run the model under `numpyro.handlers.seed`."
-        )
-    return key

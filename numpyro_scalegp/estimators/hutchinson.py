@@ -19,19 +19,25 @@ class Hutchinson(AbstractIterative):
     Lanczos quadrature, with the standard error among the state's records: with
     `ConjugateGradients` from extra columns of the same solve, otherwise from a Lanczos process of
     its own, which costs at most `logdet_epochs` epochs. Each evaluation is random, so it is for
-    stochastic optimisers, not for NUTS or line searches (under a constant key, NumPyro's samplers
+    stochastic optimizers, not for NUTS or line searches (under a constant key, NumPyro's samplers
     would see one frozen draw).
 
     Args:
         solver: one of `sgp.solvers`.
-        num_probes: number s of probes for the gradient.
-        num_logdet_probes: probes for the value; 0 leaves log|H| out of the value, which then is
-            -(y'H^-1 y + n log 2 pi) / 2, and the gradient as it is.
+        num_probes: number s of probe vectors for the gradient.
+        num_logdet_probes: probe vectors for the value; 0 leaves log|H| out of the value, which then
+            is -(y'H^-1 y + n log 2 pi) / 2, and the gradient as it is.
         logdet_epochs: Lanczos steps for the value, with solvers other than conjugate gradients.
+        fresh_probes: with a state, whether each step draws new probe vectors, so that the data's
+            column alone starts from the last solutions.
+        num_solutions: how many of the last solutions a new state keeps, (n, 1 + num_probes) each. A
+            step starts from their best linear combination for its own system: with 1 from the last
+            one, as in Lin et al. (2024); with 2 it also extrapolates, wherever that helps.
+        num_records: for how many of the last steps a new state keeps residuals and epochs.
         num_features: random features of the prior draws that `condition` makes.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if an argument is out of its range.
 
     References:
         Hutchinson (1990); Gardner et al. (2018), GPyTorch; Lin et al. (2024), eq. 6. Time: one
@@ -48,17 +54,10 @@ class Hutchinson(AbstractIterative):
         static=True, converter=checks.plain, default=16, kw_only=True
     )
     logdet_epochs: int = eqx.field(static=True, converter=checks.plain, default=30, kw_only=True)
+    fresh_probes: bool = eqx.field(static=True, converter=checks.plain, default=False, kw_only=True)
+    num_solutions: int = eqx.field(static=True, converter=checks.plain, default=2, kw_only=True)
+    num_records: int = eqx.field(static=True, converter=checks.plain, default=10_000, kw_only=True)
     num_features: int = eqx.field(static=True, converter=checks.plain, default=2000, kw_only=True)
-
-    @property
-    def stores_samples(self) -> bool:
-        """False: they solve for signs."""
-        return False
-
-    @property
-    def squares_probes(self) -> bool:
-        """False: on the other side stands the probe itself."""
-        return False
 
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
@@ -70,7 +69,7 @@ class Hutchinson(AbstractIterative):
         self,
         targets: Float[Array, "n s"],
         solutions: Float[Array, "n s"],
-        twins: Float[Array, "n s"],
+        independent: Float[Array, "n s"],
     ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
         """H^-1 z_j on one side and z_j on the other."""
         return solutions, targets

@@ -1,10 +1,9 @@
 """What the estimators that solve linear systems iteratively have in common."""
 
 import abc
-import dataclasses
 import math
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,11 +12,12 @@ from jaxtyping import Array, Bool, Float, Key, UInt
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
-from numpyro_scalegp.estimators.estimator import AbstractEstimator, key_of
+from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.lanczos import LogDeterminant, log_determinant, stopping_variance
-from numpyro_scalegp.estimators.solver_state import Records, SolverState
+from numpyro_scalegp.estimators.solver_state import Memory, Records, SolverState
 from numpyro_scalegp.features.prior_draws import PriorDraws
-from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors import PathwisePosterior
 from numpyro_scalegp.solvers import (
     AbstractSolver,
     ConjugateGradients,
@@ -53,11 +53,19 @@ class AbstractIterative(AbstractEstimator):
     differentiated block by block, so that nothing is differentiated through a solver.
     """
 
+    is_stochastic: ClassVar[bool] = True
+    # Whether the probes' solutions are those of posterior samples: then they stand on both sides of
+    # the trace's quadratic forms.
+    stores_samples: ClassVar[bool] = False
+
     solver: eqx.AbstractVar[AbstractSolver]
     num_probes: eqx.AbstractVar[int]
     num_features: eqx.AbstractVar[int]
     num_logdet_probes: eqx.AbstractVar[int]
     logdet_epochs: eqx.AbstractVar[int]
+    fresh_probes: eqx.AbstractVar[bool]
+    num_solutions: eqx.AbstractVar[int]
+    num_records: eqx.AbstractVar[int]
 
     def __check_init__(self) -> None:
         checks.instance("solver", self.solver, AbstractSolver)
@@ -65,11 +73,9 @@ class AbstractIterative(AbstractEstimator):
         checks.count("num_features", self.num_features, 2, even=True)
         checks.count("num_logdet_probes", self.num_logdet_probes, 0)
         checks.count("logdet_epochs", self.logdet_epochs)
-
-    @property
-    def is_stochastic(self) -> bool:
-        """True."""
-        return True
+        checks.instance("fresh_probes", self.fresh_probes, bool, "True or False")
+        checks.count("num_solutions", self.num_solutions)
+        checks.count("num_records", self.num_records)
 
     def check_frozen_key(self) -> None:
         """Warn of one frozen draw, and refuse a value without its log-determinant.
@@ -87,16 +93,6 @@ class AbstractIterative(AbstractEstimator):
             )
         super().check_frozen_key()
 
-    @property
-    @abc.abstractmethod
-    def stores_samples(self) -> bool:
-        """Whether the probes' solutions are those of pathwise posterior samples."""
-
-    @property
-    @abc.abstractmethod
-    def squares_probes(self) -> bool:
-        """Whether a probe's solution stands on both sides of a quadratic form."""
-
     @abc.abstractmethod
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
@@ -108,9 +104,12 @@ class AbstractIterative(AbstractEstimator):
         self,
         targets: Float[Array, "n s"],
         solutions: Float[Array, "n s"],
-        twins: Float[Array, "n s"],
+        independent: Float[Array, "n s"],
     ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
-        """The vectors l_j, r_j with tr(H^-1 dH) = E[l_j'dH r_j]."""
+        """The vectors l_j, r_j with tr(H^-1 dH) = E[l_j'dH r_j].
+
+        Where solutions are random, `independent` holds second estimates of them.
+        """
 
     def estimate(
         self,
@@ -135,7 +134,7 @@ class AbstractIterative(AbstractEstimator):
             An `Estimate`.
         """
         operator, residual, guess = jax.lax.stop_gradient((operator, residual, guess))
-        probe_key, logdet_key, own_key = _split(key)
+        probe_key, logdet_key, own_key = jax.random.split(key, 3)
         solver_key = own_key if solver_key is None else solver_key
         targets = self.targets(operator, probe_key).astype(operator.dtype)
         residual = residual.astype(operator.dtype)
@@ -150,8 +149,8 @@ class AbstractIterative(AbstractEstimator):
         failed = ~jnp.all(jnp.isfinite(value)) | (solution.reason == StopReason.FAILED)
         solution = _failed_where(failed, solution)
         solutions = solution.value[:, m:]
-        twins = solutions if solution.twin is None else solution.twin
-        left, right = self.trace_vectors(targets, solutions, twins)
+        independent = solutions if solution.twin is None else solution.twin
+        left, right = self.trace_vectors(targets, solutions, independent)
         value, error = (jnp.where(failed, jnp.nan, found) for found in (value, error))
         return Estimate(value, error, solution, left, right)
 
@@ -172,7 +171,7 @@ class AbstractIterative(AbstractEstimator):
             guess=guess,
             key=solver_key,
             num_averaged=self.num_probes,
-            paired=self.squares_probes,
+            paired=self.stores_samples,
         )
         if num_probes == 0:
             zero = jnp.zeros((), operator.dtype)
@@ -187,9 +186,7 @@ class AbstractIterative(AbstractEstimator):
 
     def log_prob(
         self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
@@ -201,20 +198,17 @@ class AbstractIterative(AbstractEstimator):
             ValueError: if there is neither a key nor a state, or the state has another shape.
             TypeError: in forward-mode differentiation, and in second derivatives.
         """
-        return self.evaluate(kernel, X, noise_variance, residual, key=key, state=state)[0]
+        return self.evaluate(operator, residual, key=key, state=state)[0]
 
     def evaluate(
         self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
         state: SolverState | None = None,
-    ) -> tuple[Float[Array, "*batch"], Estimate]:
-        """What `log_prob` returns, with its gradient, and the `Estimate` that it rests on."""
-        operator = KernelOperator(kernel, X, noise_variance)
+    ) -> tuple[Float[Array, "*batch"], Solution]:
+        """What `log_prob` returns, with its gradient, and the solution that it rests on."""
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
         probe_key, guess, solver_key = key, None, None
         if state is not None:
@@ -224,92 +218,127 @@ class AbstractIterative(AbstractEstimator):
                     f"{residual.shape}."
                 )
             memory = state.read((operator.size, 1 + self.num_probes))
-            same_probes = memory.estimator == self._fingerprint()
-            if state.fresh_probes:
-                same_probes = jnp.zeros((), bool)
-            guess = _of_same_probes(memory.solutions, same_probes)
-            if not state.fresh_probes:
+            guess = self._of_same_probes(memory)
+            if not self.fresh_probes:
                 probe_key = memory.key()
                 # The solver's own draws need not be the same again.
                 solver_key = jax.random.fold_in(jax.random.fold_in(probe_key, 1), memory.step)
-        probe_key = key_of(self, probe_key)
+        probe_key = self.required_key(probe_key)
         found = self.estimate(operator, rows.T, key=probe_key, guess=guess, solver_key=solver_key)
         if state is None:
             warn_unless_converged(found.solution)
         else:
-            self._record(state, operator, rows[0], found, key)
+            solution = found.solution
+            record = Records(
+                solution.residual[0],
+                jnp.mean(solution.residual[1:]),
+                solution.epochs,
+                solution.converged,
+                found.standard_error,
+            )
+            state.write(operator, self._fingerprint(), solution.value, rows[0], record, key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
         inputs, fixed = (differentiable, rows), (rest, found)
         value = with_pullback(_pull_back, _REFUSAL, found.value, inputs, fixed)
-        return value.reshape(residual.shape[:-1]), found
+        return value.reshape(residual.shape[:-1]), found.solution
+
+    def prepare(
+        self, state: SolverState, operator: KernelOperator, key: Key[Array, ""] | None
+    ) -> None:
+        """Give a state its shape, if it is empty; see `SolverState.prepare`."""
+        state.prepare(
+            operator,
+            key,
+            num_columns=1 + self.num_probes,
+            num_solutions=self.num_solutions,
+            num_records=self.num_records,
+        )
 
     def condition(
         self,
         operator: KernelOperator,
-        residual: Float[Array, " n"],
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
         *,
-        key: Key[Array, ""] | None,
-        state: SolverState | None,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
-    ) -> tuple[Solution, PriorDraws]:
-        """Solve H [v, u_1 .. u_s] = [y, xi_1 .. xi_s] for pathwise posterior samples.
+    ) -> PathwisePosterior:
+        """Solve H [v, u_1 .. u_s] = [y - m(X), xi_1 .. xi_s] for pathwise posterior samples.
 
         A state whose solution belongs to these very hyperparameters, inputs, observations and
         draws, and is within the solver's tolerance, is taken as it is; any other state is where the
-        solve starts. A solution above its tolerance warns once.
-
-        Args:
-            operator: H.
-            residual: observations minus the mean, shape (n,).
-            key: a typed JAX key; not needed with a state.
-            state: the state of the steps before.
-            num_samples: s, `num_probes` by default.
-            max_epochs: the budget, the solver's own by default.
-
-        Returns:
-            The solution and the prior draws that its columns after the first belong to.
+        solve starts. A solution above its tolerance warns once. By default s is `num_probes`, and
+        the budget the solver's own; see `AbstractEstimator.condition`.
 
         Raises:
             ValueError: if there is neither a key nor a state.
         """
-        operator, residual = jax.lax.stop_gradient((operator, residual.astype(operator.dtype)))
-        memory = None
-        if state is not None:
-            memory = state.read((operator.size, 1 + self.num_probes), last=True)
-            if not state.fresh_probes or key is None:
-                key = memory.key()
-        if key is None:
-            raise ValueError(
-                "posterior samples are drawn at random: give `condition` a `key=`, or the "
-                "`GaussianProcess` a `key=` or a `state=`."
-            )
-        probe_key, _, solver_key = _split(key)
-        solver = self.solver.to_tolerance
-        stores_samples = self.stores_samples and solver is self.solver
-        if max_epochs is not None and hasattr(solver, "max_epochs"):
-            solver = dataclasses.replace(solver, **{"max_epochs": max_epochs})
+        if state is not None and not (self.fresh_probes and key is not None):
+            key = state.memory.key()
+        probe_key, _, solver_key = jax.random.split(self.required_key(key), 3)
         count = self.num_probes if num_samples is None else num_samples
         draws = PriorDraws.from_key(probe_key, count, self.num_features)
+        solver = self.solver.to_tolerance.with_budget(max_epochs)
+        fixed = jax.lax.stop_gradient((operator, y - mean_function(operator.X)))
+        solution = self._solution(solver, *fixed, draws, solver_key, state)
+        warn_unless_converged(solution)
+        return PathwisePosterior(
+            kernel=operator.kernel,
+            X=operator.X,
+            y=y,
+            noise_variance=operator.noise_variance,
+            mean_function=mean_function,
+            solver=self.solver,
+            solution=solution,
+            draws=draws,
+        )
+
+    def _solution(
+        self,
+        solver: AbstractSolver,
+        operator: KernelOperator,
+        residual: Float[Array, " n"],
+        draws: PriorDraws,
+        solver_key: Key[Array, ""],
+        state: SolverState | None,
+    ) -> Solution:
+        """The state's last solution, if it is the one for all this, or another solve."""
+        residual = residual.astype(operator.dtype)
 
         def solve(guess: Array | None) -> Solution:
             xi = draws.observations(operator.kernel, operator.X, operator.noise())
             B = jnp.concatenate([residual[:, None], xi.astype(operator.dtype)], axis=1)
+            count = draws.num_draws
             return solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=count)
 
-        if state is None or memory is None:
-            solution = solve(None)
-        elif stores_samples and not state.fresh_probes and count == self.num_probes:
-            same_probes = memory.estimator == self._fingerprint()
-            guess = _of_same_probes(memory.solutions, same_probes).astype(operator.dtype)
-            same, last = state.last(operator, residual)
-            same &= same_probes & (jnp.max(last.residual[:2]) <= getattr(solver, "tolerance", 0.0))
-            solution = jax.lax.cond(same, lambda: last, lambda: solve(guess))
-        else:
-            guess = jnp.zeros((operator.size, 1 + count), operator.dtype)
-            solution = solve(guess.at[:, 0].set(memory.solutions[0, :, 0]))
-        warn_unless_converged(solution)
-        return solution, draws
+        if state is None:
+            return solve(None)
+        memory = state.read((operator.size, 1 + self.num_probes), last=True)
+        has_samples = self.stores_samples and self.solver.to_tolerance is self.solver
+        if not has_samples or self.fresh_probes or draws.num_draws != self.num_probes:
+            guess = jnp.zeros((operator.size, 1 + draws.num_draws), operator.dtype)
+            return solve(guess.at[:, 0].set(memory.solutions[0, :, 0]))
+        guess = self._of_same_probes(memory).astype(operator.dtype)
+        same, last = state.last(operator, residual)
+        same &= memory.estimator == self._fingerprint()
+        same &= jnp.max(last.residual[:2]) <= getattr(solver, "tolerance", 0.0)
+        return jax.lax.cond(same, lambda: last, lambda: solve(guess))
+
+    def sample_prior(
+        self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
+    ) -> Float[Array, "num_samples n"]:
+        """Draw from N(0, H) by random features, in O(n num_features) a draw."""
+        draws = PriorDraws.from_key(key, num_samples, self.num_features)
+        return draws.observations(operator.kernel, operator.X, operator.noise()).T
+
+    def _of_same_probes(self, memory: Memory) -> Float[Array, "p n k"]:
+        """The data's columns, and the others if they belong to the probes in use."""
+        is_data = jnp.arange(memory.solutions.shape[2]) == 0
+        same_probes = memory.estimator == self._fingerprint()
+        kept = is_data if self.fresh_probes else is_data | same_probes
+        return jnp.where(kept, memory.solutions, 0.0)
 
     def _fingerprint(self) -> UInt[Array, ""]:
         """What the probes' columns depend on, besides a key, the operator and the tolerance."""
@@ -318,32 +347,6 @@ class AbstractIterative(AbstractEstimator):
         is_random = self.solver.to_tolerance is not self.solver
         parts = kind.__module__, kind.__qualname__, self.num_probes, self.num_features, is_random
         return jnp.asarray(zlib.crc32(repr(parts).encode()), jnp.uint32)
-
-    def _record(
-        self,
-        state: SolverState,
-        operator: KernelOperator,
-        target: Float[Array, " n"],
-        found: Estimate,
-        key: Key[Array, ""] | None,
-    ) -> None:
-        residual = found.solution.residual
-        record = Records(
-            residual[0],
-            jnp.mean(residual[1:]),
-            found.solution.epochs,
-            found.solution.converged,
-            found.standard_error,
-        )
-        state.write(operator, self._fingerprint(), found.solution.value, target, record, key)
-
-
-def _of_same_probes(
-    solutions: Float[Array, "p n k"], same_probes: Bool[Array, ""]
-) -> Float[Array, "p n k"]:
-    """The data's column, and the others if they belong to the probes in use."""
-    is_data = jnp.arange(solutions.shape[2]) == 0
-    return jnp.where(is_data | same_probes, solutions, 0.0)
 
 
 def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Float[Array, " m"]:
@@ -370,23 +373,21 @@ def _failed_where(failed: Bool[Array, ""], solution: Solution) -> Solution:
     )
 
 
-def _split(key: Key[Array, ""]) -> Key[Array, " 3"]:
-    """Keys for the probes, the log-determinant and the solver."""
-    return jax.random.split(key, 3)
-
-
 def _pull_back(
-    inputs: tuple[KernelOperator, Array], fixed: tuple[KernelOperator, Estimate], slope: Array
+    inputs: tuple[KernelOperator, Array], fixed: tuple[KernelOperator, Estimate], cotangent: Array
 ) -> tuple[KernelOperator, Array]:
     """The estimator's gradient with respect to the operator and the data, shape (m, n)."""
     (operator, _), (rest, found) = inputs, fixed
     operator = refuse_derivatives(_REFUSAL, eqx.combine(operator, rest))
-    m, s = slope.size, found.left.shape[1]
+    m, s = cotangent.size, found.left.shape[1]
     left, right = found.solution.squares(m)
-    sides = (0.5 * slope * left, -0.5 / s * jnp.sum(slope) * found.left), (right, found.right)
+    sides = (
+        (0.5 * cotangent * left, -0.5 / s * jnp.sum(cotangent) * found.left),
+        (right, found.right),
+    )
     gradient = operator.bilinear_gradient(*(_side_by_side(*side) for side in sides))
     gradient = eqx.filter(gradient, eqx.is_inexact_array)
-    return gradient, -(slope * found.solution.value[:, :m]).T
+    return gradient, -(cotangent * found.solution.value[:, :m]).T
 
 
 def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -> Array:

@@ -32,7 +32,7 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
     Args:
         coefficients: of probes drawn from N(0, P) and started at zero.
         n: size of H.
-        num_probes: how many columns of the groups are probes; others are filling.
+        num_probes: how many columns of the groups are probes; others are padding.
 
     Returns:
         Mean and standard error over probes; NaN where there are none. Each group's quadrature has

@@ -1,5 +1,7 @@
 """The pathwise gradient of the log marginal likelihood."""
 
+from typing import ClassVar
+
 import equinox as eqx
 from jaxtyping import Array, Float, Key
 
@@ -25,12 +27,14 @@ class Pathwise(AbstractIterative):
         num_probes: number s of prior draws, and of stored posterior samples.
         num_features: random features of the draws; the kernel must have some (all kernels of this
             package have).
-        num_logdet_probes: probes for the value; 0 leaves log|H| out of the value, which then is
-            -(y'H^-1 y + n log 2 pi) / 2, and the gradient as it is.
-        logdet_epochs: Lanczos steps for the value, with solvers other than conjugate gradients.
+        num_logdet_probes: as of `Hutchinson`.
+        logdet_epochs: as of `Hutchinson`.
+        fresh_probes: as of `Hutchinson`.
+        num_solutions: as of `Hutchinson`.
+        num_records: as of `Hutchinson`.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if an argument is out of its range.
 
     References:
         Lin et al. (2024), Improving Linear System Solvers for Hyperparameter Optimisation in
@@ -42,6 +46,8 @@ class Pathwise(AbstractIterative):
         >>> estimator = sgp.estimators.Pathwise(sgp.solvers.AlternatingProjections())
     """
 
+    stores_samples: ClassVar[bool] = True
+
     solver: AbstractSolver
     num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
     num_features: int = eqx.field(static=True, converter=checks.plain, default=2000)
@@ -49,16 +55,9 @@ class Pathwise(AbstractIterative):
         static=True, converter=checks.plain, default=16, kw_only=True
     )
     logdet_epochs: int = eqx.field(static=True, converter=checks.plain, default=30, kw_only=True)
-
-    @property
-    def stores_samples(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def squares_probes(self) -> bool:
-        """True."""
-        return True
+    fresh_probes: bool = eqx.field(static=True, converter=checks.plain, default=False, kw_only=True)
+    num_solutions: int = eqx.field(static=True, converter=checks.plain, default=2, kw_only=True)
+    num_records: int = eqx.field(static=True, converter=checks.plain, default=10_000, kw_only=True)
 
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
@@ -71,7 +70,7 @@ class Pathwise(AbstractIterative):
         self,
         targets: Float[Array, "n s"],
         solutions: Float[Array, "n s"],
-        twins: Float[Array, "n s"],
+        independent: Float[Array, "n s"],
     ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
         """H^-1 xi_j on both sides."""
-        return solutions, twins
+        return solutions, independent

@@ -1,23 +1,26 @@
 """The log marginal likelihood with random Fourier features in place of the kernel."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.estimators.estimator import AbstractEstimator, key_of
+from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.solver_state import SolverState
 from numpyro_scalegp.features.linear_model import (
     Statistics,
-    Weights,
     log_densities,
     posterior,
     refined,
     statistics,
 )
+from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors import FeaturePosterior
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -65,41 +68,36 @@ class RandomFourier(AbstractEstimator):
         >>> estimator = sgp.estimators.RandomFourier(num_features=500)
     """
 
+    is_stochastic: ClassVar[bool] = True
+
     num_features: int = eqx.field(static=True, converter=checks.plain, default=1000)
 
     def __check_init__(self) -> None:
         checks.count("num_features", self.num_features, 2, even=True)
-
-    @property
-    def is_stochastic(self) -> bool:
-        """True."""
-        return True
 
     def check_frozen_key(self) -> None:
         """Pass: under one draw of the frequencies the density is smooth, and has its gradient."""
 
     def log_prob(
         self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
         state: SolverState | None = None,
     ) -> Float[Array, "*batch"]:
-        """The log density of `residual` under N(0, Phi Phi' + noise); no state is used.
+        """The log density of `residual` under N(0, Phi Phi' + noise).
 
         Raises:
             ValueError: if there is no key, or the kernel has no smooth random features.
         """
-        if not kernel.has_smooth_features:
+        if not operator.kernel.has_smooth_features:
             raise ValueError(
-                f"`kernel`, here `{type(kernel).__name__}`, has a hyperparameter that decides "
-                "between discrete frequencies: the gradient by its random features would be wrong. "
-                "Expand products of sums into sums, and use another estimator for `Periodic`."
+                f"`kernel`, here `{type(operator.kernel).__name__}`, has a hyperparameter that "
+                "decides between discrete frequencies: the gradient by its random features would "
+                "be wrong. Expand products of sums into sums, and use another estimator for "
+                "`Periodic`."
             )
-        operator = KernelOperator(kernel, X, noise_variance)
         rows = residual.reshape(-1, residual.shape[-1])
         found = self._statistics(operator, rows.T, key)[1]
         return log_densities(found, operator.noise()).reshape(residual.shape[:-1])
@@ -107,34 +105,47 @@ class RandomFourier(AbstractEstimator):
     def condition(
         self,
         operator: KernelOperator,
-        residual: Float[Array, " n"],
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
         *,
-        key: Key[Array, ""] | None,
-    ) -> tuple[KernelFeatures, Weights]:
-        """The features of a key, and the posterior of their weights, in O(n p^2 + p^3).
-
-        Args:
-            operator: H, whose kernel the features replace.
-            residual: observations minus the mean, shape (n,).
-            key: a typed JAX key for the frequencies.
-
-        Returns:
-            The features as a function of rows, and the law of the weights, of p entries.
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+        num_samples: int | None = None,
+        max_epochs: int | float | None = None,
+    ) -> FeaturePosterior:
+        """The posterior of the features' weights, in O(n p^2 + p^3).
 
         Raises:
             ValueError: if there is no key, or the kernel has no random features.
         """
+        residual = y - mean_function(operator.X)
         features, found = self._statistics(operator, residual[:, None], key)
         dtype = operator.dtype
         map_rows = lambda rows: features(rows).astype(dtype)  # noqa: E731
         rows = operator.X, operator.noise(), residual.astype(dtype)
-        return features, refined(posterior(found), map_rows, *rows)
+        return FeaturePosterior(
+            features=features,
+            X=operator.X,
+            y=y,
+            noise_variance=operator.noise_variance,
+            mean_function=mean_function,
+            weights=refined(posterior(found), map_rows, *rows),
+        )
+
+    def sample_prior(
+        self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
+    ) -> Float[Array, "num_samples n"]:
+        """Draw from N(0, H) by random features, in O(n num_features) a draw."""
+        draws = PriorDraws.from_key(key, num_samples, self.num_features)
+        return draws.observations(operator.kernel, operator.X, operator.noise()).T
 
     def _statistics(
         self, operator: KernelOperator, residual: Float[Array, "n m"], key: Key[Array, ""] | None
     ) -> tuple[KernelFeatures, Statistics]:
         origin = jax.lax.stop_gradient(operator.X[0])
-        features = KernelFeatures(operator.kernel, key_of(self, key), self.num_features, origin)
+        features = KernelFeatures(
+            operator.kernel, self.required_key(key), self.num_features, origin
+        )
         dtype = operator.dtype
         found = statistics(
             lambda rows: features(rows).astype(dtype),

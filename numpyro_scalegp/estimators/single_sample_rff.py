@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
+from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
 from numpyro_scalegp.estimators.cholesky import Cholesky
-from numpyro_scalegp.estimators.estimator import AbstractEstimator, key_of
+from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.solver_state import SolverState
 from numpyro_scalegp.features.linear_model import Statistics, log_densities, statistics
-from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors import ExactPosterior
 from numpyro_scalegp.solvers import KernelOperator
 from numpyro_scalegp.solvers.stopping import StoppingTime
 
@@ -63,17 +64,14 @@ class SingleSampleRFF(AbstractEstimator):
         >>> estimator = sgp.estimators.SingleSampleRFF(min_features=500, step=100)
     """
 
+    is_stochastic: ClassVar[bool] = True
+
     min_features: int = eqx.field(static=True, converter=checks.plain, default=500)
     step: int = eqx.field(static=True, converter=checks.plain, default=100)
 
     def __check_init__(self) -> None:
         for name in ("min_features", "step"):
             checks.count(name, getattr(self, name), 2, even=True)
-
-    @property
-    def is_stochastic(self) -> bool:
-        """True."""
-        return True
 
     def sizes(self, n: int) -> tuple[int, ...]:
         """The numbers m_0, .., m_{T-1} of features for n rows; the T-th term is the exact one."""
@@ -85,26 +83,24 @@ class SingleSampleRFF(AbstractEstimator):
 
     def log_prob(
         self,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
+        operator: KernelOperator,
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
         state: SolverState | None = None,
     ) -> Float[Array, "*batch"]:
-        """An unbiased estimate of the log density of `residual` under N(0, H); no state is used.
+        """An unbiased estimate of the log density of `residual` under N(0, H).
 
         Raises:
             ValueError: if there is no key, or the kernel is not stationary.
             TypeError: in forward-mode differentiation, and in second derivatives.
         """
+        kernel = operator.kernel
         if not kernel.is_stationary:
             raise ValueError(
                 f"`kernel` must be stationary for `SingleSampleRFF`, got `{type(kernel).__name__}`."
             )
-        frequency_key, stop_key = jax.random.split(key_of(self, key))
-        operator = KernelOperator(kernel, X, noise_variance)
+        frequency_key, stop_key = jax.random.split(self.required_key(key))
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
         stop = self.law(operator.size).sample(stop_key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
@@ -114,6 +110,26 @@ class SingleSampleRFF(AbstractEstimator):
         values = jax.lax.switch(branch, branches, *jax.lax.stop_gradient(inputs), fixed)
         values = with_pullback(_pull_back, _REFUSAL, values, inputs, (self, *fixed))
         return values.reshape(residual.shape[:-1])
+
+    def condition(
+        self,
+        operator: KernelOperator,
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
+        *,
+        key: Key[Array, ""] | None = None,
+        state: SolverState | None = None,
+        num_samples: int | None = None,
+        max_epochs: int | float | None = None,
+    ) -> ExactPosterior:
+        """The exact posterior, as with `Cholesky`: that of the density's mean."""
+        return Cholesky().condition(operator, y, mean_function)
+
+    def sample_prior(
+        self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
+    ) -> Float[Array, "num_samples n"]:
+        """Draw from N(0, H) exactly, as with `Cholesky`."""
+        return Cholesky().sample_prior(operator, key, num_samples)
 
     def _widths(self, n: int) -> tuple[int, ...]:
         """The numbers of features that are compiled for: sizes thinned out to doublings."""
@@ -148,7 +164,7 @@ class SingleSampleRFF(AbstractEstimator):
         # One after another, in one compiled body.
         if width is None:
             first, before = jax.lax.map(nested.log_densities, jnp.stack([size[0], size[-1]]))
-            last = Cholesky().log_prob(operator.kernel, operator.X, operator.noise(), rows)
+            last = Cholesky().log_prob(operator, rows)
         else:
             needed = jnp.stack([size[0], size[stop - 1], size[stop]])
             first, before, last = jax.lax.map(nested.log_densities, needed)
@@ -200,7 +216,7 @@ def _nested(
 
 
 def _pull_back(
-    inputs: tuple[KernelOperator, Array], fixed: tuple, slope: Float[Array, " m"]
+    inputs: tuple[KernelOperator, Array], fixed: tuple, cotangent: Float[Array, " m"]
 ) -> tuple[KernelOperator, Array]:
     """The gradient of the branch that ran, run again.
 
@@ -211,7 +227,7 @@ def _pull_back(
     n = inputs[1].shape[1]
 
     def pull_back(branch: Callable, operator: KernelOperator, rows: Array, fixed: tuple) -> Any:
-        return jax.vjp(lambda *primals: branch(*primals, fixed), operator, rows)[1](slope)
+        return jax.vjp(lambda *primals: branch(*primals, fixed), operator, rows)[1](cotangent)
 
     branches = [functools.partial(pull_back, branch) for branch in estimator._branches(n)]
     branch = estimator._branch(n, others[2])

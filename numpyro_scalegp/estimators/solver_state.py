@@ -1,4 +1,4 @@
-"""What an iterative estimator carries from one step of an optimiser to the next."""
+"""What an iterative estimator keeps from one step of an optimizer to the next."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.carried import refuse_batches
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import KernelOperator, Solution, StopReason
@@ -35,6 +34,11 @@ class Memory(NamedTuple):
     step: Int[Array, ""]
     records: Records
 
+    @property
+    def num_records(self) -> int:
+        """The number of steps that there is room for in the records."""
+        return self.records.epochs.size
+
     def key(self) -> Key[Array, ""]:
         """The key of the probes."""
         return jax.random.wrap_key_data(self.seed, impl="threefry2x32")
@@ -42,35 +46,18 @@ class Memory(NamedTuple):
 
 @jax.tree_util.register_pytree_with_keys_class
 class SolverState:
-    """The solution, the probes' seed and the records of an iterative estimator.
+    """The solutions, the probes' seed and the records of an iterative estimator.
 
-    It is written to where `log_prob` runs and read where the next step begins: all that a step
-    reads is what it was given, and what it wrote is what the object flattens to. So a model can be
-    traced any number of times with one and the same state.
+    A `GaussianProcess` with `state=name` makes one, as the NumPyro mutable site of that name. It is
+    written to where `log_prob` runs and read where the next step begins: all that a step reads is
+    what it was given, and what it wrote is what the object flattens to. So a model can be traced
+    any number of times with one and the same state.
 
     Args:
-        num_records: for how many of the last steps residuals and epochs are kept.
-        fresh_probes: whether probes are drawn anew at each step, so that the data's column alone
-            starts from the last solutions.
-        num_solutions: how many of the last solutions are kept; a step starts from their best linear
-            combination.
-        memory: what the state holds; None until a `GaussianProcess` gives it its shape.
-
-    Raises:
-        ValueError: if `num_records` or `num_solutions` is less than 1.
+        memory: what the state holds; None until an estimator gives it its shape.
     """
 
-    def __init__(
-        self,
-        num_records: int = 10_000,
-        *,
-        fresh_probes: bool = False,
-        num_solutions: int = 2,
-        memory: Memory | None = None,
-    ) -> None:
-        self.num_records = checks.count("num_records", num_records)
-        self.fresh_probes = checks.instance("fresh_probes", fresh_probes, bool, "True or False")
-        self.num_solutions = checks.count("num_solutions", num_solutions)
+    def __init__(self, memory: Memory | None = None) -> None:
         self.begin = memory
         self._written: Memory | None = None
 
@@ -89,15 +76,12 @@ class SolverState:
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Flatten to what the last step wrote."""
-        key = jax.tree_util.GetAttrKey("memory")
-        static = (self.num_records, self.fresh_probes, self.num_solutions)
-        return ((key, self._newest),), static
+        return ((jax.tree_util.GetAttrKey("memory"), self._newest),), None
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "SolverState":
         """The inverse of flattening."""
         state = object.__new__(cls)
-        state.num_records, state.fresh_probes, state.num_solutions = static
         (state.begin,) = children
         state._written = None
         return state
@@ -105,23 +89,39 @@ class SolverState:
     def prepare(
         self,
         operator: KernelOperator,
-        num_columns: int,
         key: Key[Array, ""] | None,
+        *,
+        num_columns: int,
+        num_solutions: int,
+        num_records: int,
     ) -> None:
-        """Give an empty state its shape: zeros, no records, and a seed for the probes."""
+        """Give an empty state its shape: zeros, no records, and a seed for the probes.
+
+        Args:
+            operator: the first step's system.
+            key: a typed JAX key for the probes.
+            num_columns: number of right-hand sides of a step.
+            num_solutions: number of the last solutions that are kept.
+            num_records: number of the last steps whose records are kept.
+
+        Raises:
+            ValueError: if the state is empty and there is no key.
+        """
         if self.begin is not None:
             return
         if key is None:
             raise ValueError(
                 "a new solver state needs a `key` for its probes: pass `key=` to the "
-                "`GaussianProcess`, or run the model under `numpyro.handlers.seed`."
+                "`GaussianProcess`, or run the model under `numpyro.handlers.seed`. To go on from "
+                "a state that you have, run it under `numpyro.handlers.substitute`, with "
+                "data={name: state}."
             )
         n, dtype = operator.size, operator.dtype
-        nothing = jnp.full(self.num_records, jnp.nan, dtype)
-        records = Records(nothing, nothing, nothing, jnp.zeros(self.num_records, bool), nothing)
+        nothing = jnp.full(num_records, jnp.nan, dtype)
+        records = Records(nothing, nothing, nothing, jnp.zeros(num_records, bool), nothing)
         operator = jax.lax.stop_gradient(operator)
         self.begin = Memory(
-            jnp.zeros((self.num_solutions, n, num_columns), dtype),
+            jnp.zeros((num_solutions, n, num_columns), dtype),
             jnp.zeros(n, dtype),
             operator.kernel,
             operator.noise_variance,
@@ -183,7 +183,7 @@ class SolverState:
         new = (solutions, target, *system, estimator)
         old = (begin.solutions, begin.target, *before, begin.estimator)
         kept: Any = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        place = begin.step % self.num_records
+        place = begin.step % begin.num_records
         # What is not finite counts as infinite, so that no NaN is ever kept.
         records = Records(
             *(
@@ -212,7 +212,7 @@ class SolverState:
                 same &= (a.dtype == b.dtype) & jnp.all(a == b)
         else:
             same = jnp.zeros((), bool)
-        place = (memory.step - 1) % self.num_records
+        place = (memory.step - 1) % memory.num_records
         record = jax.tree.map(lambda ring: ring[place], memory.records)
         newest = memory.solutions[0].astype(operator.dtype)
         residual = jnp.full(newest.shape[1], record.probe_residual, newest.dtype)
@@ -230,9 +230,9 @@ class SolverState:
             (min(steps, num_records),).
         """
         memory = self.memory
-        steps = int(memory.step)
-        shift = -(steps % self.num_records) if steps > self.num_records else 0
-        kept = min(steps, self.num_records)
+        steps, room = int(memory.step), memory.num_records
+        shift = -(steps % room) if steps > room else 0
+        kept = min(steps, room)
         return {
             name: jnp.roll(ring, shift)[:kept]
             for name, ring in zip(Records._fields, memory.records, strict=True)

@@ -186,6 +186,10 @@ class AbstractConditioned(AbstractPosterior):
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         """The posterior mean without m."""
 
+    @abc.abstractmethod
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given all other observations; shape (n,)."""
+
     def at_data(self) -> dist.Normal:
         """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
         return self.predictive(self.X, self.noise_variance)

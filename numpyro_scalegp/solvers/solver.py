@@ -1,6 +1,7 @@
 """The interface of a solver, and what all iterative ones share."""
 
 import abc
+import dataclasses
 import enum
 import warnings
 from typing import NamedTuple
@@ -80,6 +81,12 @@ class AbstractSolver(eqx.Module):
     def to_tolerance(self) -> "AbstractSolver":
         """The solver for a posterior, where one good solution is wanted: itself."""
         return self
+
+    def with_budget(self, max_epochs: int | float | None) -> "AbstractSolver":
+        """The solver with another `max_epochs`: itself for None, or where it has no budget."""
+        if max_epochs is None or not hasattr(self, "max_epochs"):
+            return self
+        return dataclasses.replace(self, **{"max_epochs": max_epochs})
 
     def solve(
         self,
@@ -255,9 +262,9 @@ def finish(
 _WARNINGS = {
     StopReason.BUDGET: (
         "a linear solve ended above its tolerance, and a result rests on it: the budget ended "
-        "first. Raise the solver's `max_epochs`, start from a `sgp.solver_state`, use a stronger "
-        "preconditioner, or keep the noise variance from becoming very small (a prior does that). "
-        "Residuals are in the posterior's `diagnostics` and the state's `history()`."
+        "first. Raise the solver's `max_epochs`, give the `GaussianProcess` a `state=`, use a "
+        "stronger preconditioner, or keep the noise variance from becoming very small (a prior "
+        "does that). Residuals are in the posterior's `diagnostics` and the state's `history()`."
     ),
     StopReason.PRECISION: (
         "a linear solve ended above its tolerance, and a result rests on it: rounding errors leave "

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import scipy.stats
 from jaxtyping import Array
+from numpyro import handlers
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators import AbstractEstimator
+from tests.extending import CLASSES
 
 N, M = 9, 5
 LENGTHSCALE, VARIANCE = 0.8, 1.5
@@ -108,27 +111,61 @@ def test_key_and_state(estimator, x64):
         "hutchinson": sgp.estimators.Hutchinson,
         "pathwise": sgp.estimators.Pathwise,
     }
-    options = {"estimator": kinds[estimator](solver, 3, num_features=16)}
+    options = {"estimator": kinds[estimator](solver, 3, num_features=16, num_records=3)}
     gp = iterative(**options, key=jax.random.key(1))
     assert gp.state is None
     log_prob = jax.jit(lambda gp: gp.log_prob(y))
     assert log_prob(gp) == log_prob(iterative(**options, key=jax.random.key(1)))
     assert log_prob(gp) != log_prob(iterative(**options, key=jax.random.key(2)))
 
-    state = sgp.solver_state("solver", num_records=3)
-    gp = iterative(**options, key=jax.random.key(1), state=state)
+    def with_state(state: Any, **more: Any) -> sgp.GaussianProcess:
+        with handlers.substitute(data={"solver": state}):
+            return iterative(**options, **more, state="solver")
+
+    gp = iterative(**options, key=jax.random.key(1), state="solver")
+    state: Any = gp.state
     assert state.memory.solutions.shape == (2, N, 4)
     evaluate = jax.jit(lambda gp: (gp.log_prob(y), gp.state))
     value, after = evaluate(gp)
     assert [int(s.memory.step) for s in (state, after)] == [0, 1]
     # The state holds the probes' seed: the key no longer matters.
-    again, _ = evaluate(iterative(**options, key=jax.random.key(2), state=state))
+    again, _ = evaluate(with_state(state, key=jax.random.key(2)))
     assert again == value
-    value, after = evaluate(iterative(**options, state=after))
+    value, after = evaluate(with_state(after))
     assert after.memory.step == 2
     assert after.history()["epochs"].shape == (2,)
-    with pytest.raises(ValueError, match=r"a new solver state needs a `key` for its probes"):
-        iterative(**options, state=sgp.solver_state("solver"))
+    # Nor is there anything to start from without either.
+    with pytest.raises(ValueError, match=r"a new solver state needs a `key` .* data={name: state}"):
+        iterative(**options, state="solver")
+
+
+def test_state_outside_of_a_model(x64):
+    """Each distribution has a new one of its own, from which it conditions without a solve."""
+    y = jnp.array(data()[1])
+    gp, other = (iterative(key=jax.random.key(1), state="solver") for _ in range(2))
+    state: Any = gp.state
+    assert state is not other.state
+    gp.log_prob(y)
+    assert state.memory.step == 1
+    assert other.state.memory.step == 0  # type: ignore[union-attr]
+    assert gp.condition(y).diagnostics["epochs"] == 0
+
+
+def test_an_estimator_of_ones_own(x64, monkeypatch):
+    """Density, posterior and draws are its own, and nothing is left to another method."""
+    X, y, Xs = data()
+    exact = process()
+    expected = exact.log_prob(y), exact.condition(y).variance(Xs)
+    for name in ("log_prob", "condition", "sample_prior"):
+        monkeypatch.setattr(sgp.estimators.Cholesky, name, None)
+    gp = sgp.GaussianProcess(exact.kernel, X, 0.1, mean=trend, estimator=CLASSES["Dense"]())
+    found = gp.log_prob(y), gp.condition(y).variance(Xs)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9), found, expected)
+    draws = gp.sample(jax.random.key(0), (2, 500))
+    assert draws.shape == (2, 500, N)
+    assert_within_standard_errors(draws.reshape(-1, N), trend(X), rbf(X, X) + 0.1 * np.eye(N))
+    with pytest.raises(TypeError, match="abstract method"):
+        type("Half", (AbstractEstimator,), {"log_prob": CLASSES["Dense"].log_prob})()
 
 
 class Trend(eqx.Module):

@@ -319,7 +319,7 @@ def test_a_key_gives_one_number(estimator):
 def test_without_a_key(estimator):
     p = parameters(0.1)
     name = type(make(estimator)).__name__
-    message = rf"`{name}` draws at random: give the `GaussianProcess` a `key=` or a `state=`"
+    message = rf"`{name}` draws at random: give the `GaussianProcess`, or its `condition`, a `key=`"
     with pytest.raises(ValueError, match=message):
         log_prob(p, make(estimator))
 
@@ -401,7 +401,7 @@ def test_solves_that_end_above_the_tolerance_warn_once(estimator):
             assert warning.category is RuntimeWarning
             text = str(warning.message)
             assert text.startswith("a linear solve ended above its tolerance")
-            for remedy in ("`max_epochs`", "`sgp.solver_state`", "preconditioner", "noise var"):
+            for remedy in ("`max_epochs`", "`state=`", "preconditioner", "noise var"):
                 assert remedy in text
 
 

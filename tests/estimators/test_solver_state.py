@@ -45,9 +45,12 @@ def data() -> tuple[Array, Array]:
     return jnp.array(X), jnp.array(np.sin(2 * X[:, 0]) + 0.3 * rng.normal(size=N))
 
 
-def make(estimator: str = "pathwise", solver: str = "cg", num_probes: int = PROBES) -> Any:
+def make(
+    estimator: str = "pathwise", solver: str = "cg", num_probes: int = PROBES, **options: Any
+) -> Any:
     # The value plays no part here.
-    return ESTIMATORS[estimator](SOLVERS[solver], num_probes, num_features=16, num_logdet_probes=0)
+    options = {"num_features": 16, "num_logdet_probes": 0, **options}
+    return ESTIMATORS[estimator](SOLVERS[solver], num_probes, **options)
 
 
 def latents(*_: Any) -> tuple[Array, Array]:
@@ -55,12 +58,11 @@ def latents(*_: Any) -> tuple[Array, Array]:
     return lengthscale, numpyro.sample("noise", dist.LogNormal(-1.0, 0.5))
 
 
-def model_with(estimator: Any, **options: Any) -> Any:
+def model_with(estimator: Any) -> Any:
     def model(X: Array, y: Array) -> None:
         lengthscale, noise = latents()
-        state = sgp.solver_state("solver", **options)
         kernel = sgp.kernels.Matern32(lengthscale)
-        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state=state)
+        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state="solver")
         numpyro.sample("y", gp, obs=y)
 
     return model
@@ -74,11 +76,11 @@ class Fit(NamedTuple):
 
 @functools.cache
 def fit(estimator: str = "pathwise", solver: str = "cg", **options: Any) -> Fit:
-    return fit_of(make(estimator, solver), **options)
+    return fit_of(make(estimator, solver, **options))
 
 
-def fit_of(estimator: Any, guide: Any = AutoDelta, loss: Any = None, **options: Any) -> Fit:
-    model = model_with(estimator, **options)
+def fit_of(estimator: Any, guide: Any = AutoDelta, loss: Any = None) -> Fit:
+    model = model_with(estimator)
     # A guide for the latent sites alone is set up in no time.
     guide = guide(latents, init_loc_fn=numpyro.infer.init_to_value(values=START))
     svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO() if loss is None else loss)
@@ -372,7 +374,7 @@ def test_a_state_serves_one_data_set_and_one_estimator():
 def test_a_state_takes_no_batch_of_observations():
     X, y = data()
     gp = sgp.GaussianProcess(
-        sgp.kernels.RBF(1.0), X, 0.5, estimator=make(), key=KEY, state=SolverState()
+        sgp.kernels.RBF(1.0), X, 0.5, estimator=make(), key=KEY, state="solver"
     )
     with pytest.raises(ValueError, match=r"`y` must have shape \(20,\) where a solver state is us"):
         gp.log_prob(jnp.stack([y, y]))
@@ -382,9 +384,10 @@ def test_a_state_takes_no_batch_of_observations():
 def test_empty_states(unchecked):
     X, y = data()
     with pytest.raises(ValueError, match=r"a new solver state needs a `key` for its probes"):
-        sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.5, estimator=make(), state=SolverState())
+        sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.5, estimator=make(), state="solver")
+    operator = KernelOperator(sgp.kernels.RBF(1.0), X, 0.5)
     with pytest.raises(ValueError, match=r"the solver state is empty"):
-        make().log_prob(sgp.kernels.RBF(1.0), X, jnp.array(0.5), y, key=KEY, state=SolverState())
+        make().log_prob(operator, y, key=KEY, state=SolverState())
 
 
 # Records and resumption
@@ -422,7 +425,7 @@ def test_state_flattens_to_what_was_written():
     state = solver(steps(fit(num_records=4, num_solutions=3), 2))
     leaves, structure = jax.tree.flatten(state)
     again = jax.tree.unflatten(structure, leaves)
-    assert (again.num_records, again.num_solutions, again.fresh_probes) == (4, 3, False)
+    assert (again.memory.num_records, len(again.memory.solutions)) == (4, 3)
     assert_same(again, state)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert ".memory.solutions" in paths
@@ -480,14 +483,14 @@ def test_evaluating_the_loss_changes_nothing():
 @pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
 def test_nuts_over_a_model_with_a_state():
     X, y = (a[:10] for a in data())
-    estimator = Pathwise(sgp.solvers.Cholesky(), 32, num_features=64, num_logdet_probes=2)
+    options = {"num_features": 64, "num_logdet_probes": 2, "num_records": 3}
+    estimator = Pathwise(sgp.solvers.Cholesky(), 32, **options)
 
     def model(X: Array, y: Array) -> None:
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
-        state = sgp.solver_state("solver", num_records=3)
         kernel = sgp.kernels.Matern32(lengthscale)
         gp = sgp.GaussianProcess(
-            kernel, X, 0.5, estimator=estimator, key=jax.random.key(1), state=state
+            kernel, X, 0.5, estimator=estimator, key=jax.random.key(1), state="solver"
         )
         numpyro.sample("y", gp, obs=y)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array
+from numpyro import handlers
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
@@ -29,19 +30,26 @@ def make(
     kind: Any = Pathwise, tolerance: float = 1e-8, num_features: int = 16, solver: Any = None
 ) -> Any:
     solver = Cholesky(tolerance) if solver is None else solver
-    return kind(solver, PROBES, num_features=num_features, num_logdet_probes=0)
+    return kind(solver, PROBES, num_features=num_features, num_logdet_probes=0, num_records=3)
 
 
-def process(state: SolverState, estimator: Any, p: dict[str, Any]) -> sgp.GaussianProcess:
+def process(
+    estimator: Any, p: dict[str, Any], state: SolverState | None = None
+) -> sgp.GaussianProcess:
     parts = (p[name] for name in ("kernel", "X", "noise_variance"))
-    return sgp.GaussianProcess(*parts, estimator=estimator, key=KEY, state=state)
+    with handlers.substitute(data={"solver": state}):
+        return sgp.GaussianProcess(*parts, estimator=estimator, key=KEY, state="solver")
+
+
+def after_a_step(estimator: Any, p: dict[str, Any], state: SolverState | None = None) -> Any:
+    gp = process(estimator, p, state)
+    gp.log_prob(p["y"])
+    return gp.state
 
 
 @functools.cache
 def trained(kind: Any = Pathwise) -> SolverState:
-    state = SolverState(3)
-    process(state, make(kind), data()).log_prob(data()["y"])
-    return jax.tree.map(jnp.asarray, state)
+    return jax.tree.map(jnp.asarray, after_a_step(make(kind), data()))
 
 
 def assert_solves(posterior: Any) -> None:
@@ -68,7 +76,7 @@ CHANGES: dict[str, Any] = {
 
 
 def test_the_last_solution_is_taken_where_all_is_the_same():
-    posterior: Any = process(trained(), make(), data()).condition(data()["y"])
+    posterior: Any = process(make(), data(), trained()).condition(data()["y"])
     assert posterior.diagnostics["epochs"] == 0
     np.testing.assert_array_equal(posterior.solution.value, trained().memory.solutions[0])
     assert_solves(posterior)
@@ -77,7 +85,7 @@ def test_the_last_solution_is_taken_where_all_is_the_same():
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_system_is_solved_anew(change):
     p = CHANGES[change](data())
-    posterior = process(trained(), make(), p).condition(p["y"])
+    posterior = process(make(), p, trained()).condition(p["y"])
     assert posterior.diagnostics["epochs"] > 0
     assert_solves(posterior)
 
@@ -88,17 +96,17 @@ def test_another_estimator_solves_anew(other):
     state = trained(Hutchinson) if isinstance(other, Hutchinson) else trained()
     # A state of the other estimator, used with pathwise samples, and the reverse.
     mine = make() if isinstance(other, Hutchinson) else other
-    posterior = process(state, mine, p).condition(p["y"])
+    posterior = process(mine, p, state).condition(p["y"])
     assert posterior.diagnostics["epochs"] > 0
     assert_solves(posterior)
 
 
 def test_a_random_solution_is_none_for_a_posterior():
     """Whatever the residual of the plain one, which the roulette weighs."""
-    p, state = data(), SolverState(3)
+    p = data()
     roulette = sgp.solvers.RussianRouletteCG(min_iterations=2)
-    process(state, make(solver=roulette), p).log_prob(p["y"])
-    posterior = process(state, make(tolerance=1e-2), p).condition(p["y"])
+    state = after_a_step(make(solver=roulette), p)
+    posterior = process(make(tolerance=1e-2), p, state).condition(p["y"])
     assert posterior.diagnostics["epochs"] > 0
     assert_solves(posterior)
 
@@ -106,18 +114,12 @@ def test_a_random_solution_is_none_for_a_posterior():
 def test_solutions_for_other_probes_are_no_guess():
     """In a step with another estimator, the data's column alone starts warm."""
     p, solver = data(), sgp.solvers.ConjugateGradients(1e-6, 60, sgp.preconditioners.Identity())
-    pathwise, hutchinson = (
-        kind(solver, PROBES, num_features=16, num_logdet_probes=0)
-        for kind in (Pathwise, Hutchinson)
-    )
 
     @jax.jit
     def epochs(state: SolverState) -> Array:
-        process(state, hutchinson, p).log_prob(p["y"])
-        return state.memory.records.epochs[1]
+        return after_a_step(make(Hutchinson, solver=solver), p, state).memory.records.epochs[1]
 
-    other = SolverState(3)
-    process(other, pathwise, p).log_prob(p["y"])
+    other = after_a_step(make(solver=solver), p)
     zeroed = eqx.tree_at(
         lambda s: s.memory.solutions, other, other.memory.solutions.at[:, :, 1:].set(0.0)
     )
@@ -128,7 +130,7 @@ def test_a_tighter_tolerance_goes_on_from_there():
     p = data()
     loose = eqx.tree_at(lambda s: s.memory.records.residual, trained(), jnp.full(3, 1e-3))
     for tolerance, again in ((1e-2, False), (1e-4, True)):
-        posterior = process(loose, make(tolerance=tolerance), p).condition(p["y"])
+        posterior = process(make(tolerance=tolerance), p, loose).condition(p["y"])
         assert (posterior.diagnostics["epochs"] > 0) == again
         assert posterior.diagnostics["converged"]
 
@@ -137,7 +139,7 @@ def test_under_jit_as_well():
     @jax.jit
     def epochs(state: SolverState, X: Array) -> Array:
         p = {**data(), "X": X}
-        return process(state, make(), p).condition(p["y"]).diagnostics["epochs"]
+        return process(make(), p, state).condition(p["y"]).diagnostics["epochs"]
 
     X = data()["X"]
     assert epochs(trained(), X) == 0
@@ -152,4 +154,4 @@ def test_a_state_serves_one_model(change):
         r"noise variance of shape \(\) and inputs of shape \(12, 1\), and is used with a `"
     )
     with pytest.raises(ValueError, match=message):
-        process(trained(), make(), p).log_prob(p["y"])
+        process(make(), p, trained()).log_prob(p["y"])

@@ -23,9 +23,9 @@ ESTIMATOR = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients(), num_probes
 def model(X: Array, y: Array, level: Any = 0.0) -> None:
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 2.0))
     noise = numpyro.param("noise", jnp.ones(()), constraint=dist.constraints.positive)
-    state = sgp.solver_state("solver")
-    kernel = sgp.kernels.RBF(lengthscale)
-    gp = sgp.GaussianProcess(kernel, X, noise**2, mean=level, estimator=ESTIMATOR, state=state)
+    gp = sgp.GaussianProcess(
+        sgp.kernels.RBF(lengthscale), X, noise**2, mean=level, estimator=ESTIMATOR, state="solver"
+    )
     numpyro.sample("y", gp, obs=y)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array
+from numpyro import handlers
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
@@ -277,16 +278,17 @@ def calls() -> int:
 @jax.jit
 def step(estimator: Any, noise: Array, y: Array, key: Array = KEY) -> SolverState:
     """A state after one evaluation."""
-    state = SolverState(5)
-    process(estimator, noise, key=key, state=state).log_prob(y)
-    return state
+    gp = process(estimator, noise, key=key, state="solver")
+    gp.log_prob(y)
+    return gp.state
 
 
 @functools.partial(jax.jit, static_argnames="num_samples")
 def condition(
     estimator: Any, noise: Array, y: Array, state: Any = None, num_samples: int | None = None
 ) -> sgp.posteriors.PathwisePosterior:
-    gp = process(estimator, noise, key=KEY, state=state)
+    with handlers.substitute(data={"solver": state}):
+        gp = process(estimator, noise, key=KEY, state=None if state is None else "solver")
     return gp.condition(y, num_samples=num_samples)
 
 
@@ -407,5 +409,17 @@ def test_solves_that_end_above_the_tolerance_warn():
 def test_without_a_key():
     y = data()[1]
     gp = process(pathwise())
-    with pytest.raises(ValueError, match="posterior samples are drawn at random: give"):
+    with pytest.raises(ValueError, match=r"`Pathwise` draws at random: give .* `condition`, a"):
         gp.condition(y)
+
+
+@pytest.mark.filterwarnings("ignore:a linear solve ended above its tolerance:RuntimeWarning")
+def test_budget_of_condition():
+    """Besides the budget, the residual at the end takes an epoch; direct solvers have none."""
+    y = data()[1]
+    gp = process(pathwise(AlternatingProjections(20, 1e-6, 1000)), key=KEY)
+    found = gp.condition(y, max_epochs=3)
+    assert not found.diagnostics["converged"]
+    assert found.diagnostics["epochs"] == 4
+    solver = sgp.solvers.Cholesky()
+    assert solver.with_budget(3) is solver
