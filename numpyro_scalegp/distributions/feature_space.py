@@ -75,6 +75,7 @@ class FeatureSpaceGP(Distribution):
         ...     numpyro.sample("y", gp, obs=y_batch)
     """
 
+    role = "collapsed"
     arg_constraints = {"noise_variance": constraints.positive, "weights": constraints.real_vector}
     support = constraints.real_vector
     pytree_data_fields = (

@@ -71,6 +71,7 @@ class GaussianProcess(RowsDistribution):
         ...     return numpyro.sample("y", gp, obs=y)
     """
 
+    role = "collapsed"
     arg_constraints = {"noise_variance": constraints.positive}
     reparametrized_params = ["noise_variance"]
     pytree_data_fields = (

@@ -18,7 +18,7 @@ class RowsDistribution(Distribution):
     """A distribution whose event is a vector with one entry for each row of `X`."""
 
     support = constraints.real_vector
-    # What it is at a latent site: "prior" in a model, "variational" in a guide.
+    # "prior" of a function in a model, "variational" in a guide, "collapsed" over observations.
     role: ClassVar[str] = ""
 
     def expand(self, batch_shape: Sequence[int]) -> Any:

@@ -194,23 +194,30 @@ class AbstractGPGuide(abc.ABC):
         stack.enter_context(Given(None, params))
         return stack
 
-    def _values(
-        self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
+    def rest_values(
+        self,
+        params: dict[str, Any],
+        *args: Any,
+        key: Key[Array, ""] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Array]:
-        """Values of the rest's sites: medians and the means of functions, or one draw."""
+        """The values of the rest's sites under which `posterior` is, with the same arguments.
+
+        Medians and the means of functions, or one draw.
+        """
         set_up(self, params, args, kwargs)
         if key is None:
             means = getattr(self.rest, "function_means", _no_functions)
             return {**self.median(params), **means(params, *args, **kwargs)}
-        trace = traced(self.rest, key, params, args, kwargs)
+        trace = traced(self.rest, jax.random.split(key)[1], params, args, kwargs)
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _site(
         self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
     ) -> GPSite:
         """The model's GP site under those values."""
-        seed, rest_key = (key, key) if key is None else jax.random.split(key)
-        values = self._values(params, rest_key, args, kwargs)
+        values = self.rest_values(params, *args, key=key, **kwargs)
+        seed = None if key is None else jax.random.split(key)[0]
         with self._parameters(params, seed):
             return find_gp_site(self.model, self.site, self.prior, values, args, kwargs)
 

@@ -133,7 +133,7 @@ class AbstractSolvingGuide(AbstractGPGuide):
         self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_nodes: int
     ) -> tuple[GPSite, ExpectedLikelihood]:
         """The site and the likelihood, with the other sites at their medians and means."""
-        values = self._values(params, None, args, kwargs)
+        values = self.rest_values(params, *args, **kwargs)
         site = self._site(params, None, args, kwargs)
         if isinstance(self.model, WithoutSite):
             raise ValueError(

@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Key
-from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import FeatureSpaceGP, GaussianProcess
-from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.families.family import AbstractPriorGP, AbstractVariationalGP
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
+from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior
-from numpyro_scalegp.tracing.runs import Trace, substituted
+from numpyro_scalegp.tracing.runs import Trace, is_latent, traced
+from numpyro_scalegp.tracing.sites import StandIn
 
 
 def posterior(
@@ -93,18 +92,16 @@ def posterior(
             "after the guide, give what `SVI.run` returned, then the model's arguments."
         )
     params, args = parameters_of(args[0]), args[1:]
-    name, fn = _the_site(Given(model, params), params, args, kwargs, site)
-    if isinstance(fn, AbstractPriorGP) and (owner := _owner(fit, name)) is not None:
+    name, role = _the_site(Given(model, params), params, args, kwargs, site)
+    if role == "prior" and (owner := _owner(fit, name)) is not None:
         found = owner.posterior(params, *args, key=key, **kwargs)
-        # Of the draw that a key makes, the guide keeps nothing but the posterior.
-        values = {} if key is not None else owner.median(params)
-        trace = run_model(model, {**params, **values}, args, kwargs)
-        return found if key is not None else with_noise(found, trace, name)
+        values = owner.rest_values(params, *args, key=key, **kwargs)
+        return with_noise(found, _trace(model, {**params, **values}, args, kwargs), name)
     values, families = _fitted_values(fit, params, key, args, kwargs)
     if name in families:
         trace = run_model(model, {**params, **values}, args, kwargs)
         return with_noise(families[name].posterior(), trace, name)
-    if isinstance(fn, AbstractPriorGP) and key is None:
+    if role == "prior" and key is None:
         raise ValueError(
             f"the guide has draws of the function `{name}` at the rows of the fit, and no process: "
             "give draws in place of the guide, "
@@ -147,8 +144,8 @@ def _of_draws(
     number_of_draws(samples, "`fit`")
     draws = jax.tree.map(jnp.asarray, samples)
     first = jax.tree.map(lambda leaf: leaf[0], draws)
-    name, fn = _the_site(model, first, args, kwargs, site)
-    if isinstance(fn, AbstractPriorGP) and name not in samples:
+    name, role = _the_site(model, first, args, kwargs, site)
+    if role == "prior" and name not in samples:
         raise ValueError(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
         )
@@ -187,8 +184,7 @@ def run_model(
     missing = [
         name
         for name, site in trace.items()
-        if site["type"] == "sample"
-        and not (site["is_observed"] or name in values or is_gp_prior(site["fn"]))
+        if is_latent(site) and name not in values and not is_gp(site)
     ]
     if missing:
         raise ValueError(
@@ -201,10 +197,8 @@ def run_model(
 def _trace(
     model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Trace:
-    values = jax.tree.map(lambda leaf: leaf, values)  # mutable state is written to
-    given = substituted(handlers.seed(model, jax.random.key(0)), values, values)
     with Checked(values), _WithoutDraws():
-        return handlers.trace(given).get_trace(*args, **kwargs)
+        return traced(model, jax.random.key(0), values, args, kwargs, values=values)
 
 
 class Checked(Messenger):
@@ -216,8 +210,7 @@ class Checked(Messenger):
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
         """Compare shapes at a latent site."""
-        is_latent = msg["type"] == "sample" and not msg["is_observed"]
-        if not is_latent or msg["name"] not in self.values:
+        if not is_latent(msg) or msg["name"] not in self.values:
             return
         found, wanted = jnp.shape(msg["value"]), msg["fn"].shape()
         if found != wanted:
@@ -232,16 +225,15 @@ class _WithoutDraws(Messenger):
     """Puts zeros at GP sites that have no value, in place of draws from the prior."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        is_gp = msg["type"] == "sample" and is_gp_prior(msg["fn"])
-        if is_gp and msg["value"] is None:
-            prior = unwrapped(msg["fn"])[0]
-            msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
+        if is_gp(msg) and msg["value"] is None:
+            X = unwrapped(msg["fn"]).distribution.X
+            msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(X, float))
             msg["stop"] = True
 
 
-def is_gp_prior(fn: Any) -> bool:
-    """Whether a model's distribution is a GP, over a function or over its observations."""
-    return isinstance(unwrapped(fn)[0], AbstractPriorGP | GaussianProcess | FeatureSpaceGP)
+def is_gp(site: dict[str, Any]) -> bool:
+    """Whether a model's site is a GP, over a function or over its observations."""
+    return site["type"] == "sample" and role_of(site["fn"]) in ("prior", "collapsed")
 
 
 def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
@@ -252,7 +244,7 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
     """
     site = trace[name]
     fn, wrapper, _ = unwrapped(site["fn"])
-    if isinstance(fn, AbstractPriorGP):
+    if fn.role == "prior":
         return with_noise(fn.condition(site["value"]), trace, name)
     if wrapper or site["fn"] is not fn:
         raise ValueError(
@@ -280,15 +272,15 @@ def _the_site(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     site: str | None,
-) -> tuple[str, Any]:
-    """The name of the GP site and its distribution, of which classes and shapes count."""
-    found: dict[str, Any] = {}
+) -> tuple[str, str]:
+    """The name of the GP site and its role."""
+    found: dict[str, str] = {}
     observed: dict[str, bool] = {}
 
     def run() -> None:
         for name, one in _trace(model, values, args, kwargs).items():
-            if one["type"] == "sample" and is_gp_prior(one["fn"]):
-                found[name] = unwrapped(one["fn"])[0]
+            if is_gp(one):
+                found[name] = role_of(one["fn"])
                 observed[name] = one["is_observed"]
                 if one["is_observed"]:
                     checks.finite(name, one["value"])
@@ -301,7 +293,7 @@ def _the_site(
     if site is None and len(found) > 1:
         raise ValueError(f"the model has the GP sites {sorted(found)}: name one with `site=`.")
     name = next(iter(found)) if site is None else site
-    if not observed[name] and not isinstance(found[name], AbstractPriorGP):
+    if not observed[name] and found[name] == "collapsed":
         raise ValueError(
             f"the GP site `{name}` has no observations: give the model's arguments as in the fit."
         )
@@ -337,14 +329,13 @@ def _fitted_values(
         # What Laplace's approximation draws in a run is its mode.
         return guide.sample_posterior(key, params, *args, **kwargs), {}
     medians = _medians(guide, params, args, kwargs) if key is None else {}
-    given = jax.tree.map(lambda leaf: leaf, params)
-    seeded = handlers.seed(guide, jax.random.key(0) if key is None else key)
-    with _Functions(means=key is None) as functions:
-        run = substituted(Given(seeded, given), given, medians)
-        trace = handlers.trace(run).get_trace(*args, **kwargs)
-    latent = {name: one for name, one in trace.items() if one["type"] == "sample"}
+    seed = jax.random.key(0) if key is None else key
+    # A draw of each row by itself, as the guide makes it.
+    with StandIn(_mean if key is None else _draw) as functions:
+        trace = traced(Given(guide, params), seed, params, args, kwargs, values=medians)
+    latent = {name: one for name, one in trace.items() if is_latent(one)}
     if key is None:
-        known = {**medians, **functions.found}
+        known = {**medians, **functions.families}
         random = [
             name
             for name, one in latent.items()
@@ -355,7 +346,7 @@ def _fitted_values(
             raise ValueError(
                 f"the guide has no medians of {random}: give a `key` for one draw of them."
             )
-    return {name: one["value"] for name, one in latent.items()}, functions.found
+    return {name: one["value"] for name, one in latent.items()}, functions.families
 
 
 def _medians(
@@ -374,23 +365,12 @@ def _medians(
         ) from None
 
 
-class _Functions(Messenger):
-    """Notes the variational processes at a guide's GP sites, and puts means there if asked to."""
+def _mean(name: str, family: AbstractVariationalGP, key: Array) -> Array:
+    return family.mean
 
-    def __init__(self, *, means: bool) -> None:
-        super().__init__()
-        self.means = means
-        self.found: dict[str, AbstractVariationalGP] = {}
 
-    def __enter__(self) -> "_Functions":
-        super().__enter__()
-        return self
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and isinstance(msg["fn"], AbstractVariationalGP):
-            self.found[msg["name"]] = msg["fn"]
-            if self.means:
-                msg["value"] = msg["fn"].mean
+def _draw(name: str, family: AbstractVariationalGP, key: Array) -> Array:
+    return family.sample(key)
 
 
 def number_of_draws(samples: Mapping[str, Any], argument: str) -> int:

@@ -16,20 +16,19 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import GaussianProcess
-from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.families.family import AbstractPriorGP, AbstractVariationalGP
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.conditioning import (
     Checked,
     conditioned,
-    is_gp_prior,
+    is_gp,
     number_of_draws,
     run_model,
 )
 from numpyro_scalegp.posteriors import AbstractPosterior
 from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
-from numpyro_scalegp.tracing.runs import Trace, substituted
+from numpyro_scalegp.tracing.runs import Trace, is_latent, substituted
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
@@ -190,7 +189,10 @@ class Predictive:
             return False
         trace = self._guide_trace(jax.random.key(0), params, data, {})
         sites = [site["fn"] for site in trace.values() if site["type"] == "sample"]
-        return all(isinstance(unwrapped(fn)[0], AbstractVariationalGP | dist.Delta) for fn in sites)
+        return all(
+            role_of(fn) == "variational" or isinstance(unwrapped(fn).distribution, dist.Delta)
+            for fn in sites
+        )
 
     def _warn_of_rows(self, args: tuple, kwargs: dict) -> None:
         """Warn of sites that combine rows of the guide's functions, which are drawn one by one."""
@@ -284,15 +286,12 @@ class Predictive:
             draw = self._guide_trace(key, params, data, {})
             latent = {name: site for name, site in draw.items() if site["type"] == "sample"}
             values = {name: site["value"] for name, site in latent.items()}
-            owned = {n for n, s in latent.items() if isinstance(s["fn"], AbstractVariationalGP)}
+            owned = {n for n, s in latent.items() if role_of(s["fn"]) == "variational"}
         trace = run_model(self.model, {**params, **values}, data, {})
         return {
             name: conditioned(trace, name)
             for name, site in trace.items()
-            if site["type"] == "sample"
-            and is_gp_prior(site["fn"])
-            and name not in owned
-            and (site["is_observed"] or name in values)
+            if is_gp(site) and name not in owned and (site["is_observed"] or name in values)
         }
 
 
@@ -307,10 +306,10 @@ def _check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPo
     sampled = {name: site for name, site in trace.items() if site["type"] == "sample"}
     in_fit = any(site["is_observed"] for site in sampled.values())
     for name, site in sampled.items():
-        if site["is_observed"] or name in posteriors or not is_gp_prior(site["fn"]):
+        if site["is_observed"] or name in posteriors or not is_gp(site):
             continue
         drawn = given.get(name)
-        if isinstance(drawn, dict) and isinstance(drawn["fn"], AbstractVariationalGP):
+        if isinstance(drawn, dict) and role_of(drawn["fn"]) == "variational":
             continue
         if drawn is None or not in_fit:
             raise ValueError(
@@ -358,7 +357,7 @@ class _FromPosteriors(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         """Draw at a site."""
         name = msg.get("name")  # a request for a key has none
-        if msg["type"] != "sample" or msg["is_observed"] or not is_gp_prior(msg["fn"]):
+        if not (is_gp(msg) and is_latent(msg)):
             return
         if name not in self.posteriors and name not in self.first_run:
             return
@@ -373,7 +372,7 @@ class _FromPosteriors(Messenger):
             mean = found.mean(fn.X)
             normal = jax.random.normal(draw_key, mean.shape, mean.dtype)
             value = mean + jnp.sqrt(found.variance(fn.X)) * normal
-        if not isinstance(fn, AbstractPriorGP):
+        if fn.role == "collapsed":
             normal = jax.random.normal(noise_key, value.shape, value.dtype)
             value = value + jnp.sqrt(fn.noise_variance) * normal
         msg["value"] = value
@@ -405,7 +404,7 @@ def _parts(site: dict[str, Any]) -> list[Array]:
         for leaf in map(jnp.asarray, jax.tree.leaves(site["fn"]))
         if jnp.issubdtype(leaf.dtype, jnp.number)
     ]
-    own = site["is_observed"] and not is_gp_prior(site["fn"])
+    own = site["is_observed"] and not is_gp(site)
     return [*parts, log_terms(site)] if own else parts
 
 
@@ -429,7 +428,7 @@ def _replicate(
 ) -> None:
     """Add a replicate of an observed site and its pointwise log-likelihood to `draws`."""
     fn, value = site["fn"], site["value"]
-    if is_gp_prior(fn):
+    if is_gp(site):
         is_new = posterior is not None
         found: Any = posterior if is_new else conditioned(trace, name)
         predictive = found.predictive(fn.X, fn.noise_variance) if is_new else found.at_data()
