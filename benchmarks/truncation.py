@@ -227,7 +227,7 @@ def bias(arguments):
     for number in (20, 40, 80):
         one = sgp.estimators.SingleSampleRFF(number, 20)
         sizes = np.append(one.sizes(len(y))[1:], len(y))
-        mean = sizes @ np.asarray(one.law(len(y)).probabilities)
+        mean = sizes @ np.asarray(one.distribution(len(y)).probabilities)
         estimators[f"SS-RFF {mean:.0f}"] = one
     result = sgp.estimators.audit(
         estimators,

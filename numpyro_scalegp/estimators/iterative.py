@@ -149,7 +149,7 @@ class AbstractIterative(AbstractEstimator):
         failed = ~jnp.all(jnp.isfinite(value)) | (solution.reason == StopReason.FAILED)
         solution = _failed_where(failed, solution)
         solutions = solution.value[:, m:]
-        independent = solutions if solution.twin is None else solution.twin
+        independent = solutions if solution.independent is None else solution.independent
         left, right = self.trace_vectors(targets, solutions, independent)
         value, error = (jnp.where(failed, jnp.nan, found) for found in (value, error))
         return Estimate(value, error, solution, left, right)
@@ -355,21 +355,21 @@ def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Flo
     With s_r = y'v_r for the iterates v_r, both y'v = sum_r shares_r s_r and its square's mean,
     E[sum_r shares_r s_r^2] = (y'H^-1 y)^2, are at hand.
     """
-    if solution.shares is None or solution.vectors is None:
+    if solution.weights is None or solution.vectors is None:
         return jnp.zeros(residual.shape[1], residual.dtype)
     terms = jnp.einsum("nm,rnm->rm", residual, solution.vectors[..., : residual.shape[1]])
-    return stopping_variance(solution.shares, terms)
+    return stopping_variance(solution.weights, terms)
 
 
 def _failed_where(failed: Bool[Array, ""], solution: Solution) -> Solution:
     """The solution, or NaN in all that a gradient is made of."""
-    arrays = solution.value, solution.vectors, solution.twin
+    arrays = solution.value, solution.vectors, solution.independent
     poisoned: Any = jax.tree.map(lambda array: jnp.where(failed, jnp.nan, array), arrays)
-    value, vectors, twin = poisoned
+    value, vectors, independent = poisoned
     reason = jnp.where(failed, StopReason.FAILED, solution.reason).astype(int)
     converged = solution.converged & ~failed
     return solution._replace(
-        value=value, vectors=vectors, twin=twin, converged=converged, reason=reason
+        value=value, vectors=vectors, independent=independent, converged=converged, reason=reason
     )
 
 
@@ -380,7 +380,7 @@ def _pull_back(
     (operator, _), (rest, found) = inputs, fixed
     operator = refuse_derivatives(_REFUSAL, eqx.combine(operator, rest))
     m, s = cotangent.size, found.left.shape[1]
-    left, right = found.solution.squares(m)
+    left, right = found.solution.outer_products(m)
     sides = (
         (0.5 * cotangent * left, -0.5 / s * jnp.sum(cotangent) * found.left),
         (right, found.right),

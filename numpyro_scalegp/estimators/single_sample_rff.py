@@ -77,8 +77,8 @@ class SingleSampleRFF(AbstractEstimator):
         """The numbers m_0, .., m_{T-1} of features for n rows; the T-th term is the exact one."""
         return tuple(range(self.min_features, max(n, self.min_features + 1), self.step))
 
-    def law(self, n: int) -> StoppingTime:
-        """The law of J in 1..T for n rows."""
+    def distribution(self, n: int) -> StoppingTime:
+        """The distribution of J in 1..T for n rows."""
         return StoppingTime(1.0 / (np.array(self.sizes(n)) + self.step))
 
     def log_prob(
@@ -102,7 +102,7 @@ class SingleSampleRFF(AbstractEstimator):
             )
         frequency_key, stop_key = jax.random.split(self.required_key(key))
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
-        stop = self.law(operator.size).sample(stop_key)
+        stop = self.distribution(operator.size).sample(stop_key)
         differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
         inputs, fixed = (differentiable, rows), (rest, frequency_key, stop)
         branch = self._branch(operator.size, stop)
@@ -168,7 +168,7 @@ class SingleSampleRFF(AbstractEstimator):
         else:
             needed = jnp.stack([size[0], size[stop - 1], size[stop]])
             first, before, last = jax.lax.map(nested.log_densities, needed)
-        weight = self.law(operator.size).single_sample_weight(stop).astype(operator.dtype)
+        weight = self.distribution(operator.size).single_sample_weight(stop).astype(operator.dtype)
         return first + weight * (last - before)
 
 

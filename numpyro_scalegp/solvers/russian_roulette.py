@@ -34,10 +34,10 @@ class RussianRouletteCG(AbstractConjugateGradients):
 
     In the gradient a solution v stands on both sides of a quadratic form, and the product of such a
     sum with itself is biased. So the products of the iterates are the terms of a sum of their own,
-    vv' = sum_i (v_i v_i' - v_(i-1) v_(i-1)'), under the same index: `shares` and `vectors` of the
+    vv' = sum_i (v_i v_i' - v_(i-1) v_(i-1)'), under the same index: `weights` and `vectors` of the
     solution. It takes iterates in memory, so J is rounded down to a checkpoint: every iteration at
     first, then fewer and fewer. Averaged columns (an estimator's probes) have, where both sides
-    need them, a `twin` from an index of its own instead.
+    need them, an `independent` estimate from an index of its own instead.
 
     `residual` is that of the iterate without weights; `converged` is True, since nothing is cut
     off: the price of an early stop is variance. It is False where rounding errors ended the run at
@@ -98,8 +98,8 @@ class RussianRouletteCG(AbstractConjugateGradients):
         """The solver with a wanted E[J], of which four fifths are always made.
 
         Args:
-            mean: wanted E[J] of one index, up to the rounding; where averaged columns have twins
-                (`Pathwise`), the run goes on to the larger of two.
+            mean: wanted E[J] of one index, up to the rounding; where averaged columns have
+                independent estimates (`Pathwise`), the run goes on to the larger of two.
             max_iterations: the number of terms.
             preconditioner: as of the class.
             group_size: as of the class.
@@ -188,9 +188,9 @@ class RussianRouletteCG(AbstractConjugateGradients):
         averaged = sums[..., num_kept:] * system.scale[num_kept:]
         solution = solution._replace(
             value=jnp.concatenate([value, averaged[0]], axis=1),
-            shares=weights,
+            weights=weights,
             vectors=vectors,
-            twin=averaged[-1],
+            independent=averaged[-1],
         )
         coefficients = self._telescoped(coefficients, distribution, stop, n)
         return _judged(solution, num_averaged), coefficients
@@ -274,11 +274,13 @@ def _judged(solution: Solution, num_averaged: int) -> Solution:
     reason = jnp.where(precise, StopReason.CONVERGED, StopReason.PRECISION)
     failed = solution.reason == StopReason.FAILED
     reason = jnp.where(failed, StopReason.FAILED, reason).astype(int)
-    found = solution.value, solution.vectors, solution.twin
-    value, vectors, twin = jax.tree.map(lambda array: jnp.where(failed, jnp.nan, array), found)
+    found = solution.value, solution.vectors, solution.independent
+    value, vectors, independent = jax.tree.map(
+        lambda array: jnp.where(failed, jnp.nan, array), found
+    )
     converged = reason == StopReason.CONVERGED
     return solution._replace(
-        value=value, converged=converged, reason=reason, vectors=vectors, twin=twin
+        value=value, converged=converged, reason=reason, vectors=vectors, independent=independent
     )
 
 

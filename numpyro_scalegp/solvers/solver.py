@@ -34,21 +34,22 @@ class Solution(NamedTuple):
     epochs: Float[Array, ""]  # entries of H computed, in units of n^2
     converged: Bool[Array, ""]  # whether the residuals are within the tolerance
     reason: Int[Array, ""]  # one of `StopReason`
-    # Where the value is random, its square is no estimate of the solution's square. For the first m
-    # columns, sum_r shares_r v_r v_r' is one, with these vectors v_r; for the others, value twin'.
-    shares: Float[Array, " r"] | None = None
+    # Where the value v is random, vv' is no estimate of the solution's outer product. For the first
+    # m columns, sum_r weights_r v_r v_r' is one, with these vectors v_r; for the others, v times an
+    # independent estimate.
+    weights: Float[Array, " r"] | None = None
     vectors: Float[Array, "r n m"] | None = None
-    twin: Float[Array, "n l"] | None = None
+    independent: Float[Array, "n l"] | None = None
 
-    def squares(
+    def outer_products(
         self, num_columns: int
     ) -> tuple[Float[Array, "r n {num_columns}"], Float[Array, "r n {num_columns}"]]:
         """Vectors l_r and r_r of the first columns with v v' = E[sum_r l_r r_r']."""
-        if self.shares is None or self.vectors is None:
+        if self.weights is None or self.vectors is None:
             value = self.value[None, :, :num_columns]
             return value, value
         vectors = self.vectors[:, :, :num_columns]
-        return self.shares[:, None, None] * vectors, vectors
+        return self.weights[:, None, None] * vectors, vectors
 
 
 class Coefficients(NamedTuple):

@@ -183,7 +183,7 @@ def test_single_sample_is_unbiased():
     estimator = SingleSampleRFF(16, 22)
     # As many features again as its mean leave a bias that the same check sees.
     sizes = np.append(estimator.sizes(N)[1:], N)
-    mean = 2 * round(float(estimator.law(N).probabilities @ sizes) / 2)
+    mean = 2 * round(float(estimator.distribution(N).probabilities @ sizes) / 2)
     found, biased = scores(estimator), scores(RandomFourier(mean))
     assert len(found) == 5  # value, lengthscale, variance, noise and y
     for name, score in found.items():
@@ -219,12 +219,12 @@ def test_biases_have_the_signs_of_the_theory():
 # SingleSampleRFF itself
 
 
-def test_terms_and_their_law():
+def test_terms_and_their_distribution():
     estimator = SingleSampleRFF(50, 20)
     assert estimator.sizes(100) == (50, 70, 90)
     np.testing.assert_allclose(
-        estimator.law(100).probabilities * np.array([70, 90, 110]) / 70,
-        np.full(3, estimator.law(100).probabilities[0]),
+        estimator.distribution(100).probabilities * np.array([70, 90, 110]) / 70,
+        np.full(3, estimator.distribution(100).probabilities[0]),
     )
     assert SingleSampleRFF(50, 10)._widths(1000) == (60, 120, 240, 490, 990)
     # With fewer rows than features at the start, the only term closes the gap.

@@ -43,12 +43,12 @@ def draws(name):
 
     def one(key):
         solution = SOLVERS[name].solve(H, B, key=key, num_averaged=2)
-        left, right = (DIRECTIONS.T @ side[:, :, 0].T for side in solution.squares(1))
-        value, twin = DIRECTIONS.T @ solution.value, DIRECTIONS.T @ solution.twin
+        left, right = (DIRECTIONS.T @ side[:, :, 0].T for side in solution.outer_products(1))
+        value, independent = DIRECTIONS.T @ solution.value, DIRECTIONS.T @ solution.independent
         squares = jnp.concatenate(
-            [jnp.sum(left * right, axis=1)[:, None], value[:, 1:] * twin], axis=1
+            [jnp.sum(left * right, axis=1)[:, None], value[:, 1:] * independent], axis=1
         )
-        return value, twin, squares, solution.iterations
+        return value, independent, squares, solution.iterations
 
     found = optimised(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
     return *map(np.asarray, found), DIRECTIONS.T @ np.linalg.solve(dense(H), B)
@@ -61,16 +61,16 @@ def scores(samples, expected):
 
 @pytest.mark.monte_carlo
 @every_solver
-def test_value_and_twin_are_unbiased(name, x64):
-    value, twin, _, _, expected = draws(name)
+def test_value_and_independent_estimate_are_unbiased(name, x64):
+    value, independent, _, _, expected = draws(name)
     assert np.max(np.abs(scores(value, expected))) < 4
-    assert np.max(np.abs(scores(twin, expected[:, 1:]))) < 4
+    assert np.max(np.abs(scores(independent, expected[:, 1:]))) < 4
 
 
 @pytest.mark.monte_carlo
 @every_solver
 def test_squares_are_unbiased(name, x64):
-    # The data's by their shares of iterates, the averaged columns' as products with the twins.
+    # The data's by weighted iterates, the averaged columns' by products with the estimates.
     value, _, squares, _, expected = draws(name)
     assert np.max(np.abs(scores(squares, np.square(expected)))) < 4
     # With one index for both sides they are not.
@@ -97,7 +97,7 @@ def test_the_plain_solve_of_the_same_cost_is_biased(name, x64):
 def test_iterations_follow_the_distribution(name, x64):
     *_, iterations, _ = draws(name)
     distribution = SOLVERS[name].distribution(N)
-    # The larger of two indices, since averaged columns have twins.
+    # The larger of two indices, since averaged columns have two estimates.
     survival = 1 - (1 - np.asarray(distribution.survival)) ** 2
     expected = survival.sum()
     assert abs(iterations.mean() - expected) < 4 * iterations.std() / math.sqrt(NUM_DRAWS)
@@ -110,7 +110,7 @@ def test_stops_where_nothing_is_left(x64):
     assert solution.iterations < 20
     assert solution.converged
     np.testing.assert_allclose(solution.value, np.linalg.solve(dense(H), B), rtol=1e-8)
-    left, right = solution.squares(3)
+    left, right = solution.outer_products(3)
     square = np.einsum("rnk,rnk->nk", left, right)
     np.testing.assert_allclose(square, np.square(solution.value), rtol=1e-12)
 
@@ -151,7 +151,7 @@ def test_a_guess_changes_no_mean(x64):
 def test_float32():
     H = KernelOperator(Matern32(0.8), jnp.ones((20, 1)) * jnp.arange(20.0)[:, None], 0.1)
     solution = RussianRouletteCG(0.1, 5).solve(H, jnp.ones((20, 2)), key=KEY)
-    leaves = (solution.value, *solution.squares(2))
+    leaves = (solution.value, *solution.outer_products(2))
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.float32)}
     assert all(np.all(np.isfinite(leaf)) for leaf in leaves)
 
