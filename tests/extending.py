@@ -15,3 +15,4 @@ def _run() -> dict[str, Any]:
 
 
 CLASSES = _run()
+globals().update(CLASSES)  # what is saved is found again by its name

@@ -283,7 +283,7 @@ def estimators_and_solvers() -> list[Any]:
 def test_bad_hyperparameters_under_jit_give_nan(factory):
     """Value, gradient and what a state records; never a number, nor a solution that is kept."""
     estimator = factory()
-    name = "solver" if hasattr(estimator, "solver") else None
+    site = "solver" if hasattr(estimator, "solver") else None
     good = {
         "lengthscale": jnp.asarray(1.0),
         "variance": jnp.asarray(1.5),
@@ -294,7 +294,7 @@ def test_bad_hyperparameters_under_jit_give_nan(factory):
 
     def process(p: dict[str, Array], state: Any = None) -> sgp.GaussianProcess:
         kernel = sgp.kernels.Matern32(p["lengthscale"], p["variance"])
-        options = {"estimator": estimator, "key": jax.random.key(0), "state": name}
+        options = {"estimator": estimator, "key": jax.random.key(0), "state": site}
         with numpyro.handlers.substitute(data={"solver": state}):
             return sgp.GaussianProcess(kernel, p["X"], p["noise"], **options)
 
@@ -314,7 +314,7 @@ def test_bad_hyperparameters_under_jit_give_nan(factory):
         # Of the inputs and the observations, an estimator may know which ones are good.
         for leaf in ("lengthscale", "variance", "noise", name):
             assert np.isnan(gradient[leaf]).any(), (name, number, leaf)
-        if name is not None:
+        if site is not None:
             history = after.history()
             assert not history["converged"][-1]
             assert history["epochs"][-1] <= 4, (name, number)

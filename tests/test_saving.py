@@ -98,7 +98,7 @@ def test_pathwise_posterior(tmp_path, monkeypatch):
     assert_same(one, again)
     with monkeypatch.context() as patch:
         # No solve is needed, not even traced.
-        patch.setattr(ConjugateGradients, "solve_with_probes", None)
+        patch.setattr(ConjugateGradients, "run", None)
         found = predictions(again)
         with pytest.raises(TypeError, match="not callable"):
             again.sample(KEY, Xs, 5)  # more than are stored take a solve
