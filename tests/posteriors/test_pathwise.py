@@ -259,9 +259,9 @@ def test_dtype_follows_the_inputs(dtype):
 class Counted(AlternatingProjections):
     """A solver that tells when it runs, not when it is traced."""
 
-    def solve(self, *args: Any, **kwargs: Any) -> Solution:
+    def run(self, *args: Any, **kwargs: Any) -> Solution:
         jax.debug.callback(lambda: CALLS.append(None))
-        return super().solve(*args, **kwargs)
+        return super().run(*args, **kwargs)
 
 
 CALLS: list[None] = []
