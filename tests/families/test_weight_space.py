@@ -209,3 +209,15 @@ def test_rows_refuse_to_be_computed_with():
     for compute in (lambda: 1.0 / rows, lambda: rows * 2.0, lambda: jnp.exp(rows), lambda: rows[0]):
         with pytest.raises(TypeError, match="stands for some of its rows"):
             compute()
+
+
+def test_any_function_of_inputs_is_a_feature_map():
+    function = lambda X: jnp.concatenate([X, jnp.sin(X)], axis=1)  # noqa: E731
+    wrapped, X = sgp.features.Learned(function), inputs()
+    chevron = jnp.zeros(4), jnp.ones(4), jnp.zeros((4, 1))
+    for make in (sgp.WeightSpaceGP, lambda features, X: sgp.ChevronGP(features, X, *chevron)):
+        plain, same = make(function, X), make(wrapped, X)
+        np.testing.assert_array_equal(plain.variance, same.variance)
+        np.testing.assert_allclose(plain.variance, jnp.sum(jnp.square(function(X)), axis=1))
+    divergence = kl_divergence(sgp.ChevronGP(function, X, *chevron), sgp.WeightSpaceGP(function, X))
+    np.testing.assert_allclose(divergence, 0.0, atol=1e-12)
