@@ -257,6 +257,20 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     return {name: np.asarray(mask) for name, mask in run(args, kwargs).items()}
 
 
+def _labels_of(variables: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Labels along the dimensions of a group, whose variables must agree on their lengths."""
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for name, (_, _, labels) in variables.items():
+        for dim, one in labels.items():
+            other, known = found.setdefault(dim, (name, one))
+            if len(known) != len(one):
+                raise ValueError(
+                    f"`dims` names the dimension `{dim}` of `{other}`, of length {len(known)}, and "
+                    f"of `{name}`, of length {len(one)}: give them names of their own."
+                )
+    return {dim: labels for dim, (_, labels) in found.items()}
+
+
 def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
     try:
         import arviz
@@ -269,11 +283,10 @@ def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
     for group, variables in groups.items():
         if variables:
             arrays = {name: (dims, values) for name, (dims, values, _) in variables.items()}
+            labels = _labels_of(variables)
             dataset = xarray.Dataset(arrays, attrs={"inference_library": "numpyro_scalegp"})
-            coordinates: dict[str, Any] = {str(d): np.arange(n) for d, n in dataset.sizes.items()}
-            for _, _, labels in variables.values():
-                coordinates |= labels
-            datasets[group] = dataset.assign_coords(coordinates)
+            numbered = {d: np.arange(n) for d, n in dataset.sizes.items() if d not in labels}
+            datasets[group] = dataset.assign_coords({**numbered, **labels})
     if int(arviz.__version__.split(".")[0]) >= 1:
         return xarray.DataTree.from_dict(datasets)
     return arviz.InferenceData(**datasets)  # type: ignore[arg-type]

@@ -404,5 +404,7 @@ def test_labels_that_do_not_fit():
         export(dims={"f": ["a", "b"]})
     with pytest.raises(ValueError, match=r"`dims` has 'row' for `f`, .* give a list of names"):
         export(dims={"f": "row"})
+    with pytest.raises(ValueError, match="`row` of `A`, of length 3, and of `B`, of length 4"):
+        export(constant_data={"A": np.ones(3), "B": np.ones(4)}, dims={"A": ["row"], "B": ["row"]})
     with pytest.raises(ValueError, match=r"`coords` has labels of shape \(3,\) for the dimension"):
         export(dims={"f": ["row"]}, coords={"row": [1, 2, 3]})
