@@ -59,11 +59,6 @@ def merge_rows(
     return places, jax.tree.map(add, grads)
 
 
-def counted_once(index: Int[Array, "sets num"], size: int) -> Bool[Array, "sets num"]:
-    """Where `merge_rows` puts gradients: False at rows that the first set has as well."""
-    return (merge_rows(index, {}, size)[0] < size).reshape(index.shape)
-
-
 def update_rows(
     choose: Callable[[str], RowOptimizer],
     index: Int[Array, "sets num"],
@@ -72,7 +67,7 @@ def update_rows(
     whole: tuple[dict[str, Array], dict[str, Any]],
     step: Int[Array, ""],
     good: Bool[Array, ""],
-) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any]]:
+) -> tuple[dict[str, Array], dict[str, Array], dict[str, Any], Bool[Array, "sets num"]]:
     """Update some rows of parameters and of their optimizers' states, and put them in place.
 
     Args:
@@ -85,7 +80,8 @@ def update_rows(
         good: whether anything changes.
 
     Returns:
-        The new rows, shaped as before, the new parameters and the new states.
+        The new rows, shaped as before, the new parameters and the new states; and which rows
+        count, that is, are in no earlier set.
     """
     (params, states), flat = whole, index.reshape(-1)
     size = next(iter(params[name].shape[0] for name in rows), 0)
@@ -104,7 +100,7 @@ def update_rows(
         new_rows[name] = new.reshape(some.shape)
         new_params[name] = put(params[name], new)
         new_states[name] = jax.tree.map(put, states[name], state)
-    return new_rows, new_params, new_states
+    return new_rows, new_params, new_states, (places < size).reshape(index.shape)
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:

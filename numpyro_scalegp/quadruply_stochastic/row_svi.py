@@ -24,7 +24,6 @@ from numpyro_scalegp.quadruply_stochastic.problem import find_family
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
     RowOptimizer,
     all_finite,
-    counted_once,
     row_adagrad,
     update_rows,
     where,
@@ -319,7 +318,7 @@ class RowSVI(SVI):
             (optax.apply_updates(dense, updates), new_dense_state),
             (dense, dense_state),
         )
-        new_rows, whole, row_states = update_rows(
+        new_rows, whole, row_states, counts = update_rows(
             self.row_optim, index, row_grads, rows, (params, row_states), step, good
         )
         new_params = {**new_dense, **whole}
@@ -330,8 +329,7 @@ class RowSVI(SVI):
             features = find_family(before, self.guide, loss_key, args, kwargs)[1].features
             change = self._directions(given(dense, new_rows)) - self._directions(before)
             # Parameters that are lost must not take what is kept of them along.
-            once = counted_once(index, size)[..., None]
-            change = jnp.where(once & all_finite(change), change, 0.0)
+            change = jnp.where(counts[..., None] & all_finite(change), change, 0.0)
             for name, control in controls.items():
                 new_mutable[name] = control.updated(features, index, change)
         optim_state = (step + 1, (new_params, (dense_state, row_states)))
