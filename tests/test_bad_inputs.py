@@ -890,7 +890,11 @@ INFER: list[Row] = [
     ("rate zero", lambda: I.row_adam(0.0), "`learning_rate` must be positive and finite, got 0"),
     ("b1", lambda: I.row_adam(b1=1.0), r"`b1` must be in \[0, 1\), got 1.0"),
     ("b2", lambda: I.row_adam(b2="a"), "`b2` must be a number, got 'a'"),
-    ("no draws", lambda: I.Predictive(model), "give either a `guide` with its `params`, or"),
+    (
+        "two kinds of draws",
+        lambda: I.Predictive(model, guide=model, posterior_samples={"f": X}),
+        "give either a `guide` with its `params`, or",
+    ),
     ("model", lambda: I.Predictive("a", posterior_samples={"f": X}), "`model` must be callable"),
     (
         "samples",
