@@ -72,7 +72,7 @@ class AbstractKernel(AbstractSpectrum):
 
     @property
     def is_component(self) -> bool:
-        """Whether a sum in this kernel is reduced to one of its terms; see `component`."""
+        """Whether a sum in this kernel is reduced to one term; see `component`."""
         return any(kernel.is_component for kernel in self.parts.values())
 
     def component(self, part: "AbstractKernel") -> "AbstractKernel":
@@ -209,10 +209,8 @@ class Sum(AbstractComposite):
             return [self]
         lefts = self.left._components(part) if self.active[0] else []
         rights = self.right._components(part) if self.active[1] else []
-        return [
-            *(Sum(left, self.right, (True, False)) for left in lefts),
-            *(Sum(self.left, right, (False, True)) for right in rights),
-        ]
+        found = [Sum(left, self.right, (True, False)) for left in lefts]
+        return [*found, *(Sum(self.left, right, (False, True)) for right in rights)]
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
@@ -384,10 +382,9 @@ class ActiveDims(AbstractComposite):
         if max(self.dims) >= d:
             raise ValueError(f"`dims` must lie in 0..{d - 1} for d = {d}, got {self.dims}.")
         waves = self.kernel.sample_waves(key, num, len(self.dims))
-        frequencies = jnp.zeros((num, d), waves.frequencies.dtype)
-        return waves._replace(
-            frequencies=frequencies.at[:, jnp.array(self.dims)].set(waves.frequencies)
-        )
+        zeros = jnp.zeros((num, d), waves.frequencies.dtype)
+        frequencies = zeros.at[:, jnp.array(self.dims)].set(waves.frequencies)
+        return waves._replace(frequencies=frequencies)
 
 
 def _as_dims(dims: Any) -> tuple[int, ...]:

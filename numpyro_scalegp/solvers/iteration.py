@@ -15,7 +15,8 @@ from numpyro_scalegp.solvers.solver import Course, Solution, StopReason, System,
 
 def num_iterations(max_epochs: int | float, system: System, epochs_per_iteration: float) -> int:
     """The iterations that a budget allows after the initial residual, at least one."""
-    return max(1, math.floor((max_epochs - system.epochs) / epochs_per_iteration + 1e-6))
+    budget = (max_epochs - system.epochs) / epochs_per_iteration + 1e-6
+    return max(1, math.floor(min(budget, jnp.iinfo(jnp.int32).max)))
 
 
 def largest(norms: Float[Array, " k"], num_averaged: int) -> Float[Array, ""]:

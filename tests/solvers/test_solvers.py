@@ -422,6 +422,12 @@ def test_keys_change_the_path_of_sgd_alone(x64):
         assert np.array_equal(one, other) == (name != "sgd")
 
 
+@pytest.mark.parametrize("name", ["cg", "ap"])
+def test_a_budget_may_be_infinite(name, x64):
+    H, B = operator(0.05), targets()
+    assert_solved(H, B, ITERATIVE[name](TIGHT[name], float("inf")).solve(H, B))
+
+
 # Probes for the log-determinant
 
 
