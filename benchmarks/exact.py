@@ -25,7 +25,7 @@ def covariance(parameters, X):
 
 
 def plain(parameters, X, y):
-    """Autodiff through the factorisation."""
+    """Autodiff through the factorization."""
     L = jnp.linalg.cholesky(covariance(parameters, X))
     white = solve_triangular(L, y, lower=True)
     return (

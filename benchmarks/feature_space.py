@@ -8,7 +8,7 @@
 linear kernel on top, or an RBF kernel by random Fourier features (`--rbf 1000`). For each treatment
 of the log-determinant it trains with Adam, at a rate of 0.01 (b / 32)^(1/2) for batches of b,
 decayed by a cosine, and prints the exact negative log marginal likelihood of all training rows per
-row, and errors at the test rows, in standardised units: at the last step, and after the epoch whose
+row, and errors at the test rows, in standardized units: at the last step, and after the epoch whose
 likelihood is best (it is measured after each). `sparse` is a sparse GP with as many inducing points
 as the batch has rows, on the linear kernel, whose hyperparameters are scored in the same way
 (`loss` is its own bound; it needs `--learning-rate 0.002`). `steps` times a step against b and d,

@@ -61,7 +61,7 @@ def resident_memory():
 
 
 def load(arguments):
-    """Standardised training and test data, cut to `--n` training rows."""
+    """Standardized training and test data, cut to `--n` training rows."""
     data = sgp.datasets.load_uci(arguments.data, arguments.split)
     X, y = jnp.array(data.X_train), jnp.array(data.y_train)
     if arguments.n and arguments.n < len(X):
@@ -351,7 +351,7 @@ def plot(arguments):
     """Draw the files that `ratios` wrote: epochs spent up to each step."""
     from matplotlib.figure import Figure
 
-    colours = {"standard": "C0", "pathwise": "C1"}
+    colors = {"standard": "C0", "pathwise": "C1"}
     styles = {"cold": ":", "warm": "--", "extrapolated": "-"}
     figure = Figure(figsize=(3.2 * len(arguments.files), 3.6), layout="constrained")
     panels = figure.subplots(1, len(arguments.files), squeeze=False)[0]
@@ -360,7 +360,7 @@ def plot(arguments):
             for name, values in epochs.items():
                 kind, start = name.split(", ")
                 steps = np.arange(1, len(values) + 1)
-                panel.semilogy(steps, values, styles[start], color=colours[kind], label=name)
+                panel.semilogy(steps, values, styles[start], color=colors[kind], label=name)
         panel.set_title(Path(file).stem.replace("_", ", "))
         panel.set_xlabel("step")
     panels[0].set_ylabel("epochs so far")

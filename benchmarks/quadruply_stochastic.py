@@ -10,7 +10,7 @@
 them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
 the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
 hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit`
-starts from the hyperparameters of an exact GP on 1000 neighbouring rows, which it holds but for the
+starts from the hyperparameters of an exact GP on 1000 neighboring rows, which it holds but for the
 noise unless it is to learn them, and from a mean that fits some of the rows if asked to. It trains
 with lazy Adam; with `--peer gpytorch`, beside GPyTorch's SVGP of 512 points after 50 epochs. Times
 include compilation.

@@ -26,7 +26,7 @@ import numpyro_scalegp as sgp
 
 
 class Score(NamedTuple):
-    """Test error and negative log predictive density, in standardised units."""
+    """Test error and negative log predictive density, in standardized units."""
 
     rmse: float
     nll: float

@@ -26,7 +26,7 @@ import numpyro_scalegp as sgp
 
 
 def load(arguments):
-    """Standardised training data, cut to `--n` rows."""
+    """Standardized training data, cut to `--n` rows."""
     data = sgp.datasets.load_uci(arguments.data, arguments.split)
     X, y = jnp.array(data.X_train), jnp.array(data.y_train)
     if arguments.n and arguments.n < len(X):
@@ -182,10 +182,10 @@ def step(arguments):
             f"iterations in the mean, plain CG {round(made.mean())}"
         )
         for what, table in (("step", steps), ("iteration", each)):
-            for centre in (np.mean, np.median, np.min):
-                one, other = centre(table["roulette"]), centre(table["plain"])
+            for center in (np.mean, np.median, np.min):
+                one, other = center(table["roulette"]), center(table["plain"])
                 print(
-                    f"  seconds a {what}, {centre.__name__}: {one:.4f} and {other:.4f}, ratio "
+                    f"  seconds a {what}, {center.__name__}: {one:.4f} and {other:.4f}, ratio "
                     f"{one / other:.3f}",
                     flush=True,
                 )

@@ -56,8 +56,8 @@ def unbiased(num_rows, mean_iterations, rank, num_features=2000, num_probes=16):
 
 def fit(key, guide, num_steps, step_size, *args, init_params=None):
     """SVI as always; the step size falls to zero, so that the gradients' noise averages out."""
-    optimiser = optax.adam(optax.cosine_decay_schedule(step_size, num_steps))
-    svi = SVI(model, guide, optimiser, Trace_ELBO())
+    optimizer = optax.adam(optax.cosine_decay_schedule(step_size, num_steps))
+    svi = SVI(model, guide, optimizer, Trace_ELBO())
     return svi.run(key, num_steps, *args, progress_bar=False, init_params=init_params).params
 
 

@@ -70,14 +70,14 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     Xs = jax.numpy.asarray(data.X_test)
     posterior = sgp.posterior(model, mcmc.get_samples(), X, y)  # over all draws
     draws = posterior.predictive(Xs).sample(jax.random.key(2), (2000,))
-    ppm, truth = data.unstandardise_y(np.asarray(draws)), data.unstandardise_y(data.y_test)
+    ppm, truth = data.unstandardize_y(np.asarray(draws)), data.unstandardize_y(data.y_test)
     low, mean, high = np.quantile(ppm, 0.025, 0), ppm.mean(0), np.quantile(ppm, 0.975, 0)
     # What a straight line and one sine wave make of the same months.
     line, line_test = (
         np.stack([np.ones(len(x)), x, np.sin(2 * np.pi * x), np.cos(2 * np.pi * x)], axis=1)
         for x in (X[:, 0], data.X_test[:, 0])
     )
-    linear = data.unstandardise_y(line_test @ np.linalg.lstsq(line, y, rcond=None)[0])
+    linear = data.unstandardize_y(line_test @ np.linalg.lstsq(line, y, rcond=None)[0])
     scores = {
         "rmse": float(np.sqrt(np.mean((mean - truth) ** 2))),
         "rmse_linear": float(np.sqrt(np.mean((linear - truth) ** 2))),
@@ -89,9 +89,9 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
         f"{scores['coverage']:.0%} of them lie in the 95 % band."
     )
 
-    year, year_test = data.unstandardise_X(X)[:, 0], data.unstandardise_X(data.X_test)[:, 0]
+    year, year_test = data.unstandardize_X(X)[:, 0], data.unstandardize_X(data.X_test)[:, 0]
     figure, (axes, panel) = plt.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 1))
-    axes.plot(year, data.unstandardise_y(y), color="black", linewidth=1, label="training")
+    axes.plot(year, data.unstandardize_y(y), color="black", linewidth=1, label="training")
     axes.fill_between(year_test, low, high, color="C0", alpha=0.3, label="95 % band")
     axes.plot(year_test, mean, color="C0", label="forecast")
     axes.plot(year_test, truth, ".", color="C1", markersize=3, label="held out")
@@ -103,7 +103,7 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
         data.y_scale * np.asarray(part)
         for part in (season.mean(months), 2.0 * np.sqrt(season.variance(months)))
     )
-    last_year = data.unstandardise_X(months)[:, 0]
+    last_year = data.unstandardize_X(months)[:, 0]
     panel.plot(last_year, middle, color="C2")
     panel.fill_between(last_year, middle - band, middle + band, color="C2", alpha=0.3)
     panel.set(xlabel="year", ylabel="the yearly cycle alone, in ppm")
@@ -117,6 +117,6 @@ if __name__ == "__main__":
     parser.add_argument("--years", type=int, default=15, help="years of training data")
     parser.add_argument("--num-warmup", type=int, default=300)
     parser.add_argument("--num-samples", type=int, default=300)
-    # Factorisations of so smooth a kernel want float64; set before the first array is made.
+    # Factorizations of so smooth a kernel want float64; set before the first array is made.
     numpyro.enable_x64()
     main(**vars(parser.parse_args()))

@@ -3,7 +3,7 @@
 The RAND health insurance experiment (20,190 person-years, shipped with statsmodels) counts visits
 to a doctor; nine inputs describe the insurance plan and the person's health. The log rate is a GP
 of these inputs. `QuadratureELBO` takes any likelihood: the Poisson, and the negative binomial,
-which lets counts of equal rate vary more. Both are compared on held-out people with generalised
+which lets counts of equal rate vary more. Both are compared on held-out people with generalized
 linear models, whose log rate is linear in the inputs.
 
     python examples/counts.py
@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 
 
 def load(num_rows):
-    """Standardised inputs and counts, as (X, y) for training and for testing."""
+    """Standardized inputs and counts, as (X, y) for training and for testing."""
     data = sm.datasets.randhie.load_pandas()
     X, y = data.exog.to_numpy(float), data.endog.to_numpy(int)
     rng = np.random.default_rng(0)

@@ -3,7 +3,7 @@
 Elevators from the UCI collection (New York flights where no UCI folder is given): a Matern-3/2
 kernel with a lengthscale for each column, priors on all hyperparameters, and SVI with the pathwise
 gradient estimator. Every step goes on from the last one's solutions, within a budget of epochs; the
-last solutions are posterior functions, so that predictions need no factorisation.
+last solutions are posterior functions, so that predictions need no factorization.
 
     SCALEGP_DATA=path/to/uci python examples/exact_large.py --num-rows 5000
 """
@@ -68,7 +68,7 @@ def plot(folder, data, X, posterior, history, column):
     right.plot(grid, paths.T, color="C0", linewidth=0.6, alpha=0.7)
     right.plot(grid, mean, color="k")
     right.fill_between(grid, mean - 2 * scale, mean + 2 * scale, color="C0", alpha=0.2)
-    right.set_xlabel(f"{data.columns[column]}, standardised; other columns at their medians")
+    right.set_xlabel(f"{data.columns[column]}, standardized; other columns at their medians")
     right.set_title("posterior mean, two deviations, and functions")
     Path(folder).mkdir(parents=True, exist_ok=True)
     figure.savefig(Path(folder) / "fit.png", dpi=150)

@@ -13,7 +13,7 @@ LEVELS = np.array([0.5, 0.9])
 
 
 class Score(NamedTuple):
-    """Errors at the test rows; RMSE in minutes, log density a row in standardised units."""
+    """Errors at the test rows; RMSE in minutes, log density a row in standardized units."""
 
     name: str
     rmse: float
@@ -105,7 +105,7 @@ def draw_figures(folder, data, losses, lengthscales, replicates, hours, rows=Non
     figure.savefig(folder / "calibration.png")
 
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    minutes = data.unstandardise_y(hours.reshape(len(hours), len(HOURS), -1))
+    minutes = data.unstandardize_y(hours.reshape(len(hours), len(HOURS), -1))
     pooled = minutes.transpose(1, 0, 2).reshape(len(HOURS), -1)
     bands = np.quantile(pooled, [0.05, 0.25, 0.5, 0.75, 0.95], axis=1)
     axes.fill_between(HOURS, bands[0], bands[4], color=light, alpha=0.5, label="90 % of flights")

@@ -61,7 +61,7 @@ def guide(*args):
 
 
 def load(name):
-    """Standardised training and test data."""
+    """Standardized training and test data."""
     if "SCALEGP_DATA" in os.environ:
         data = sgp.datasets.load_uci(name, split=0)
         return data.X_train, data.y_train, data.X_test, data.y_test
@@ -73,7 +73,7 @@ def load(name):
 
 
 def main(data="bike", epochs=30, folder="outputs/network_features"):
-    """Train, condition and score; returns the error in standardised units."""
+    """Train, condition and score; returns the error in standardized units."""
     X, y, X_test, y_test = (jnp.asarray(part, jnp.float32) for part in load(data))
     batch_size, logdet = 32, sgp.log_determinants.Variational()
     num_steps = epochs * len(X) // batch_size

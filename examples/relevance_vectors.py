@@ -34,7 +34,7 @@ def data(num_rows, seed):
 
 
 def model(X, y, batch_size):
-    """Kernel functions centred on all rows, with independent weights."""
+    """Kernel functions centered on all rows, with independent weights."""
     features = sgp.features.InducingPoints(sgp.kernels.RBF(1.5), X)
     start = jnp.full(len(X), 1e3)
     precision = numpyro.param("precision", start, constraint=constraints.positive, rows=True)

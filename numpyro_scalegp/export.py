@@ -61,7 +61,7 @@ def to_arviz(
 
     Returns:
         An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). Time: one run of
-        the model a draw; an exact Gaussian process costs a factorisation each, an iterative one a
+        the model a draw; an exact Gaussian process costs a factorization each, an iterative one a
         solve that starts at the solver state, features O(n d^2): ask for few draws of a large one.
 
     Raises:
@@ -103,7 +103,7 @@ def to_arviz(
         raise ValueError(f"`dims` has `{name}`, and there are {known} to export.")
     groups = _groups(draws, shape, sites, axes, masks)
     groups["sample_stats"] |= _statistics(result)
-    groups["constant_data"] = {name: axes.labelled(name, v) for name, v in constants.items()}
+    groups["constant_data"] = {name: axes.labeled(name, v) for name, v in constants.items()}
     return _assemble(groups)
 
 
@@ -113,7 +113,7 @@ class _Axes(NamedTuple):
     coords: dict[str, np.ndarray]
     dims: dict[str, Sequence[str | None]]
 
-    def labelled(
+    def labeled(
         self,
         name: str,
         values: np.ndarray,
@@ -168,18 +168,18 @@ def _groups(
         raise ValueError(f"`sites` has {sorted(unknown)}, the model has {sorted(draws.sites)}.")
 
     def by_chain(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {name: axes.labelled(name, v, shape) for name, v in values.items()}
+        return {name: axes.labeled(name, v, shape) for name, v in values.items()}
 
     kept = {name: draws.sites[name] for name in (draws.sites if sites is None else sites)}
     return {
         "posterior": by_chain(kept),
         "posterior_predictive": by_chain(draws.predictive),
         "log_likelihood": {
-            name: axes.labelled(name, v, shape, _as_mask(masks.get(name), v))
+            name: axes.labeled(name, v, shape, _as_mask(masks.get(name), v))
             for name, v in draws.log_likelihood.items()
             if np.any(masks.get(name, True))
         },
-        "observed_data": {name: axes.labelled(name, v[0]) for name, v in draws.observed.items()},
+        "observed_data": {name: axes.labeled(name, v[0]) for name, v in draws.observed.items()},
         "sample_stats": by_chain(
             {
                 _suffixed(stat if "jitter" in stat else f"draw_{stat}", name, draws.diagnostics): v

@@ -1,4 +1,4 @@
-"""How a test asks for the optimisations that `conftest.py` leaves out, and for array sizes."""
+"""How a test asks for the optimizations that `conftest.py` leaves out, and for array sizes."""
 
 import functools
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 # For loops of thousands of draws, which take longer than their compilation.
-optimised = functools.partial(
+optimized = functools.partial(
     jax.jit,
     compiler_options={
         "xla_backend_optimization_level": 3,

@@ -15,7 +15,7 @@ if worker and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 # On a GPU every worker would otherwise claim most of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Compilation is most of the time that tests take, and LLVM's optimisation most of compilation.
+# Compilation is most of the time that tests take, and LLVM's optimization most of compilation.
 flags = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",

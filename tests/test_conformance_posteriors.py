@@ -117,7 +117,7 @@ def test_preconditioner_is_one_matrix(factory, dtype):
 
     def everything(lengthscale: Array) -> Any:
         H = sgp.solvers.KernelOperator(kernel(lengthscale), X, jnp.linspace(0.2, 0.9, 7))
-        factor = preconditioner.factorise(H)
+        factor = preconditioner.factorize(H)
         samples = factor.sample(jax.random.key(0), 2000)
         A = H.kernel.covariance(X) + jnp.diag(H.noise())
         return factor, factor.solve(jnp.eye(7)), factor.log_determinant(), samples, A
@@ -177,7 +177,7 @@ def test_distribution_is_one_of_numpyro(factory, dtype):
 
 
 def jitter(dtype: Any) -> float:
-    """What factorisations may have added to variances of order one."""
+    """What factorizations may have added to variances of order one."""
     return 1000 * float(jnp.finfo(dtype).eps)
 
 

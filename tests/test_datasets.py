@@ -36,7 +36,7 @@ def write(file: Path, values: np.ndarray, fmt: str = "%.18g") -> None:
         np.savetxt(stream, values, delimiter=",", fmt=fmt)
 
 
-def check_standardised(data: datasets.Dataset) -> None:
+def check_standardized(data: datasets.Dataset) -> None:
     """What every loader promises of shapes, dtypes and training statistics."""
     n, d = data.X_train.shape
     m = len(data.y_test)
@@ -58,14 +58,14 @@ def test_uci_round_trip(folder: Path) -> None:
     rows = np.loadtxt(folder / "tiny" / "data.csv.gz", delimiter=",")
     for split in (0, 3, 9):
         data = datasets.load_uci("tiny", split, path=folder)
-        check_standardised(data)
+        check_standardized(data)
         assert (data.name, data.columns) == ("tiny", ("x0", "x1", "x2"))
         test = np.arange(20) // 2 == split
-        np.testing.assert_allclose(data.unstandardise_X(data.X_test), rows[test, :-1])
-        np.testing.assert_allclose(data.unstandardise_X(data.X_train), rows[~test, :-1])
-        np.testing.assert_allclose(data.standardise_X(rows[test, :-1]), data.X_test, atol=1e-12)
-        np.testing.assert_allclose(data.unstandardise_y(data.y_test), rows[test, -1])
-        np.testing.assert_allclose(data.unstandardise_y(data.y_train), rows[~test, -1])
+        np.testing.assert_allclose(data.unstandardize_X(data.X_test), rows[test, :-1])
+        np.testing.assert_allclose(data.unstandardize_X(data.X_train), rows[~test, :-1])
+        np.testing.assert_allclose(data.standardize_X(rows[test, :-1]), data.X_test, atol=1e-12)
+        np.testing.assert_allclose(data.unstandardize_y(data.y_test), rows[test, -1])
+        np.testing.assert_allclose(data.unstandardize_y(data.y_train), rows[~test, -1])
 
 
 def test_statistics_come_from_the_training_rows(folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_empty_folder_is_said_to_be_empty(tmp_path: Path) -> None:
 )
 def test_uci_real_data(name: str, num_rows: int, num_columns: int) -> None:
     data = datasets.load_uci(name)
-    check_standardised(data)
+    check_standardized(data)
     assert data.X_train.shape[1] == num_columns
     assert len(data.y_train) + len(data.y_test) == num_rows
 
@@ -163,16 +163,16 @@ def flights() -> datasets.Dataset:
 
 
 def test_flights(flights: datasets.Dataset) -> None:
-    check_standardised(flights)
+    check_standardized(flights)
     assert flights.X_train.shape == (294_611, 15)
     assert flights.X_test.shape == (32_735, 15)
-    delay = flights.unstandardise_y(np.concatenate([flights.y_train, flights.y_test]))
+    delay = flights.unstandardize_y(np.concatenate([flights.y_train, flights.y_test]))
     np.testing.assert_allclose([delay.min(), delay.max()], [-86.0, 1272.0])
     np.testing.assert_allclose(delay.mean(), 6.895377, atol=1e-5)
 
 
 def test_flight_inputs_in_their_units(flights: datasets.Dataset) -> None:
-    rows = flights.unstandardise_X(np.concatenate([flights.X_train, flights.X_test]))
+    rows = flights.unstandardize_X(np.concatenate([flights.X_train, flights.X_test]))
     inputs = dict(zip(flights.columns, rows.T, strict=True))
     ranges = {
         "day_of_year": (1, 365),
@@ -195,7 +195,7 @@ def test_flight_inputs_in_their_units(flights: datasets.Dataset) -> None:
 
 def test_flight_inputs_of_one_flight(flights: datasets.Dataset) -> None:
     """1 January, UA 1545, Newark 5:15 to Houston 8:19 (an hour behind), 11 minutes late."""
-    rows = flights.unstandardise_X(np.concatenate([flights.X_train, flights.X_test]))
+    rows = flights.unstandardize_X(np.concatenate([flights.X_train, flights.X_test]))
     inputs = dict(zip(flights.columns, rows.T, strict=True))
     found = np.flatnonzero(
         (inputs["day_of_year"].round() == 1)
@@ -211,7 +211,7 @@ def test_flight_inputs_of_one_flight(flights: datasets.Dataset) -> None:
     }
     for name, value in expected.items():
         np.testing.assert_allclose(inputs[name][found[0]], value, err_msg=name)
-    delay = flights.unstandardise_y(np.concatenate([flights.y_train, flights.y_test]))
+    delay = flights.unstandardize_y(np.concatenate([flights.y_train, flights.y_test]))
     np.testing.assert_allclose(delay[found[0]], 11.0)
 
 
@@ -225,15 +225,15 @@ def test_flights_split_follows_the_seed(flights: datasets.Dataset) -> None:
 def test_co2() -> None:
     pytest.importorskip("statsmodels")
     data = datasets.load_co2(test_years=10)
-    check_standardised(data)
+    check_standardized(data)
     assert data.columns == ("year",)
     assert data.X_scale == 1.0
-    year = data.unstandardise_X(np.concatenate([data.X_train, data.X_test]))[:, 0]
+    year = data.unstandardize_X(np.concatenate([data.X_train, data.X_test]))[:, 0]
     assert (np.diff(year) > 0.08).all()
     np.testing.assert_allclose(year[[0, -1]], [1958 + 2.5 / 12, 2001 + 11.5 / 12])
     assert len(data.y_test) == 120
     assert data.X_test.min() > data.X_train.max()
-    ppm = data.unstandardise_y(np.concatenate([data.y_train, data.y_test]))
+    ppm = data.unstandardize_y(np.concatenate([data.y_train, data.y_test]))
     np.testing.assert_allclose(ppm[[0, -1]], [316.1, 371.02])
 
 

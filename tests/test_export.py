@@ -18,7 +18,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_scalegp as sgp
 
-# A sampler that warms up tries hyperparameters for which nothing can be factorised.
+# A sampler that warms up tries hyperparameters for which nothing can be factorized.
 pytestmark = pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
 
 N, CHAINS, DRAWS = 10, 2, 30

@@ -1,1 +1,1 @@
-"""What every layer stands on: argument checks, jittered factorisations, work in chunks."""
+"""What every layer stands on: argument checks, jittered factorizations, work in chunks."""

@@ -1,4 +1,4 @@
-"""Factorisations of small matrices on CPUs, with all large work in matrix products.
+"""Factorizations of small matrices on CPUs, with all large work in matrix products.
 
 LAPACK's threads go on spinning for a while after each call and take the cores from the products
 that follow: in an SVGP step with 512 points they cost more than all else together. So matrices up

@@ -1,6 +1,6 @@
-"""Factorisations of symmetric positive definite matrices, with derivatives made of products.
+"""Factorizations of symmetric positive definite matrices, with derivatives made of products.
 
-Triangular solves run far below the speed of a matrix product, and differentiating a factorisation
+Triangular solves run far below the speed of a matrix product, and differentiating a factorization
 spends most of its time in them. Here the derivatives reuse the factor and are written as products
 with its explicit inverse, which a recursive splitting computes at the speed of products as well.
 All rules are forward-mode rules, so forward, reverse and second derivatives work.
@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro_scalegp.core import blocked
 from numpyro_scalegp.core.derivatives import lasting_jvp
 
-# Factorisations are tried with these multiples of `eps` times the mean diagonal, in turn.
+# Factorizations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
 # Conditional variances of an observation, in units of rounding, that have few digits.
 _FEW_ROUNDINGS = 30.0
@@ -52,14 +52,14 @@ def add_jitter(K: Float[Array, "n n"], jitter: float | None = None) -> Float[Arr
     return K + jitter * jnp.mean(jnp.diagonal(K)) * jnp.eye(K.shape[0], dtype=K.dtype)
 
 
-def factorise(
+def factorize(
     K: Float[Array, "n n"],
     *,
     escalate: bool = True,
     warn: bool = True,
     noise: Float[Array, "..."] | None = None,
 ) -> Factor:
-    """Factorise K = L L' without a derivative, adding jitter only where that fails.
+    """Factorize K = L L' without a derivative, adding jitter only where that fails.
 
     What happened is in the result and, where jitter was added or nothing helped, in a warning.
 
@@ -88,7 +88,7 @@ def factorise(
     def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
         step = state[0] + 1
         jittered = K + ladder[step] * jnp.eye(K.shape[0], dtype=K.dtype)
-        return step, _factorise_on_platform(jittered)
+        return step, _factorize_on_platform(jittered)
 
     untried = (jnp.full((), -1, jnp.int32), jnp.full_like(K, jnp.nan))
     step, tril = jax.lax.while_loop(failed, attempt, untried)
@@ -143,7 +143,7 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: Ar
         )
 
 
-def _factorise_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+def _factorize_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     if K.shape[0] > blocked.MAX_SIZE:
         return jnp.linalg.cholesky(K)
     return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=jnp.linalg.cholesky)
@@ -234,19 +234,19 @@ def _log_derivative(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Ar
 
 
 def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """Factorise K = L L'; dL = L half(L^-1 dK L^-T). Returns L, shape (n, n)."""
-    return _cholesky(K, factorise(K).tril)
+    """Factorize K = L L'; dL = L half(L^-1 dK L^-T). Returns L, shape (n, n)."""
+    return _cholesky(K, factorize(K).tril)
 
 
 def inverse_cholesky(K: Float[Array, "n n"], *, warn: bool = True) -> Float[Array, "n n"]:
-    """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W. Warns as `factorise`."""
-    return inverse_cholesky_given(K, factorise(K, warn=warn).tril)
+    """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W. Warns as `factorize`."""
+    return inverse_cholesky_given(K, factorize(K, warn=warn).tril)
 
 
 def gaussian_log_density(
     K: Float[Array, "n n"], y: Float[Array, "*batch n"], factor: Factor
 ) -> Float[Array, "*batch"]:
-    """The log density of each row of y under N(0, K), given `factor = factorise(K)`.
+    """The log density of each row of y under N(0, K), given `factor = factorize(K)`.
 
     d log p = (a'dK a - tr(K^-1 dK)) / 2 - a'dy with a = K^-1 y, from the factor's explicit inverse.
     """

@@ -6,19 +6,19 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-# Matrices of n x n that a dense factorisation has at once, as XLA plans it for large n.
+# Matrices of n x n that a dense factorization has at once, as XLA plans it for large n.
 _COPIES = 3.5
 
 
 def warn_of_size(owner: str, n: int, dtype: jnp.dtype, remedy: str) -> None:
-    """Warn if factorising an n x n matrix takes more memory than there is.
+    """Warn if factorizing an n x n matrix takes more memory than there is.
 
     Shapes are known while a function is traced, so the warning comes before the matrix does.
     """
     planned, present = _COPIES * n * n * jnp.dtype(dtype).itemsize, _device_memory()
     if present is not None and planned > present:
         warnings.warn(
-            f"`{owner}` factorises a matrix of {n:,} rows, about {planned / 2**30:,.0f} GiB in "
+            f"`{owner}` factorizes a matrix of {n:,} rows, about {planned / 2**30:,.0f} GiB in "
             f"{jnp.dtype(dtype).name}, more than the {present / 2**30:,.0f} GiB of this device: "
             f"{remedy}.",
             RuntimeWarning,

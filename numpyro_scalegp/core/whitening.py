@@ -33,7 +33,7 @@ def whitened_moments(
         diagonal: k(x, x), shape (n,).
         loc: mean of v, shape (M,).
         scale_tril: S, shape (M, M).
-        factor: `linalg.factorise(K_ZZ)`.
+        factor: `linalg.factorize(K_ZZ)`.
 
     Returns:
         Means and variances, each of shape (n,). Time O(n M^2 + M^3).

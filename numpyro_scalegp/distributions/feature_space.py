@@ -26,7 +26,7 @@ class FeatureSpaceGP(Distribution):
     """A collapsed GP of finitely many features: y of a mini-batch, with f = Phi w integrated out.
 
     y = phi(x)'w + noise with w ~ N(0, I); the latent one, of f itself, is `WeightSpaceGP`. The site
-    is an observed one, and y is centred: the prior mean is zero. `log_prob` estimates
+    is an observed one, and y is centered: the prior mean is zero. `log_prob` estimates
     log N(y; 0, Phi Phi' + noise I) of all `num_data` rows from this batch's: so the site stands
     outside of plates, which would scale it once more. In the mean over batches, and at the best
     `weights`, it is the log marginal likelihood, up to the bias of `logdet`.

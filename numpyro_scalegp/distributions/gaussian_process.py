@@ -24,7 +24,7 @@ class GaussianProcess(RowsDistribution):
     """Noisy observations of a Gaussian process, y ~ N(m(X), K(X, X) + noise).
 
     `log_prob(y)` is the log marginal likelihood. The default estimator is exact; others estimate it
-    and its gradient, for data too large to factorise.
+    and its gradient, for data too large to factorize.
 
     Args:
         kernel: covariance function.
@@ -139,7 +139,7 @@ class GaussianProcess(RowsDistribution):
         """The log marginal likelihood of observations.
 
         Args:
-            value: observations, shape (..., n); one factorisation serves all.
+            value: observations, shape (..., n); one factorization serves all.
             intermediates: unused, part of NumPyro's interface.
 
         Returns:
@@ -189,7 +189,7 @@ class GaussianProcess(RowsDistribution):
                 budget that suits a step of training may be too small for the final result.
 
         Returns:
-            With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorisation in
+            With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorization in
             O(n^3); with `RandomFourier` a `FeaturePosterior`. With an iterative estimator a
             `PathwisePosterior`: from the state's last solution, with no further solve, if that is
             the one for these hyperparameters, inputs and observations and this estimator, and

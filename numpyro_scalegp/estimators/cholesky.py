@@ -1,4 +1,4 @@
-"""The exact log marginal likelihood by a dense Cholesky factorisation."""
+"""The exact log marginal likelihood by a dense Cholesky factorization."""
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ class Cholesky(AbstractEstimator):
 
     Args:
         jitter: what to add to the diagonal of H, relative to its mean. None adds nothing unless the
-            factorisation fails, then 10, 100, 1,000 or 10,000 times `eps`, with a warning. A number
+            factorization fails, then 10, 100, 1,000 or 10,000 times `eps`, with a warning. A number
             is always added, and a failure gives NaN.
 
     Raises:
@@ -44,7 +44,7 @@ class Cholesky(AbstractEstimator):
         checks.jitter(self.jitter)
 
     def covariance(self, operator: KernelOperator) -> Float[Array, "n n"]:
-        """The matrix H that is factorised, a fixed jitter included."""
+        """The matrix H that is factorized, a fixed jitter included."""
         memory.warn_of_size(
             "Cholesky",
             operator.size,
@@ -56,14 +56,14 @@ class Cholesky(AbstractEstimator):
         H = gram + jnp.diag(operator.noise())
         return H if self.jitter is None else linalg.add_jitter(H, self.jitter)
 
-    def factorise(
+    def factorize(
         self, H: Float[Array, "n n"], noise_variance: Float[Array, "..."] | None = None
     ) -> linalg.Factor:
         """The Cholesky factor of H and all the jitter that it has on its diagonal.
 
         A warning of jitter compares it with the noise variance, where that is given.
         """
-        factor = linalg.factorise(H, escalate=self.jitter is None, noise=noise_variance)
+        factor = linalg.factorize(H, escalate=self.jitter is None, noise=noise_variance)
         if self.jitter is None:
             return factor
         added = self.jitter / (1.0 + self.jitter) * jnp.mean(jnp.diagonal(H))
@@ -79,11 +79,11 @@ class Cholesky(AbstractEstimator):
     ) -> Float[Array, "*batch"]:
         """The log density of `residual` under N(0, H); see `AbstractEstimator.log_prob`.
 
-        One factorisation serves the whole batch. NaN, with a warning, where H is not positive
+        One factorization serves the whole batch. NaN, with a warning, where H is not positive
         definite.
         """
         H = self.covariance(operator)
-        factor = self.factorise(H, operator.noise_variance)
+        factor = self.factorize(H, operator.noise_variance)
         return linalg.gaussian_log_density(H, residual, factor)
 
     def condition(
@@ -97,7 +97,7 @@ class Cholesky(AbstractEstimator):
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
     ) -> ExactPosterior:
-        """The exact posterior, from one factorisation; see `AbstractEstimator.condition`."""
+        """The exact posterior, from one factorization; see `AbstractEstimator.condition`."""
         return ExactPosterior.from_factor(
             operator.kernel,
             operator.X,
@@ -105,7 +105,7 @@ class Cholesky(AbstractEstimator):
             y - mean_function(operator.X),
             operator.noise_variance,
             mean_function,
-            self.factorise(self.covariance(operator), operator.noise_variance),
+            self.factorize(self.covariance(operator), operator.noise_variance),
         )
 
     def sample_prior(

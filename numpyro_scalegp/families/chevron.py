@@ -137,7 +137,7 @@ class ChevronPosterior(AbstractVariationalPosterior):
             scale_columns=jnp.where(active[:, None], self.scale_columns, 0.0),
         )
 
-    def _factorise(self) -> None:
+    def _factorize(self) -> None:
         return None
 
     def _moments(

@@ -6,7 +6,7 @@ from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import chunks
-from numpyro_scalegp.core.linalg import factorise, matmul
+from numpyro_scalegp.core.linalg import factorize, matmul
 from numpyro_scalegp.families.chevron import ChevronGP
 from numpyro_scalegp.families.weight_space import WeightSpaceGP
 from numpyro_scalegp.features.chevron import BLOCK, Chevron, blocks_of, projections
@@ -78,7 +78,7 @@ def _solved(
     A: Float[Array, "k k"], b: Float[Array, " k"]
 ) -> tuple[Float[Array, " k"], Float[Array, ""]]:
     """A^-1 b, and the residual of it, relative to b."""
-    x = cho_solve((factorise(A).tril, True), b)
+    x = cho_solve((factorize(A).tril, True), b)
     scale = jnp.linalg.norm(b)
     return x, jnp.linalg.norm(b - matmul(A, x)) / jnp.where(scale == 0, 1.0, scale)
 

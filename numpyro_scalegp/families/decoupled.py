@@ -155,7 +155,7 @@ class DecoupledPosterior(AbstractKernelPosterior):
         # ask the host.
         return linalg.inverse_cholesky(M + jnp.eye(len(L), dtype=L.dtype), warn=False)
 
-    def _factorise(self) -> Float[Array, "M_q M_q"]:
+    def _factorize(self) -> Float[Array, "M_q M_q"]:
         return matmul(self._whitening(), self.cov_scale_tril.T)
 
     def _mean(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:

@@ -39,7 +39,7 @@ class AbstractPriorGP(RowsDistribution):
                 "value for each row of `X`."
             )
         K = self.covariance()
-        return linalg.gaussian_log_density(K, value, linalg.factorise(K))
+        return linalg.gaussian_log_density(K, value, linalg.factorize(K))
 
 
 class AbstractVariationalGP(RowsDistribution):
@@ -65,7 +65,7 @@ class AbstractVariationalGP(RowsDistribution):
         raise NotImplementedError
 
     def marginals(self) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-        """The mean and the variance of f at each row of X, from one factorisation."""
+        """The mean and the variance of f at each row of X, from one factorization."""
         return self.posterior().marginals(self.X)
 
     @property

@@ -55,8 +55,8 @@ class HybridPosterior(AbstractKernelPosterior):
     def _weights(self) -> tuple[Any, ...]:
         return self.residual_weights, *self.sparse._weights()
 
-    def _factorise(self) -> Any:
-        return self.sparse._factorise()
+    def _factorize(self) -> Any:
+        return self.sparse._factorize()
 
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return expansion(self.sparse._of_f, X, self.residual_points, self.residual_weights)

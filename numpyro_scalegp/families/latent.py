@@ -90,12 +90,12 @@ class LatentGP(AbstractPriorGP):
             f: function values, shape (n,).
 
         Returns:
-            An `ExactPosterior`, from one factorisation in O(n^3).
+            An `ExactPosterior`, from one factorization in O(n^3).
         """
         f = checks.as_float(f, "f")
         checks.shape("f", f, self.event_shape, why="one value for each row of `X`")
         checks.finite("f", f)
-        factor = linalg.factorise(self.covariance())
+        factor = linalg.factorize(self.covariance())
         zero = functions.constant_function(checks.as_float(0.0))
         return ExactPosterior.from_factor(self.kernel, self.X, f, f, None, zero, factor)
 

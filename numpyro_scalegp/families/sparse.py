@@ -70,9 +70,9 @@ class SparsePosterior(AbstractKernelPosterior):
     def _weights(self) -> tuple[Any, ...]:
         return self.loc, self.scale_tril
 
-    def _factorise(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
+    def _factorize(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
         K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
-        return K, linalg.factorise(K)
+        return K, linalg.factorize(K)
 
     def _moments(
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]

@@ -1,4 +1,4 @@
-"""Kernel functions centred on points."""
+"""Kernel functions centered on points."""
 
 from collections.abc import Callable
 

@@ -35,7 +35,7 @@ class Weights(NamedTuple):
 
     mean: Float[Array, " p"]
     whitening: Float[Array, "p p"]  # W = L^-1 with L L' = I + Phi'D^-1 Phi
-    jitter: Float[Array, ""]  # what the factorisation took
+    jitter: Float[Array, ""]  # what the factorization took
 
 
 def statistics(
@@ -60,7 +60,7 @@ def statistics(
 def posterior(statistics: Statistics) -> Weights:
     """The posterior of the weights given the only data vector, in O(p^3)."""
     precision = _precision(statistics)
-    factor = linalg.factorise(precision)
+    factor = linalg.factorize(precision)
     W = linalg.inverse_cholesky_given(precision, factor.tril)
     return Weights(matmul(W.T, matmul(W, statistics.moments[:, 0])), W, factor.jitter)
 

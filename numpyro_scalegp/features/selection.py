@@ -1,4 +1,4 @@
-"""Where to put inducing points: cluster centres, or the data points that leave least variance."""
+"""Where to put inducing points: cluster centers, or the data points that leave least variance."""
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,19 @@ def kmeans_points(
     num_steps: int = 10,
     max_rows: int = 20_000,
 ) -> Float[Array, "num_points d"]:
-    """Choose inducing points as the centres of k-means clusters.
+    """Choose inducing points as the centers of k-means clusters.
 
     Distances are Euclidean: scale the columns first, by their standard deviations or lengthscales.
 
     Args:
         key: a typed JAX key.
         X: inputs, shape (n, d).
-        num_points: number of centres, at most n.
+        num_points: number of centers, at most n.
         num_steps: Lloyd iterations after a k-means++ start.
         max_rows: rows, drawn at random, that take part.
 
     Returns:
-        Centres, shape (num_points, d). Time O(max_rows num_points d num_steps).
+        Centers, shape (num_points, d). Time O(max_rows num_points d num_steps).
 
     Raises:
         ValueError: if `num_points` is not between 1 and the number of rows.
@@ -67,16 +67,16 @@ def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
         return jnp.minimum(nearest, to_point(point)), point
 
     _, others = jax.lax.scan(seed, to_point(start), keys[1:])
-    centres = jnp.concatenate([start[None], others])
+    centers = jnp.concatenate([start[None], others])
 
-    def step(centres: Array, _: None) -> tuple[Array, None]:
-        owner = jnp.argmin(squared_distances(X, centres), axis=1)
+    def step(centers: Array, _: None) -> tuple[Array, None]:
+        owner = jnp.argmin(squared_distances(X, centers), axis=1)
         count = jnp.zeros(num_points, X.dtype).at[owner].add(1.0)
-        total = jnp.zeros_like(centres).at[owner].add(X)
+        total = jnp.zeros_like(centers).at[owner].add(X)
         mean = total / jnp.maximum(count, 1.0)[:, None]
-        return jnp.where(count[:, None] > 0, mean, centres), None
+        return jnp.where(count[:, None] > 0, mean, centers), None
 
-    return jax.lax.scan(step, centres, length=num_steps)[0]
+    return jax.lax.scan(step, centers, length=num_steps)[0]
 
 
 def greedy_points(
@@ -84,7 +84,7 @@ def greedy_points(
 ) -> Float[Array, "num_points d"]:
     """Choose the rows of X that, one by one, have the largest variance given those before.
 
-    They are the pivots of a partial Cholesky factorisation of K(X, X), near optimal for a sparse GP
+    They are the pivots of a partial Cholesky factorization of K(X, X), near optimal for a sparse GP
     with this very kernel: use it where hyperparameters are roughly known.
 
     Args:

@@ -80,7 +80,7 @@ def initial_hyperparameters(
     learning_rate: float = 0.1,
     **model_kwargs: Any,
 ) -> dict[str, Any]:
-    """Fit a model exactly on neighbourhoods of random rows, and average over them.
+    """Fit a model exactly on neighborhoods of random rows, and average over them.
 
     Each subset consists of the rows nearest to a random one, so that its points lie as close as
     in the whole data: a random subset would make lengthscales too long. On each, the mode of the
@@ -95,7 +95,7 @@ def initial_hyperparameters(
         X: inputs, shape (n, d); distances are Euclidean in columns scaled to unit variance.
         y: observations, shape (n,).
         *model_args: the model's further positional arguments.
-        num_subsets: number of neighbourhoods.
+        num_subsets: number of neighborhoods.
         subset_size: rows of each; at most n are used. Lin et al. take 10,000.
         num_steps: steps of Adam on each.
         learning_rate: of Adam, on the unconstrained scale.

@@ -31,7 +31,7 @@ class QuadratureELBO(AbstractParticleELBO):
     have a likelihood of its own: one that combines them (a difference, a softmax, a mixing matrix)
     needs a GP site for each.
 
-    The gradient has no Monte Carlo noise from f. For a factorising likelihood it is unbiased under
+    The gradient has no Monte Carlo noise from f. For a factorizing likelihood it is unbiased under
     mini-batches.
 
     Args:

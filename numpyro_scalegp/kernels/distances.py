@@ -36,7 +36,7 @@ def squared_distances(
     """Compute sum_k ((x_ik - z_jk) / lengthscale_k)^2 for all pairs of rows.
 
     Few columns are subtracted pair by pair, before anything is rounded. For more, both sets are
-    centred and the distances come from one matrix product, ||x||^2 + ||z||^2 - 2 x'z, with an error
+    centered and the distances come from one product, ||x||^2 + ||z||^2 - 2 x'z, with an error
     of about `eps` times the squared spread of the data in lengthscales: small beside a smooth
     kernel's own scale, however far the data lie from the origin. Where that error would be larger
     than 1e-3, for rows a hundred lengthscales wide in float32, differences are taken after all.
@@ -55,15 +55,15 @@ def squared_distances(
     """
     d = X.shape[1]
     inverse = jnp.broadcast_to(reciprocal(checks.as_float(lengthscale, "lengthscale")), (d,))
-    centre = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
+    center = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
     if by_differences or d <= MAX_COLUMNS_OF_DIFFERENCES:
-        return _few_columns(X, Z, centre, inverse)
-    near = _scaled(X - centre, inverse), _scaled(Z - centre, inverse)
+        return _few_columns(X, Z, center, inverse)
+    near = _scaled(X - center, inverse), _scaled(Z - center, inverse)
     squares = [jnp.max(jnp.sum(jnp.square(one), axis=1), initial=0.0) for one in near]
     error = jnp.finfo(near[0].dtype).eps * jax.lax.stop_gradient(squares[0] + squares[1])
     # What the way back needs is computed again: else both branches would keep (n, m, d) arrays.
     branches = [jax.checkpoint(branch) for branch in (_by_product, _many_columns)]
-    return jax.lax.cond(_is_small(error), *branches, X, Z, centre, inverse)
+    return jax.lax.cond(_is_small(error), *branches, X, Z, center, inverse)
 
 
 @jax.custom_batching.custom_vmap
@@ -78,7 +78,7 @@ def _(_axis_size: int, _in_batched: list[bool], error: Array) -> tuple[Array, bo
 
 
 @jax.custom_jvp
-def _few_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
+def _few_columns(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
     total = jnp.zeros((), jnp.result_type(X, inverse))
     for k in range(X.shape[1]):
         total += jnp.square((X[:, None, k] - Z[None, :, k]) * inverse[k])
@@ -87,11 +87,11 @@ def _few_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Arr
 
 @_few_columns.defjvp
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    (X, Z, centre, inverse), (dX, dZ, _, dinverse) = primals, tangents
-    squared = _few_columns(X, Z, centre, inverse)
+    (X, Z, center, inverse), (dX, dZ, _, dinverse) = primals, tangents
+    squared = _few_columns(X, Z, center, inverse)
     inside = ~(squared >= _largest(squared.dtype))  # NaN stays NaN
     # Derivatives in the scales by way of single rows cost no further pass over the pairs.
-    moved = [rows * inverse + (points - centre) * dinverse for rows, points in ((dX, X), (dZ, Z))]
+    moved = [rows * inverse + (points - center) * dinverse for rows, points in ((dX, X), (dZ, Z))]
     total = jnp.zeros_like(squared)
     for k in range(X.shape[1]):
         column = jnp.where(inside, (X[:, None, k] - Z[None, :, k]) * inverse[k], 0.0)
@@ -99,15 +99,15 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return squared, total
 
 
-def _by_product(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
-    X, Z = _scaled(X - centre, inverse), _scaled(Z - centre, inverse)
+def _by_product(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
+    X, Z = _scaled(X - center, inverse), _scaled(Z - center, inverse)
     squares = jnp.sum(X * X, axis=1)[:, None] + jnp.sum(Z * Z, axis=1)[None, :]
     distances = squares - 2.0 * matmul(X, Z.T)
     # Lift what rounding made negative, and leave the derivative as it is.
     return distances + jax.lax.stop_gradient(jnp.maximum(-distances, 0.0))
 
 
-def _many_columns(X: Array, Z: Array, centre: Array, inverse: Array) -> Float[Array, "n m"]:
+def _many_columns(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
     @jax.checkpoint  # no (n, m) array is kept of each column
     def add(total: Array, column: tuple[Array, Array, Array]) -> tuple[Array, None]:
         x, z, of_column = column

@@ -30,7 +30,7 @@ class AbstractSpectrum(eqx.Module):
         """The variances k(x_i, x_i) for inputs that were checked, shape (n,), in O(n d)."""
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
-        """Draw angular frequencies from the normalised spectral density.
+        """Draw angular frequencies from the normalized spectral density.
 
         They satisfy E[cos(w'(x - z))] = k(x, z) / k(x, x).
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core.linalg import factorise, gaussian_log_density, inverse_cholesky, matmul
+from numpyro_scalegp.core.linalg import factorize, gaussian_log_density, inverse_cholesky, matmul
 from numpyro_scalegp.features.linear_model import warn_of_few_digits
 from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant, Batch
 
@@ -40,7 +40,7 @@ class MiniBatch(AbstractLogDeterminant):
         num, d = batch.features.shape
         if num <= d:
             H = batch.covariance()
-            return batch.scale * gaussian_log_density(H, y, factorise(H))
+            return batch.scale * gaussian_log_density(H, y, factorize(H))
         rows = y.astype(jnp.result_type(y, batch.features)).reshape(-1, num)
         density = jax.vmap(_log_density, in_axes=(None, None, 0))
         densities = density(batch.features, batch.noise_variance, rows)

@@ -41,7 +41,7 @@ class Variational(AbstractBound):
     normal distribution of the weights with mean `weights` and covariance noise W'W. W follows the
     negative gradient in coordinates of its own, W <- (I - step_size half(W F W' - I)) W, in which
     the curvature is the same in all directions: so one step size suits any features, and nothing is
-    factorised.
+    factorized.
 
     Unbiased is the gradient of log|F| where the mean of A^-1 is F^-1. The trace of their product is
     right whatever the rows are: the diagonal of log W moves by step_size / 2 (I - W F W'), whose

@@ -18,7 +18,7 @@ from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 
 class ExactPosterior(AbstractConditioned):
-    """The posterior f | y of an exact Gaussian process, from one factorisation of its covariance.
+    """The posterior f | y of an exact Gaussian process, from one factorization of its covariance.
 
     With H = K(X, X) + noise = L L' and a = H^-1 (y - m(X)):
     mean m(x) + k(x, X) a, covariance k(x, z) - k(x, X) H^-1 k(X, z).
@@ -64,7 +64,7 @@ class ExactPosterior(AbstractConditioned):
 
     @property
     def diagnostics(self) -> dict[str, Array]:
-        """What the factorisation took.
+        """What the factorization took.
 
         `jitter`, in the units of the covariance, and of noisy observations `jitter_to_noise`, its
         ratio to the mean noise variance: where that is not small, y was taken for noisier than the

@@ -45,7 +45,7 @@ class FeaturePosterior(AbstractConditioned):
 
     @property
     def diagnostics(self) -> dict[str, Array]:
-        """What the factorisation took: `jitter`, relative to the unit prior of the weights."""
+        """What the factorization took: `jitter`, relative to the unit prior of the weights."""
         return {"jitter": self.weights.jitter}
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "FeaturePosterior":

@@ -1,4 +1,4 @@
-"""What posteriors that are summarised by basis functions share."""
+"""What posteriors that are summarized by basis functions share."""
 
 import abc
 import math
@@ -51,7 +51,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return apply(*self._weights())
 
     @abc.abstractmethod
-    def _factorise(self) -> Any:
+    def _factorize(self) -> Any:
         """What the moments at all inputs need once."""
 
     @abc.abstractmethod
@@ -76,7 +76,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """
 
         def of_one(one: AbstractVariationalPosterior) -> tuple[Array, Array]:
-            factors = one._factorise()
+            factors = one._factorize()
             if chunk_size is None:
                 return one._moments(factors, X)
             return chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
@@ -131,7 +131,7 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        mean, covariance = self._each(lambda one: one._joint(one._factorise(), Xs))
+        mean, covariance = self._each(lambda one: one._joint(one._factorize(), Xs))
         prior_variance = self._prior_variance(Xs)
 
         def draw(key: Array, mean: Array, covariance: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Solutions of H V = B for blocks of right-hand sides, and of penalised least squares."""
+"""Solutions of H V = B for blocks of right-hand sides, and of penalized least squares."""
 
 from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
 from numpyro_scalegp.solvers.cholesky import Cholesky

@@ -73,7 +73,7 @@ class AlternatingProjections(AbstractSolver):
 
         def whiten(rows: Array) -> Array:
             # An approximate factor, with jitter where it takes some, only slows convergence down.
-            factor = linalg.factorise(operator.block(rows, rows), warn=False)
+            factor = linalg.factorize(operator.block(rows, rows), warn=False)
             return linalg.triangular_inverse(factor.tril)
 
         whiteners = jax.lax.map(whiten, blocks)

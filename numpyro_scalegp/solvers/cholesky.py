@@ -19,7 +19,7 @@ from numpyro_scalegp.solvers.solver import (
 
 
 class Cholesky(AbstractSolver):
-    """A dense Cholesky factorisation: O(n^3) time and O(n^2) memory, whatever the noise is.
+    """A dense Cholesky factorization: O(n^3) time and O(n^2) memory, whatever the noise is.
 
     Args:
         tolerance: relative residual up to which a column counts as solved.
@@ -44,9 +44,9 @@ class Cholesky(AbstractSolver):
         key: Key[Array, ""] | None,
         num_averaged: int,
     ) -> Solution:
-        """Solve by a factorisation of H; see `AbstractSolver.run`."""
+        """Solve by a factorization of H; see `AbstractSolver.run`."""
         H = operator.rows(jnp.arange(operator.size))
-        value = jax.scipy.linalg.cho_solve((linalg.factorise(H).tril, True), system.target)
+        value = jax.scipy.linalg.cho_solve((linalg.factorize(H).tril, True), system.target)
         residual = system.target - linalg.matmul(H, value)
         norms = jnp.linalg.norm(residual, axis=0)
         size = largest(norms, num_averaged)

@@ -56,13 +56,13 @@ class AbstractConjugateGradients(AbstractSolver):
         num_averaged: int,
         paired: bool,
     ) -> tuple[Solution, Coefficients]:
-        """Solve a system that was checked and normalised; see `solve_with_probes`."""
+        """Solve a system that was checked and normalized; see `solve_with_probes`."""
 
 
 class ConjugateGradients(AbstractConjugateGradients):
     """Preconditioned block conjugate gradients.
 
-    Each iteration multiplies H with all search directions, one epoch, and minimises over the Krylov
+    Each iteration multiplies H with all search directions, one epoch, and minimizes over the Krylov
     space that all right-hand sides span together: many of them converge in a fraction of the
     iterations that each alone would take. The coefficients of extra columns give log|H| for
     nothing. It gains less than other solvers from a good guess, and from a budget too small to
@@ -206,7 +206,7 @@ class _Blocks:
     ) -> None:
         self.operator, self.system, self.settings = operator, system, settings
         self.num_columns, self.num_probes = system.target.shape[1], num_probes
-        self.factor = settings.preconditioner.factorise(operator)
+        self.factor = settings.preconditioner.factorize(operator)
         # Whatever rounding has done to H, its eigenvalues are above minus this.
         relative = 10.0 * operator.size * float(jnp.finfo(operator.dtype).eps)
         rounding = relative * jnp.max(jnp.abs(operator.diagonal()))

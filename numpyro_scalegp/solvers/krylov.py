@@ -33,8 +33,8 @@ class Krylov(NamedTuple):
 
 def from_residual(residual: Float[Array, "n k"], size: int, factor: PreconditionerFactor) -> Krylov:
     """Groups that search along their preconditioned residuals."""
-    orthonormalise = jax.vmap(functools.partial(_orthonormalise, factor=factor))
-    return Krylov(*orthonormalise(split(residual, size)))
+    orthonormalize = jax.vmap(functools.partial(_orthonormalize, factor=factor))
+    return Krylov(*orthonormalize(split(residual, size)))
 
 
 def norms(krylov: Krylov) -> Float[Array, " k"]:
@@ -63,7 +63,7 @@ def advance(
 ) -> Step:
     """One iteration of each group, given H S, or a start at the residuals `fresh`.
 
-    The step minimises over the span of S, so that errors never grow, whatever rounding or dependent
+    The step minimizes over the span of S, so that errors never grow, whatever rounding or dependent
     columns do to the factors; S'Q, which is the identity in exact arithmetic, sees to that.
 
     It works unless rounding leaves no positive curvature: then the groups stay as they are. Where
@@ -77,7 +77,7 @@ def advance(
         step = matmul(matmul(W.T, W), matmul(S.T, Q))
         move = matmul(S, matmul(step, T))
         residual = jnp.where(restarts, fresh, Q - matmul(product, step))
-        basis, preconditioned, triangle = _orthonormalise(residual, factor=factor)
+        basis, preconditioned, triangle = _orthonormalize(residual, factor=factor)
         direction = preconditioned + jnp.where(restarts, 0.0, matmul(S, triangle.T))
         chained = jnp.where(restarts, triangle, matmul(triangle, T))
         lifted = _lifted_cholesky(curvature + rounding * matmul(S.T, S))
@@ -93,10 +93,10 @@ def advance(
     return new._replace(krylov=krylov, works=~stays)
 
 
-def _orthonormalise(
+def _orthonormalize(
     R: Float[Array, "n g"], *, factor: PreconditionerFactor
 ) -> tuple[Float[Array, "n g"], Float[Array, "n g"], Float[Array, "g g"]]:
-    """R = Q C with Q'P^-1 Q = I, and P^-1 Q; by Cholesky factorisations, twice for accuracy."""
+    """R = Q C with Q'P^-1 Q = I, and P^-1 Q; by Cholesky factorizations, twice for accuracy."""
     C = jnp.eye(R.shape[1], dtype=R.dtype)
     Q, Z = R, factor.solve(R)
     for _ in range(2):

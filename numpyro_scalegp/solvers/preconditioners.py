@@ -17,7 +17,7 @@ from numpyro_scalegp.solvers.operator import KernelOperator
 class PreconditionerFactor(eqx.Module):
     """P = L'L + D close to H, with L of low rank, solved with by Woodbury's identity.
 
-    With A = L D^-1/2 and I + A A' = R'R from a QR factorisation of [A', I], which never squares the
+    With A = L D^-1/2 and I + A A' = R'R from a QR factorization of [A', I], which never squares the
     condition number: P^-1 = D^-1/2 (I - A'R^-1 R^-T A) D^-1/2 and log|P| = log|D| + 2 log|R|.
     """
 
@@ -57,21 +57,21 @@ class AbstractPreconditioner(eqx.Module):
     """A recipe that approximates an operator."""
 
     @abc.abstractmethod
-    def factorise(self, operator: KernelOperator) -> PreconditionerFactor:
+    def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Do the work that depends on the operator only."""
 
 
 class Identity(AbstractPreconditioner):
     """No preconditioning, P = I."""
 
-    def factorise(self, operator: KernelOperator) -> PreconditionerFactor:
+    def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Return the identity of the operator's size."""
         ones = jnp.ones(operator.size, operator.dtype)
         return PreconditionerFactor(jnp.zeros((0, operator.size), operator.dtype), ones)
 
 
 class PivotedCholesky(AbstractPreconditioner):
-    """P = L'L + noise with L from `rank` steps of the pivoted Cholesky factorisation of K.
+    """P = L'L + noise with L from `rank` steps of the pivoted Cholesky factorization of K.
 
     Args:
         rank: number of pivots; more than n are cut to n.
@@ -93,7 +93,7 @@ class PivotedCholesky(AbstractPreconditioner):
     def __check_init__(self) -> None:
         checks.count("rank", self.rank)
 
-    def factorise(self, operator: KernelOperator) -> PreconditionerFactor:
+    def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Compute L and R; noise must be positive."""
         rank = min(self.rank, operator.size)
         low_rank, _ = pivoted_cholesky(operator.kernel, operator.X, rank)

@@ -1,4 +1,4 @@
-"""Weights of given basis functions that minimise a penalised sum of squares."""
+"""Weights of given basis functions that minimize a penalized sum of squares."""
 
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ def representer_weights(
     max_iterations: int = 50,
     jitter: float | None = None,
 ) -> RepresenterWeights:
-    """Minimise sum_i precision_i (t_i - k(x_i, Z) a)^2 + a'K(Z, Z) a over a.
+    """Minimize sum_i precision_i (t_i - k(x_i, Z) a)^2 + a'K(Z, Z) a over a.
 
     With `offset`, a function g that stays as it is, the minimum is that of k(., Z) a + g and of its
     own squared norm in place of both terms.
@@ -116,7 +116,7 @@ def representer_weights(
         epochs_per_iteration=1.0,
         tolerance=goal,
     )
-    # Minus twice what is minimised: where rounding has the last word, it may fall.
+    # Minus twice what is minimized: where rounding has the last word, it may fall.
     better = end.value.dot(rhs + end.residual) > value.dot(rhs + residual)
     value = jnp.where(better, end.value, value)
     size = jnp.linalg.norm(jnp.where(better, end.residual, residual))
@@ -143,11 +143,11 @@ class _Whitened:
         self.active = jnp.ones(M, bool) if active is None else active
         # A unit block that is linked to nothing: its right-hand side is zero.
         K = jnp.where(self.active[:, None] & self.active, K, jnp.eye(M, dtype=K.dtype))
-        self.L, self.dtype = linalg.factorise(K).tril, K.dtype
+        self.L, self.dtype = linalg.factorize(K).tril, K.dtype
         per_point = jnp.sum(precision) / jnp.sum(self.active)
         inner = jnp.eye(M, dtype=self.dtype) + per_point * matmul(self.L.T, self.L)
         # Eigenvalues of one or more: there is nothing to warn of.
-        self.C = linalg.factorise(inner, warn=False).tril
+        self.C = linalg.factorize(inner, warn=False).tril
 
     def coordinates(self, weights: Float[Array, " M"]) -> Float[Array, " M"]:
         """C = L'a."""

@@ -104,7 +104,7 @@ class AbstractSolver(eqx.Module):
             operator: the matrix H.
             B: right-hand sides, shape (n, k).
             guess: where to start, shape (n, k); None for zeros. Of several guesses, shape
-                (p, n, k), each column starts at the linear combination of its own that minimises
+                (p, n, k), each column starts at the linear combination of its own that minimizes
                 v'Hv / 2 - b'v. Any guess but None costs one epoch of the budget.
             key: a typed JAX key, for solvers that draw at random; others ignore it.
             num_averaged: how many of the last columns count together, by the mean of their relative
@@ -128,7 +128,7 @@ class AbstractSolver(eqx.Module):
         key: Key[Array, ""] | None,
         num_averaged: int,
     ) -> Solution:
-        """Solve a system that was checked and normalised, as `prepare` does; see `solve`.
+        """Solve a system that was checked and normalized, as `prepare` does; see `solve`.
 
         `descend` has the loop for a solver that keeps a solution and its residual, and `finish`
         makes the `Solution`.
@@ -177,12 +177,12 @@ class AbstractSolver(eqx.Module):
         num_averaged: int,
         paired: bool,
     ) -> tuple[Solution, Coefficients | None]:
-        """Solve a system that was checked and normalised; see `solve_with_probes`."""
+        """Solve a system that was checked and normalized; see `solve_with_probes`."""
         return self.run(operator, system, key, num_averaged), None
 
 
 class System(NamedTuple):
-    """A linear system with normalised right-hand sides, and where its solution starts."""
+    """A linear system with normalized right-hand sides, and where its solution starts."""
 
     scale: Float[Array, " k"]  # norms of the right-hand sides
     target: Float[Array, "n k"]
@@ -196,7 +196,7 @@ def prepare(
     B: Float[Array, "n k"],
     guess: Float[Array, "*candidates n k"] | None = None,
 ) -> tuple[KernelOperator, System]:
-    """Normalise each right-hand side, and compute the residual of the initial guess."""
+    """Normalize each right-hand side, and compute the residual of the initial guess."""
     checks.instance("operator", operator, KernelOperator)
     B = checks.as_float(B, "B")
     if B.ndim != 2 or B.shape[0] != operator.size:
@@ -219,7 +219,7 @@ def prepare(
 def _best_combination(
     operator: KernelOperator, B: Float[Array, "n k"], candidates: Float[Array, "p n k"]
 ) -> tuple[Float[Array, "n k"], Float[Array, "n k"]]:
-    """Minimise v'Hv / 2 - b'v over each column's candidates; returns the minimum, its residual."""
+    """Minimize v'Hv / 2 - b'v over each column's candidates; returns the minimum, its residual."""
     p, n, k = candidates.shape
     # Successive solutions are nearly the same: their differences make a better basis.
     basis = jnp.concatenate([candidates[:1], candidates[:-1] - candidates[1:]])
@@ -248,7 +248,7 @@ class Course(NamedTuple):
 def finish(
     system: System, value: Float[Array, "n k"], norms: Float[Array, " k"], course: Course
 ) -> Solution:
-    """Undo the normalisation; a solve that failed has no entry that could pass for a result."""
+    """Undo the normalization; a solve that failed has no entry that could pass for a result."""
     failed = course.reason == StopReason.FAILED
     return Solution(
         jnp.where(failed, jnp.nan, value * system.scale),

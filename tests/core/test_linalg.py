@@ -1,4 +1,4 @@
-"""Factorisations against NumPy, their derivatives against JAX's own, and how they fail."""
+"""Factorizations against NumPy, their derivatives against JAX's own, and how they fail."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ from jax.scipy.linalg import solve_triangular
 from numpyro_scalegp.core import blocked, linalg
 
 # Around the sizes at which splittings stop.
-FACTORISED = [(n, "float64") for n in (1, 63, 64, 65, 257)] + [(2, "float32"), (257, "float32")]
+FACTORIZED = [(n, "float64") for n in (1, 63, 64, 65, 257)] + [(2, "float32"), (257, "float32")]
 INVERTED = [(n, "float64") for n in (1, 2, 255, 256, 257, 700)] + [(700, "float32")]
 
 
@@ -27,10 +27,10 @@ def relative_error(value, expected):
     return np.linalg.norm(value - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("n", "dtype"), FACTORISED, indirect=["dtype"])
-def test_factorise(n, dtype):
+@pytest.mark.parametrize(("n", "dtype"), FACTORIZED, indirect=["dtype"])
+def test_factorize(n, dtype):
     K = positive_definite(n)
-    factor = jax.jit(linalg.factorise)(jnp.array(K, dtype))
+    factor = jax.jit(linalg.factorize)(jnp.array(K, dtype))
     assert factor.tril.dtype == factor.jitter.dtype == dtype
     assert factor.jitter == 0
     assert np.array_equal(factor.tril, np.tril(factor.tril))
@@ -67,7 +67,7 @@ def test_sizes_beyond_the_blocked_loops(monkeypatch, x64):
     n = 600
     K = positive_definite(n)
     L = np.linalg.cholesky(K)
-    assert relative_error(linalg.factorise(jnp.array(K)).tril, L) < 1e-13
+    assert relative_error(linalg.factorize(jnp.array(K)).tril, L) < 1e-13
     assert relative_error(linalg.triangular_inverse(jnp.array(L)), np.linalg.inv(L)) < 1e-13
     assert relative_error(linalg.inverse_from_factor(jnp.array(L)), np.linalg.inv(K)) < 1e-12
 
@@ -82,10 +82,10 @@ def test_log_density_value(dtype):
         + n * math.log(2 * math.pi)
     )
     K = jnp.array(K, dtype)
-    value = linalg.gaussian_log_density(K, jnp.array(y, dtype), linalg.factorise(K))
+    value = linalg.gaussian_log_density(K, jnp.array(y, dtype), linalg.factorize(K))
     assert value.dtype == dtype
     np.testing.assert_allclose(value, expected, rtol=100 * float(jnp.finfo(dtype).eps))
-    first = linalg.gaussian_log_density(K, jnp.array(y[0, 0], dtype), linalg.factorise(K))
+    first = linalg.gaussian_log_density(K, jnp.array(y[0, 0], dtype), linalg.factorize(K))
     np.testing.assert_allclose(first, expected[0, 0], rtol=100 * float(jnp.finfo(dtype).eps))
 
 
@@ -110,7 +110,7 @@ def by_inverse_of_jax(K, y):
 
 
 def by_density(K, y):
-    return linalg.gaussian_log_density(K, y, linalg.factorise(K))
+    return linalg.gaussian_log_density(K, y, linalg.factorize(K))
 
 
 def by_density_of_jax(K, y):
@@ -127,7 +127,7 @@ DERIVATIVES = [
 ]
 
 
-def symmetrised(gradient):
+def symmetrized(gradient):
     """The part of a gradient in K that symmetric directions see."""
     dK, dy = gradient
     return 0.5 * (dK + dK.T), dy
@@ -138,8 +138,8 @@ def test_first_derivatives(function, reference, x64):
     n = 9
     K, y = jnp.array(positive_definite(n)), jnp.cos(jnp.arange(float(n)))
     np.testing.assert_allclose(function(K, y), reference(K, y), rtol=1e-12)
-    gradient = symmetrised(jax.jit(jax.grad(function, argnums=(0, 1)))(K, y))
-    expected = symmetrised(jax.jit(jax.grad(reference, argnums=(0, 1)))(K, y))
+    gradient = symmetrized(jax.jit(jax.grad(function, argnums=(0, 1)))(K, y))
+    expected = symmetrized(jax.jit(jax.grad(reference, argnums=(0, 1)))(K, y))
     for one, other in zip(gradient, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
 
@@ -173,10 +173,10 @@ def test_derivatives_in_float32():
     n = 9
     K, y = jnp.array(positive_definite(n), jnp.float32), jnp.cos(jnp.arange(float(n)))
     for function, reference in (parameters.values for parameters in DERIVATIVES):
-        gradient = symmetrised(jax.jit(jax.grad(function, argnums=(0, 1)))(K, y))
+        gradient = symmetrized(jax.jit(jax.grad(function, argnums=(0, 1)))(K, y))
         with jax.enable_x64(True):
             wide = jnp.array(np.array(K, np.float64)), jnp.array(np.array(y, np.float64))
-            expected = symmetrised(jax.jit(jax.grad(reference, argnums=(0, 1)))(*wide))
+            expected = symmetrized(jax.jit(jax.grad(reference, argnums=(0, 1)))(*wide))
         for one, other in zip(gradient, expected, strict=True):
             assert one.dtype == jnp.float32
             assert relative_error(one, other) < 1e-5
@@ -213,7 +213,7 @@ def indefinite(n=30):
 def test_jitter_where_a_matrix_is_singular_in_this_precision(transformation):
     K = rank_deficient()
     with pytest.warns(RuntimeWarning, match=JITTERED) as caught:
-        factor = transformation(linalg.factorise)(K)
+        factor = transformation(linalg.factorize)(K)
         jax.block_until_ready(factor)
         jax.effects_barrier()
     assert not [warning for warning in caught if FAILED in str(warning.message)]
@@ -229,7 +229,7 @@ def test_the_ladder_climbs_as_far_as_it_must(x64):
     for size, step in ((5e0, 1), (5e1, 2), (5e2, 3), (5e3, 4)):
         K = jnp.eye(n).at[-1, -1].set(-size * jnp.finfo(float).eps)
         with pytest.warns(RuntimeWarning, match=JITTERED):
-            factor = linalg.factorise(K)
+            factor = linalg.factorize(K)
             jax.effects_barrier()
         scale = jnp.finfo(float).eps * jnp.mean(jnp.diagonal(K))
         np.testing.assert_allclose(factor.jitter, linalg.JITTER_LADDER[step] * scale)
@@ -241,7 +241,7 @@ def test_nan_where_a_matrix_is_indefinite(transformation):
     K = indefinite()
 
     def density(K):
-        return linalg.gaussian_log_density(K, jnp.ones(len(K)), linalg.factorise(K))
+        return linalg.gaussian_log_density(K, jnp.ones(len(K)), linalg.factorize(K))
 
     with pytest.warns(RuntimeWarning, match=FAILED) as caught:
         value = transformation(density)(K)
@@ -253,7 +253,7 @@ def test_nan_where_a_matrix_is_indefinite(transformation):
 
 def test_nan_has_a_nan_gradient():
     def density(K):
-        return linalg.gaussian_log_density(K, jnp.ones(len(K)), linalg.factorise(K))
+        return linalg.gaussian_log_density(K, jnp.ones(len(K)), linalg.factorize(K))
 
     with pytest.warns(RuntimeWarning, match=FAILED):
         gradient = jax.jit(jax.grad(density))(indefinite())
@@ -265,7 +265,7 @@ def test_nan_has_a_nan_gradient():
 def test_nan_in_a_matrix_gives_nan():
     K = jnp.eye(4).at[0, 0].set(jnp.nan)
     with pytest.warns(RuntimeWarning, match=FAILED):
-        factor = linalg.factorise(K)
+        factor = linalg.factorize(K)
         jax.effects_barrier()
     assert np.isnan(factor.tril[-1, -1])
 
@@ -273,7 +273,7 @@ def test_nan_in_a_matrix_gives_nan():
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 def test_no_jitter_without_escalation(transformation):
     with pytest.warns(RuntimeWarning, match=FAILED) as caught:
-        factor = transformation(lambda K: linalg.factorise(K, escalate=False))(rank_deficient())
+        factor = transformation(lambda K: linalg.factorize(K, escalate=False))(rank_deficient())
         jax.block_until_ready(factor)
         jax.effects_barrier()
     assert not [warning for warning in caught if JITTERED in str(warning.message)]
@@ -285,7 +285,7 @@ def test_no_jitter_without_escalation(transformation):
 def test_no_warning_where_nothing_fails(transformation):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        factor = transformation(linalg.factorise)(2.0 * jnp.eye(30))
+        factor = transformation(linalg.factorize)(2.0 * jnp.eye(30))
         jax.block_until_ready(factor)
         jax.effects_barrier()
     assert not [warning for warning in caught if issubclass(warning.category, RuntimeWarning)]
@@ -295,7 +295,7 @@ def test_no_warning_where_nothing_fails(transformation):
 def test_a_batch_gives_jitter_only_to_those_that_need_it():
     good, singular, bad = 2.0 * jnp.eye(30), rank_deficient(), indefinite()
     with pytest.warns(RuntimeWarning, match=JITTERED), pytest.warns(RuntimeWarning, match=FAILED):
-        factors = jax.vmap(linalg.factorise)(jnp.stack([good, singular, bad]))
+        factors = jax.vmap(linalg.factorize)(jnp.stack([good, singular, bad]))
         jax.block_until_ready(factors)
         jax.effects_barrier()
     assert factors.jitter[0] == 0

@@ -17,11 +17,11 @@ NAMES = ("K_ZZ", "K_ZX", "diagonal", "loc", "scale_tril")
 
 
 def moments(K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array) -> Any:
-    return whitened_moments(K_ZZ, K_ZX, diagonal, loc, S, linalg.factorise(K_ZZ))
+    return whitened_moments(K_ZZ, K_ZX, diagonal, loc, S, linalg.factorize(K_ZZ))
 
 
 def dense(K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array) -> Any:
-    """The definition, for JAX to differentiate; K_ZZ is symmetrised as the rule assumes."""
+    """The definition, for JAX to differentiate; K_ZZ is symmetrized as the rule assumes."""
     L = jnp.linalg.cholesky(0.5 * (K_ZZ + K_ZZ.T), symmetrize_input=False)
     A = solve_triangular(L, K_ZX, lower=True)
     return A.T @ loc, diagonal - jnp.sum(A * A, axis=0) + jnp.sum((S.T @ A) ** 2, axis=0)

@@ -89,7 +89,7 @@ def test_training_with_all_rows_stays_exact(logdet, x64):
 @pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
 @pytest.mark.parametrize("logdet", KINDS[:3], ids=NAMES[:3])
 def test_single_precision_with_little_noise(logdet, x64):
-    """F has a condition number of 10^8 here, beyond what float32 can factorise."""
+    """F has a condition number of 10^8 here, beyond what float32 can factorize."""
     rng = np.random.default_rng(0)
     X, noise = jnp.array(rng.normal(size=(2000, 1))), 1e-4
     y = jnp.sin(2.0 * X[:, 0])

@@ -54,8 +54,8 @@ def assert_within_standard_errors(draws: np.ndarray, mean: Any, covariance: np.n
     sd = np.sqrt(np.diagonal(covariance))
     assert np.all(np.abs(draws.mean(axis=0) - mean) < 4 * sd / np.sqrt(len(draws)))
     error = np.sqrt((np.outer(sd**2, sd**2) + covariance**2) / len(draws))
-    centred = draws - np.asarray(mean)
-    assert np.all(np.abs(centred.T @ centred / len(draws) - covariance) < 4 * error)
+    centered = draws - np.asarray(mean)
+    assert np.all(np.abs(centered.T @ centered / len(draws) - covariance) < 4 * error)
 
 
 # The distribution

@@ -49,7 +49,7 @@ def log_prob(p: dict[str, Array], jitter: float | None = None) -> Array:
 
 
 def dense_log_prob(p: dict[str, Array], jitter: float | None = None) -> Array:
-    """The definition, for JAX to differentiate through the factorisation."""
+    """The definition, for JAX to differentiate through the factorization."""
     K = sgp.kernels.Matern52(p["lengthscale"], p["variance"])(p["X"], p["X"])
     H = K + jnp.diag(jnp.broadcast_to(p["noise"], (N,)))
     if jitter is not None:

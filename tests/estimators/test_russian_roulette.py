@@ -18,7 +18,7 @@ from numpyro_scalegp.solvers import (
     conjugate_gradients,
 )
 from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
-from tests.compilation import optimised
+from tests.compilation import optimized
 
 N, NUM_DRAWS = 200, 2000
 # Enough for biases of more than ten standard errors.
@@ -65,7 +65,7 @@ def scores(family: str, solver: Any, num_draws: int) -> dict[str, np.ndarray]:
         return value_and_gradient(p, X, estimator(family, solver), key)
 
     keys = jax.random.split(jax.random.key(5), num_draws)
-    found = optimised(lambda keys: jax.lax.map(one, keys))(keys)
+    found = optimized(lambda keys: jax.lax.map(one, keys))(keys)
     value, gradient = value_and_gradient(p, X, sgp.estimators.Cholesky())
     # Without probes for it, the value leaves log|H| out.
     H = p["kernel"].covariance(X) + p["noise"] * jnp.eye(N)
@@ -126,7 +126,7 @@ def test_log_determinant_by_telescoped_quadrature_is_unbiased(x64):
     def score(solver: Any, num_draws: int, num_probes: int = 1) -> float:
         keys = jax.random.split(jax.random.key(7), num_draws)
         one = functools.partial(log_determinant, solver, num_probes)
-        found = optimised(functools.partial(jax.lax.map, one))(keys)
+        found = optimized(functools.partial(jax.lax.map, one))(keys)
         return float((found.mean() - exact) / found.std() * math.sqrt(num_draws))
 
     # The data are zero, so that plain conjugate gradients last as long as the probes for the trace.
@@ -171,7 +171,7 @@ def small_estimates(
             for module in (iterative, lanczos):
                 patch.setattr(module, "stopping_variance", lambda _, terms: 0.0 * terms[0])
         keys = jax.random.split(jax.random.key(1), num_draws)
-        values, errors = optimised(functools.partial(jax.lax.map, evaluate))(keys)
+        values, errors = optimized(functools.partial(jax.lax.map, evaluate))(keys)
     exact = sgp.GaussianProcess(operator.kernel, X, noise).log_prob(y)
     return np.asarray(values - exact), np.asarray(errors)
 

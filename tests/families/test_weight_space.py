@@ -115,7 +115,7 @@ def test_draws_are_the_same_functions_elsewhere():
 
 def test_augmentation_is_that_of_one_more_feature():
     # Proposition 4: with k(., x) as a further feature and no correlation with the others, its
-    # coefficient has the variance that maximises the bound.
+    # coefficient has the variance that maximizes the bound.
     q = family("dense", inputs())
     X, noise, x = inputs(30, 7), 0.2, inputs(4, 9)
     k = q.features.kernel
@@ -197,7 +197,7 @@ def test_a_relevance_vector_machine_has_its_closed_form():
 # Errors
 
 
-def test_a_large_dense_precision_is_not_factorised():
+def test_a_large_dense_precision_is_not_factorized():
     phi = sgp.features.InducingPoints(kernel(1.0), jnp.zeros((6000, 1)))
     with pytest.raises(ValueError, match="fixed_prior=True"):
         sgp.WeightSpaceGP(phi, jnp.zeros((2, 1))).log_determinant()

@@ -1,4 +1,4 @@
-"""Inducing points from data: k-means centres and greedy pivots."""
+"""Inducing points from data: k-means centers and greedy pivots."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ def rows(n, d, seed=0):
     return np.random.default_rng(seed).normal(size=(n, d))
 
 
-def sum_of_squares(X, centres):
-    """The within-cluster sum of squares with each row at its nearest centre."""
-    squares = np.sum(np.square(X[:, None] - np.asarray(centres)[None]), axis=-1)
+def sum_of_squares(X, centers):
+    """The within-cluster sum of squares with each row at its nearest center."""
+    squares = np.sum(np.square(X[:, None] - np.asarray(centers)[None]), axis=-1)
     return np.sum(np.min(squares, axis=1))
 
 
@@ -49,8 +49,8 @@ def test_kmeans_stops_where_lloyd_does(x64):
 
 
 def test_kmeans_finds_separate_clusters(dtype):
-    centres = np.array([[0.0, 0.0], [50.0, 0.0], [0.0, 50.0], [50.0, 50.0]])
-    X = np.concatenate([centre + 0.1 * rows(30, 2, seed=i) for i, centre in enumerate(centres)])
+    centers = np.array([[0.0, 0.0], [50.0, 0.0], [0.0, 50.0], [50.0, 50.0]])
+    X = np.concatenate([center + 0.1 * rows(30, 2, seed=i) for i, center in enumerate(centers)])
     points = kmeans(jax.random.key(0), jnp.array(X), 4)
     means = [X[30 * i : 30 * (i + 1)].mean(axis=0) for i in range(4)]
     order = np.lexsort(np.round(np.asarray(points), -1).T[::-1])
@@ -79,7 +79,7 @@ def test_kmeans_with_duplicates(dtype):
     points = kmeans(jax.random.key(0), X, 8)
     assert points.shape == (8, 2)
     assert np.isfinite(points).all()
-    # Each distinct row is a centre.
+    # Each distinct row is a center.
     assert sum_of_squares(np.asarray(X), points) < 1e-8
 
 
@@ -87,7 +87,7 @@ def test_kmeans_draws_rows_where_there_are_many():
     X = rows(300, 2).astype(np.float32)
     few = np.asarray(kmeans(jax.random.key(0), X, 5, max_rows=20, num_steps=0))
     assert all((point == X).all(axis=1).any() for point in few)
-    # With more points than `max_rows`, each of the rows drawn is a centre.
+    # With more points than `max_rows`, each of the rows drawn is a center.
     many = np.asarray(kmeans(jax.random.key(0), X, 25, max_rows=20))
     assert distinct_rows(many) == 25
     assert sum_of_squares(many, X) < 1e-8

@@ -361,7 +361,7 @@ def refuse_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sgp.LatentGP, method, refuse)
 
 
-def test_setting_up_never_factorises_the_prior(monkeypatch):
+def test_setting_up_never_factorizes_the_prior(monkeypatch):
     X, y = data()
     refuse_the_prior(monkeypatch)
     for rest in (AutoNormal, AutoMultivariateNormal):

@@ -1,4 +1,4 @@
-"""Hyperparameters from exact fits on neighbourhoods."""
+"""Hyperparameters from exact fits on neighborhoods."""
 
 import functools
 from typing import Any
@@ -55,7 +55,7 @@ def test_averages_on_the_unconstrained_scale():
     fit = functools.partial(sgp.infer.initial_hyperparameters, num_steps=20)
     whole = functools.partial(fit, jax.random.key(3), model, X[:60], y[:60], subset_size=60)
     one, three = whole(num_subsets=1), whole(num_subsets=3)
-    # Neighbourhoods that are all rows give the same fit, and so does their mean.
+    # Neighborhoods that are all rows give the same fit, and so does their mean.
     for name in one:
         np.testing.assert_allclose(three[name], one[name], rtol=1e-2)
 

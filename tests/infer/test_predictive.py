@@ -267,10 +267,10 @@ def test_held_hyperparameters_are_conditioned_on_once():
     solves = 0
 
     class Counted(sgp.estimators.Cholesky):
-        def factorise(self, *args: Any) -> Any:
+        def factorize(self, *args: Any) -> Any:
             nonlocal solves
             jax.debug.callback(count)
-            return super().factorise(*args)
+            return super().factorize(*args)
 
     def count() -> None:
         nonlocal solves

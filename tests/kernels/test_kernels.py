@@ -335,7 +335,7 @@ def test_float32_far_from_the_origin(kind, d):
     assert bound < 2e-5
     assert np.max(np.abs(K - exact)) < bound
 
-    # Without centring, ||x||^2 + ||z||^2 - 2 x'z loses every digit.
+    # Without centering, ||x||^2 + ||z||^2 - 2 x'z loses every digit.
     scaled = X / lengthscale
     squares = np.sum(scaled**2, axis=1)
     naive = np.maximum(squares[:, None] + squares[None] - 2 * scaled @ scaled.T, 0)

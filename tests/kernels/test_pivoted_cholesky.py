@@ -15,7 +15,7 @@ KERNELS = {
     "sum": lambda: Matern32(0.7) + Linear(0.4, 0.2),
     "linear": lambda: Linear(1.0, 0.3),
 }
-factorise = jax.jit(pivoted_cholesky, static_argnums=2)
+factorize = jax.jit(pivoted_cholesky, static_argnums=2)
 
 
 def rows(n, seed=0):
@@ -40,7 +40,7 @@ def dense_pivoted_cholesky(K, rank):
 @pytest.mark.parametrize("name", ["rbf", "matern12", "sum"])
 def test_dense_algorithm_agrees(name, rank, x64):
     kernel, X = KERNELS[name](), rows(30)
-    factor, pivots = factorise(kernel, X, rank)
+    factor, pivots = factorize(kernel, X, rank)
     expected, expected_pivots = dense_pivoted_cholesky(kernel(X, X), rank)
     assert factor.shape == (rank, 30)
     assert pivots.tolist() == expected_pivots
@@ -50,7 +50,7 @@ def test_dense_algorithm_agrees(name, rank, x64):
 @pytest.mark.parametrize("name", ["matern12", "sum"])
 def test_full_rank_reproduces_the_matrix(name, x64):
     kernel, X = KERNELS[name](), rows(30)
-    factor, pivots = factorise(kernel, X, 30)
+    factor, pivots = factorize(kernel, X, 30)
     np.testing.assert_allclose(factor.T @ factor, kernel(X, X), rtol=0, atol=1e-12)
     # Rows in the order of the pivots make a triangle: a Cholesky factor indeed.
     triangle = np.asarray(factor[:, pivots])
@@ -60,7 +60,7 @@ def test_full_rank_reproduces_the_matrix(name, x64):
 
 def test_the_error_falls_and_no_variance_is_overestimated(x64):
     kernel, X = KERNELS["rbf"](), rows(40)
-    factor, _ = factorise(kernel, X, 40)
+    factor, _ = factorize(kernel, X, 40)
     explained = np.cumsum(np.square(factor), axis=0)
     traces = np.sum(kernel.diag(X)[None] - explained, axis=1)
     assert np.all(np.diff(traces) <= 1e-12)
@@ -74,7 +74,7 @@ def test_the_error_falls_and_no_variance_is_overestimated(x64):
 def test_duplicate_rows(rank, dtype):
     kernel = Matern12(0.5)
     X = jnp.concatenate([rows(12), rows(8)])  # the first eight rows return
-    factor, pivots = factorise(kernel, X, rank)
+    factor, pivots = factorize(kernel, X, rank)
     assert (factor.dtype, factor.shape) == (dtype, (rank, 20))
     assert len(set(pivots.tolist())) == rank
     copies = np.asarray(factor[:, 12:])
@@ -90,7 +90,7 @@ def test_duplicate_rows(rank, dtype):
 def test_pivots_are_distinct(name, dtype):
     # The linear kernel has rank three, so that most pivots are taken as they come.
     kernel, X = KERNELS[name](), rows(25)
-    factor, pivots = factorise(kernel, X, 25)
+    factor, pivots = factorize(kernel, X, 25)
     assert sorted(pivots.tolist()) == list(range(25))
     assert jnp.issubdtype(pivots.dtype, jnp.integer)
     K = np.asarray(kernel(X, X))

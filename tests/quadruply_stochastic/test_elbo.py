@@ -16,7 +16,7 @@ import numpyro_scalegp as sgp
 from numpyro_scalegp.infer import QuadratureELBO, QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic import elbo as module
 from numpyro_scalegp.quadruply_stochastic import likelihood as likelihoods
-from tests.compilation import optimised
+from tests.compilation import optimized
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -152,7 +152,7 @@ def test_with_all_features_nothing_is_random(kind):
 def test_stock_objective_agrees():
     params = parameters("identity", 3)
     args = params, model, guide(3), inputs(), observations(), "identity"
-    values = optimised(jax.vmap(lambda key: TraceMeanField_ELBO().loss(key, *args)))(
+    values = optimized(jax.vmap(lambda key: TraceMeanField_ELBO().loss(key, *args)))(
         jax.random.split(KEY, 4000)
     )
     off = (jnp.mean(values) - QuadratureELBO(2).loss(KEY, *args)) / jnp.std(values) * 4000**0.5
@@ -257,7 +257,7 @@ def test_laplace_survives_masks_and_slopes_of_zero():
 
 def combining(observe: str) -> Any:
     laws = {
-        "centred": lambda f: dist.Normal(f - f.mean(), 1.0),
+        "centered": lambda f: dist.Normal(f - f.mean(), 1.0),
         "differences": lambda f: dist.Normal(jnp.diff(f), 1.0),
         "sum": lambda f: dist.Normal(f.sum(), 1.0),
         "preferences": lambda f: dist.Bernoulli(logits=f[::2] - f[1::2]),
@@ -265,7 +265,7 @@ def combining(observe: str) -> Any:
     return with_law(lambda f, y: numpyro.sample("y", laws[observe](f), obs=jnp.ones(())))
 
 
-@pytest.mark.parametrize("observe", ["centred", "differences", "sum", "preferences"])
+@pytest.mark.parametrize("observe", ["centered", "differences", "sum", "preferences"])
 def test_likelihoods_that_combine_rows_are_refused(observe):
     bound = "strict" if observe == "preferences" else None
     loss = QuadruplyStochasticELBO(M, bound=bound)
@@ -368,7 +368,7 @@ def bound_of(kind: str, bound: str, num: int, keys: Array) -> Array:
         args = params, model, guide(3), inputs(), y, "identity"
         return -loss.loss(key, *args, likelihood=law)
 
-    return optimised(jax.vmap(draw))(keys)
+    return optimized(jax.vmap(draw))(keys)
 
 
 def exact_of(kind: str) -> Array:

@@ -33,7 +33,7 @@ def dense(H, rank):
 
 @eqx.filter_jit
 def work(preconditioner, H, R, key):
-    factor = preconditioner.factorise(H)
+    factor = preconditioner.factorize(H)
     return factor.solve(R), factor.log_determinant(), factor.sample(key, 20_000)
 
 
@@ -105,7 +105,7 @@ def test_identity(x64):
 @pytest.mark.parametrize("rank", [N, N + 1, 1000])
 def test_a_rank_beyond_the_size_gives_the_operator_itself(rank, x64):
     H = KernelOperator(Matern32(0.5), rows(), 1e-3)
-    factor = PivotedCholesky(rank).factorise(H)
+    factor = PivotedCholesky(rank).factorize(H)
     assert factor.low_rank.shape == (N, N)
     A = np.asarray(H.kernel.covariance(H.X)) + 1e-3 * np.eye(N)
     np.testing.assert_allclose(factor.solve(jnp.array(A)), np.eye(N), rtol=0, atol=1e-9)
@@ -149,7 +149,7 @@ def test_no_loop_is_unrolled():
 
     def equations(rank):
         def solve(R):
-            factor = PivotedCholesky(rank).factorise(H)
+            factor = PivotedCholesky(rank).factorize(H)
             return factor.solve(R), factor.log_determinant(), factor.sample(jax.random.key(0), 2)
 
         return count_equations(jax.make_jaxpr(solve)(jnp.ones((N, 1))).jaxpr)

@@ -27,7 +27,7 @@ def dense(P, X, t, precision):
 
 
 @pytest.mark.parametrize("chunk_size", [N, 32])
-def test_weights_minimise_the_penalised_misfit(chunk_size, x64, monkeypatch):
+def test_weights_minimize_the_penalized_misfit(chunk_size, x64, monkeypatch):
     monkeypatch.setattr(chunks, "_MAX_ENTRIES", M * chunk_size)
     jax.clear_caches()  # the size of a chunk is no argument
     X, t, precision = data()

@@ -12,7 +12,7 @@ from numpyro_scalegp.kernels import Matern32
 from numpyro_scalegp.solvers import ConjugateGradients, KernelOperator, RussianRouletteCG
 from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
 from numpyro_scalegp.solvers.stopping import StoppingTime
-from tests.compilation import optimised
+from tests.compilation import optimized
 
 N, NUM_DRAWS = 200, 2000
 DIRECTIONS = np.random.default_rng(1).normal(size=(N, 4))
@@ -50,7 +50,7 @@ def draws(name):
         )
         return value, independent, squares, solution.iterations
 
-    found = optimised(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
+    found = optimized(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
     return *map(np.asarray, found), DIRECTIONS.T @ np.linalg.solve(dense(H), B)
 
 
@@ -144,7 +144,7 @@ def test_a_guess_changes_no_mean(x64):
     def one(key):
         return solver.solve(H, B, guess=guess, key=key).value[:3, 0]
 
-    found = optimised(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
+    found = optimized(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, NUM_DRAWS))
     assert np.max(np.abs(scores(np.asarray(found), exact[:3, 0]))) < 4
 
 
