@@ -82,7 +82,7 @@ def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
             raise ValueError(f"`{name}` must be {wanted}, got {_shown(entries)}.")
 
 
-def finite(name: str, value: Array) -> None:
+def finite(name: str, value: ArrayLike) -> None:
     """Raise if `value` holds a NaN or an infinity."""
     if is_concrete(value):
         bad = ~np.isfinite(np.asarray(value))

@@ -266,6 +266,11 @@ def test_of_features_in_mini_batches(x64):
         ),
         ({"noise": jnp.ones(3), "lengthscale": jnp.ones(2)}, Y, "leading axis of draws"),
         ({"noise": jnp.ones(3), "lengthscale": jnp.ones(3)}, jnp.nan * Y, "`y` must be finite"),
+        (
+            {"noise": np.ones(3), "lengthscale": np.ones(3)},
+            np.full(9, np.inf),
+            "`y` must be finite",
+        ),
         ({"noise": jnp.ones(3), "lengthscale": jnp.ones(3)}, None, "`y` has no observations"),
     ],
 )
