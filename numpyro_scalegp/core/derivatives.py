@@ -145,9 +145,9 @@ def with_pullback(
         kept, structure = jax.tree.flatten(arguments)
         linear = jax.tree.leaves(tangents[1])
 
-        def transpose(kept: tuple, slope: Array) -> tuple[Array, ...]:
+        def transpose(kept: tuple, cotangent: Array) -> tuple[Array, ...]:
             inputs, fixed = jax.tree.unflatten(structure, kept)
-            return tuple(jax.tree.leaves(pullback(inputs, fixed, slope)))
+            return tuple(jax.tree.leaves(pullback(inputs, fixed, cotangent)))
 
         tangent = _tangent.bind(
             *linear,
@@ -179,10 +179,10 @@ def _transpose(
     nothing = [None] * len(arguments)
     if type(cotangent) is ad.Zero:
         return nothing
-    slopes = transpose(arguments[num_linear:], cotangent)
+    gradients = transpose(arguments[num_linear:], cotangent)
     found = [
-        slope if ad.is_undefined_primal(argument) else None
-        for slope, argument in zip(slopes, arguments[:num_linear], strict=True)
+        gradient if ad.is_undefined_primal(argument) else None
+        for gradient, argument in zip(gradients, arguments[:num_linear], strict=True)
     ]
     return found + nothing[num_linear:]
 
@@ -196,11 +196,11 @@ def _batch_tangent(
     sizes = (a.shape[d] for a, d in zip(arguments, dims, strict=True) if d is not None)
     batched_output = output.update(shape=(next(sizes), *output.shape))
 
-    def batched(kept: tuple, slope: Array) -> tuple[Array, ...]:
-        slopes = jax.vmap(transpose, in_axes=(dims[num_linear:], 0))(tuple(kept), slope)
+    def batched(kept: tuple, cotangent: Array) -> tuple[Array, ...]:
+        gradients = jax.vmap(transpose, in_axes=(dims[num_linear:], 0))(tuple(kept), cotangent)
         return tuple(
-            jnp.sum(slope, axis=0) if dim is None else jnp.moveaxis(slope, 0, dim)
-            for slope, dim in zip(slopes, dims[:num_linear], strict=True)
+            jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
+            for gradient, dim in zip(gradients, dims[:num_linear], strict=True)
         )
 
     tangent = _tangent.bind(

@@ -352,8 +352,8 @@ class AbstractIterative(AbstractEstimator):
 def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Float[Array, " m"]:
     """The variance that a random stopping index gives y'v, without bias in the mean, or zero.
 
-    With s_r = y'v_r for the iterates v_r, both y'v = sum_r shares_r s_r and its square's mean,
-    E[sum_r shares_r s_r^2] = (y'H^-1 y)^2, are at hand.
+    With s_r = y'v_r for the iterates v_r, both y'v = sum_r w_r s_r and its square's mean,
+    E[sum_r w_r s_r^2] = (y'H^-1 y)^2, are at hand.
     """
     if solution.weights is None or solution.vectors is None:
         return jnp.zeros(residual.shape[1], residual.dtype)

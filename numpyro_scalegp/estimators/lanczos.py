@@ -85,19 +85,19 @@ def log_determinant(coefficients: Coefficients, n: int, num_probes: int) -> LogD
 
 
 def stopping_variance(
-    shares: Float[Array, " r"], terms: Float[Array, "r *m"]
+    weights: Float[Array, " r"], terms: Float[Array, "r *m"]
 ) -> Float[Array, "*m"]:
-    """The variance of sum_r shares_r terms_r over the random index that the shares come from.
+    """The variance of sum_r w_r terms_r over the random index that the weights come from.
 
-    The shares, whose sum is one, make E[sum_r shares_r g(terms_r)] the last term's g(terms). So
-    (sum_r shares_r terms_r)^2 - sum_r shares_r terms_r^2 has the variance for its mean: zero at
+    The weights, whose sum is one, make E[sum_r w_r g(terms_r)] the last term's g(terms). So
+    (sum_r w_r terms_r)^2 - sum_r w_r terms_r^2 has the variance for its mean: zero at
     most draws and large at the rare ones that go far. What is negative is taken for zero, so that
     the mean is not below the variance.
     """
     # Around the first term, lest the difference of two squares be rounding.
     terms = terms - terms[0]
-    square = jnp.square(jnp.tensordot(shares, terms, 1, precision="highest"))
-    squares = jnp.tensordot(shares, jnp.square(terms), 1, precision="highest")
+    square = jnp.square(jnp.tensordot(weights, terms, 1, precision="highest"))
+    squares = jnp.tensordot(weights, jnp.square(terms), 1, precision="highest")
     return jnp.maximum(square - squares, 0.0)
 
 
@@ -114,9 +114,9 @@ def _of_group(
     curvature = jnp.where(step < stop, curvature, jnp.eye(g, dtype=curvature.dtype))
     triangle = jnp.where(step < stop - 1, triangle, 0.0)
     # T = L D L' with -triangle below the unit diagonal of L, block by block.
-    carried = jnp.einsum("sij,sjk,slk->sil", triangle, curvature, triangle, precision="highest")
+    fill_in = jnp.einsum("sij,sjk,slk->sil", triangle, curvature, triangle, precision="highest")
     # (As an update of a slice, XLA gets this sum wrong for g = 1 once it is compiled.)
-    diagonal = curvature + jnp.concatenate([jnp.zeros((1, g, g), carried.dtype), carried[:-1]])
+    diagonal = curvature + jnp.concatenate([jnp.zeros((1, g, g), fill_in.dtype), fill_in[:-1]])
     below = -matmul(triangle, curvature)[:-1]
     T = jnp.zeros((steps, g, steps, g), curvature.dtype)
     i = jnp.arange(steps)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from numpyro_scalegp.core.carried import refuse_batches
+from numpyro_scalegp.core.mutable_state import refuse_batches
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import KernelOperator, Solution, StopReason
 

@@ -52,7 +52,7 @@ def posterior(
 
     Returns:
         The posterior, with moments, samples and predictions at any inputs: after NUTS a
-        `MixturePosterior`, which conditions anew for each draw in each call; otherwise that of the
+        `MixturePosterior`, which conditions once for each draw in each call; otherwise that of the
         family, in the time that `condition` takes. It has the likelihood's noise variance where
         that is Gaussian around the function, with one scale.
 

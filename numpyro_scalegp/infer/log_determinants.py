@@ -9,7 +9,7 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.carried import carried
+from numpyro_scalegp.core.mutable_state import if_finite
 from numpyro_scalegp.distributions import FeatureSpaceGP
 from numpyro_scalegp.log_determinants.learned import Learned, started
 from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
@@ -77,7 +77,7 @@ def initial_pass(
     for name, (logdet, _) in sites.items():
         gram, count = total[name]
         new = started(logdet.start(gram / count, num_batches), gram.dtype)
-        begun[name] = {"learned": carried(new, mutable[name]["learned"])}
+        begun[name] = {"learned": if_finite(new, mutable[name]["learned"])}
     return svi_state._replace(mutable_state={**mutable, **begun})
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from numpyro_scalegp.core.carried import carried
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mutable_state import if_finite
 from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
 
 # Running means are over about 1,000 batches, or those of an epoch, if they are more.
@@ -106,7 +106,7 @@ def learned(logdet: AbstractBound, batch: Batch, site: dict[str, Learned]) -> An
     """
     batch = Batch(*jax.lax.stop_gradient(batch[:2]), batch.num_data)
     state, held, new = _learn(logdet, batch, site.get("learned"))
-    site["learned"] = carried(new, held)
+    site["learned"] = if_finite(new, held)
     return state
 
 

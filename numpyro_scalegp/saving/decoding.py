@@ -266,7 +266,7 @@ class Decoder:
         template = [held, function.__defaults__, function.__kwdefaults__]
         parts = self.decode(code["parts"], (template,), path)
         if _is_same(parts, template):
-            return function  # the very same, so that nothing is compiled anew
+            return function  # the very same, so that nothing is compiled again
         held, defaults, keywords = parts
         closure = tuple(types.CellType(held[name]) for name in function.__code__.co_freevars)
         again = types.FunctionType(

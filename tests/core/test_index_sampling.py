@@ -1,4 +1,4 @@
-"""Random subsets of indices: their law, their type, their errors."""
+"""Random subsets of indices: their distribution, their type, their errors."""
 
 import jax
 import jax.numpy as jnp

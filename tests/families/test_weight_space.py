@@ -47,8 +47,8 @@ def precision_matrix(kind: str) -> Array:
 
 def family(kind: str, X: Array) -> sgp.ChevronGP:
     rng = np.random.default_rng(3)
-    law = rng.normal(size=M), rng.uniform(0.3, 1.0, size=M), 0.4 * rng.normal(size=(M, K))
-    return sgp.ChevronGP(features(kind), X, *map(jnp.array, law))
+    distribution = rng.normal(size=M), rng.uniform(0.3, 1.0, size=M), 0.4 * rng.normal(size=(M, K))
+    return sgp.ChevronGP(features(kind), X, *map(jnp.array, distribution))
 
 
 def weights(q: sgp.ChevronGP) -> sgp.ChevronNormal:
@@ -65,9 +65,9 @@ def test_prior_is_that_of_the_weights(kind):
     wanted = Phi @ jnp.linalg.inv(precision_matrix(kind)) @ Phi.T
     np.testing.assert_allclose(p.covariance(), wanted, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(p.variance, jnp.diagonal(wanted), rtol=1e-6)
-    law = dist.MultivariateNormal(jnp.zeros(N), p.covariance())
+    distribution = dist.MultivariateNormal(jnp.zeros(N), p.covariance())
     y = p.sample(KEY)
-    np.testing.assert_allclose(p.log_prob(y), law.log_prob(y), rtol=1e-6)
+    np.testing.assert_allclose(p.log_prob(y), distribution.log_prob(y), rtol=1e-6)
     draws = p.sample(KEY, (20_000,))
     np.testing.assert_allclose(np.cov(draws.T), wanted, atol=0.1)
     assert np.all(p.mean == 0.0)
@@ -76,9 +76,9 @@ def test_prior_is_that_of_the_weights(kind):
 @every_kind
 def test_divergence_is_that_of_the_weights(kind):
     q, p = family(kind, inputs()), prior(kind)
-    law = dist.MultivariateNormal(q.loc, scale_tril=weights(q).scale_tril)
+    distribution = dist.MultivariateNormal(q.loc, scale_tril=weights(q).scale_tril)
     wanted = kl_divergence(
-        law, dist.MultivariateNormal(jnp.zeros(M), precision_matrix=precision_matrix(kind))
+        distribution, dist.MultivariateNormal(jnp.zeros(M), precision_matrix=precision_matrix(kind))
     )
     np.testing.assert_allclose(kl_divergence(q, p), wanted, rtol=1e-6)
 

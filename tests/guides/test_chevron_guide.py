@@ -34,8 +34,8 @@ def model(X: Array, y: Array, kind: str = "identity", likelihood: Any = None) ->
     precision = jnp.linspace(0.5, 2.0, M) if kind == "diagonal" else None
     f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X, precision))
     with numpyro.plate("rows", len(X)):
-        law = dist.Normal(2.0 * f, noise) if likelihood is None else likelihood(f)
-        numpyro.sample("y", law, obs=y)
+        distribution = dist.Normal(2.0 * f, noise) if likelihood is None else likelihood(f)
+        numpyro.sample("y", distribution, obs=y)
 
 
 def parameters() -> dict[str, Array]:
@@ -71,15 +71,15 @@ def test_the_diagonal_is_at_the_maximum_of_the_bound(kind, x64):
 
 def test_the_diagonal_for_counts_is_a_fixed_point(x64):
     X, y = inputs(), jnp.arange(N) % 3
-    law = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
+    distribution = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
     guide = sgp.guides.AutoChevronGP(model, rank=RANK)
 
     def bound(params: dict[str, Array]) -> Array:
-        return QuadratureELBO(20).loss(KEY, params, model, guide, X, y, likelihood=law)
+        return QuadratureELBO(20).loss(KEY, params, model, guide, X, y, likelihood=distribution)
 
     params = parameters()
     assert np.abs(jax.grad(bound)(params)["f_auto_scale_diag"]).max() > 0.1
-    solve = jax.jit(lambda params: guide.solve_diagonal(params, X, y, likelihood=law))
+    solve = jax.jit(lambda params: guide.solve_diagonal(params, X, y, likelihood=distribution))
     for _ in range(30):
         params = solve(params)
     np.testing.assert_allclose(jax.grad(bound)(params)["f_auto_scale_diag"], 0.0, atol=1e-6)
@@ -105,16 +105,16 @@ def test_the_mean_is_at_the_maximum_of_the_bound(rows, kind, x64):
 def test_newton_steps_find_the_mean_for_counts(rows, count, x64):
     """Large counts, for which a whole step is too long, included."""
     X, y = inputs()[:rows], jnp.arange(rows) % 3 * count
-    law = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
+    distribution = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
     guide = sgp.guides.AutoChevronGP(model, rank=RANK)
 
     def bound(params: dict[str, Array]) -> Array:
-        return QuadratureELBO(20).loss(KEY, params, model, guide, X, y, likelihood=law)
+        return QuadratureELBO(20).loss(KEY, params, model, guide, X, y, likelihood=distribution)
 
     start = {**parameters(), "f_auto_loc": jnp.zeros(M)}
     before = bound(start)
     steps = 8 if count == 1 else 30
-    solved = guide.solve_mean(start, X, y, likelihood=law, num_newton_steps=steps).params
+    solved = guide.solve_mean(start, X, y, likelihood=distribution, num_newton_steps=steps).params
     assert bound(solved) < before
     np.testing.assert_allclose(jax.grad(bound)(solved)["f_auto_loc"], 0.0, atol=1e-6)
 

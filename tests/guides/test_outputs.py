@@ -195,8 +195,12 @@ def test_likelihoods_that_combine_functions_are_refused(name):
     def model(X: Array) -> None:
         with numpyro.plate("outputs", P):
             f = numpyro.sample("f", sgp.LatentGP(KERNEL, X))
-        law = COMBINING[name](f)
-        numpyro.sample("y", law, obs=jnp.zeros(law.batch_shape, law.sample(KEY).dtype))
+        distribution = COMBINING[name](f)
+        numpyro.sample(
+            "y",
+            distribution,
+            obs=jnp.zeros(distribution.batch_shape, distribution.sample(KEY).dtype),
+        )
 
     X, _ = data()
     together = AutoHybridGP(model, num_inducing=4, num_residual=8)

@@ -34,7 +34,7 @@ def slopes(num: int) -> dict[str, Array]:
     return {"slope": 1.0 + 0.3 * jax.random.normal(jax.random.key(7), (num,))}
 
 
-def assert_same_law(one: np.ndarray, other: np.ndarray) -> None:
+def assert_same_distribution(one: np.ndarray, other: np.ndarray) -> None:
     """Means and variances of two sets of draws agree within four standard errors."""
     one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
     error = np.sqrt(one.var(axis=0) / len(one) + other.var(axis=0) / len(other))
@@ -52,7 +52,7 @@ def test_draws_agree_with_numpyro(given):
     np.testing.assert_array_equal(ours["slope"], samples["slope"])
     np.testing.assert_allclose(ours["line"], theirs["line"], rtol=1e-6)
     assert ours["y"].shape == (3000, N)
-    assert_same_law(ours["y"], theirs["y"])
+    assert_same_distribution(ours["y"], theirs["y"])
 
 
 def gp_model(X: Array, y: Array | None = None) -> None:
@@ -78,8 +78,8 @@ def test_draws_by_a_guide_agree_with_numpyro():
         "y": (3000, 3),
     }
     for name in ("f", "y"):
-        assert_same_law(draws[name], expected[name])
-    assert_same_law(np.log(draws["lengthscale"]), np.log(expected["lengthscale"]))
+        assert_same_distribution(draws[name], expected[name])
+    assert_same_distribution(np.log(draws["lengthscale"]), np.log(expected["lengthscale"]))
 
 
 def collapsed(X: Array, y: Array | None = None, noise: Any = 0.05) -> None:
@@ -320,9 +320,9 @@ def test_sites_that_combine_rows():
         by_rows = Predictive(model, **given)(KEY)["sum"]
     jointly = Predictive(model, joint=True, **given)(KEY)["sum"]
     sums = process.posterior().sample(jax.random.key(5), X, 4000).sum(axis=1)
-    assert_same_law(jointly, sums)
+    assert_same_distribution(jointly, sums)
     with pytest.raises(AssertionError):
-        assert_same_law(by_rows, sums)
+        assert_same_distribution(by_rows, sums)
 
 
 def test_only_latent_sites_take_the_values_of_draws():

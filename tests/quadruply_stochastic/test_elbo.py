@@ -50,9 +50,9 @@ def model(
     rows = sgp.plate("rows", N, batch)
     X_rows, y_rows = rows.take(X, y)
     f = numpyro.sample("f", sgp.WeightSpaceGP(features(kind, kernel), X_rows, precision))
-    law = dist.Normal(0.2 + slope * f, noise) if likelihood is None else likelihood(f)
+    distribution = dist.Normal(0.2 + slope * f, noise) if likelihood is None else likelihood(f)
     with rows:
-        numpyro.sample("y", law, obs=y_rows)
+        numpyro.sample("y", distribution, obs=y_rows)
 
 
 def slope_at_a_point(*args: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ def whole_loss(model: Any, loss: Any, rank: int = 2, **params: Array) -> Any:
     return jax.value_and_grad(objective)(start)
 
 
-def with_law(observe: Any) -> Any:
+def with_likelihood(observe: Any) -> Any:
     """A model with a function, and what `observe` makes of it."""
 
     def made(X: Array, y: Array) -> None:
@@ -211,9 +211,9 @@ def laplace_under_mask(f: Array, y: Array) -> None:
 
 
 def two_columns_under_mask(f: Array, y: Array) -> None:
-    law = dist.Normal(f[:, None] * jnp.array([1.0, 2.0]), 0.5).to_event(1)
+    distribution = dist.Normal(f[:, None] * jnp.array([1.0, 2.0]), 0.5).to_event(1)
     with numpyro.plate("rows", N), numpyro.handlers.mask(mask=SEEN):
-        numpyro.sample("y", law, obs=y[:, None] + jnp.arange(2.0))
+        numpyro.sample("y", distribution, obs=y[:, None] + jnp.arange(2.0))
 
 
 def in_two_plates(f: Array, y: Array) -> None:
@@ -232,10 +232,10 @@ def several_scaled(f: Array, y: Array) -> None:
     "observe", [under_mask, two_columns_under_mask, in_two_plates, several_scaled]
 )
 def test_agrees_with_quadrature_on(observe):
-    model = with_law(observe)
+    model = with_likelihood(observe)
     value, gradient = whole_loss(model, QuadruplyStochasticELBO(M))
     if observe is under_mask:  # whose NaN the quadrature does not survive
-        model = with_law(lambda f, y: under_mask(f, jnp.where(SEEN, y, 0.0)))
+        model = with_likelihood(lambda f, y: under_mask(f, jnp.where(SEEN, y, 0.0)))
     wanted, wanted_gradient = whole_loss(model, QuadratureELBO(2))
     np.testing.assert_allclose(value, wanted, rtol=1e-8)
     for name, one in wanted_gradient.items():
@@ -250,19 +250,21 @@ def test_laplace_survives_masks_and_slopes_of_zero():
         laplace_under_mask,
         lambda f, y: numpyro.sample("y", dist.Laplace(f * SEEN, 0.5), obs=y),
     ):
-        value, gradient = whole_loss(with_law(observe), loss)
+        value, gradient = whole_loss(with_likelihood(observe), loss)
         assert np.isfinite(value)
         assert all(np.all(np.isfinite(one)) for one in gradient.values())
 
 
 def combining(observe: str) -> Any:
-    laws = {
+    distributions = {
         "centered": lambda f: dist.Normal(f - f.mean(), 1.0),
         "differences": lambda f: dist.Normal(jnp.diff(f), 1.0),
         "sum": lambda f: dist.Normal(f.sum(), 1.0),
         "preferences": lambda f: dist.Bernoulli(logits=f[::2] - f[1::2]),
     }
-    return with_law(lambda f, y: numpyro.sample("y", laws[observe](f), obs=jnp.ones(())))
+    return with_likelihood(
+        lambda f, y: numpyro.sample("y", distributions[observe](f), obs=jnp.ones(()))
+    )
 
 
 @pytest.mark.parametrize("observe", ["centered", "differences", "sum", "preferences"])
@@ -304,7 +306,7 @@ def fitted(model: Any) -> tuple[Any, ...]:
     ids=["latent", "value", "joint"],
 )
 def test_what_depends_on_the_function_but_the_law_of_rows_is_refused(observe, message):
-    made = with_law(observe)
+    made = with_likelihood(observe)
 
     def guide(X: Array, y: Array) -> None:
         sgp.guides.AutoChevronGP(made, rank=0, rest=lambda *_: None)(X, y)
@@ -321,8 +323,8 @@ def test_guide_and_prior_must_have_the_same_features():
     def other(*args: Any) -> None:
         numpyro.sample("slope", dist.Delta(jnp.array(0.8)))
         phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.9, 1.3), 4, seed=0)
-        law = jnp.zeros(4), jnp.ones(4), jnp.zeros((4, 0))
-        numpyro.sample("f", sgp.ChevronGP(phi, args[0], *law))
+        distribution = jnp.zeros(4), jnp.ones(4), jnp.zeros((4, 0))
+        numpyro.sample("f", sgp.ChevronGP(phi, args[0], *distribution))
 
     with pytest.raises(
         ValueError, match=r"differ: `features.num_features` is 4 in the guide, .* is 10 in the"
@@ -359,23 +361,25 @@ LIKELIHOODS = {
 
 def bound_of(kind: str, bound: str, num: int, keys: Array) -> Array:
     """Estimates of the expected log-likelihood, less the divergence, which is the same for all."""
-    law, value = LIKELIHOODS[kind]
+    distribution, value = LIKELIHOODS[kind]
     params = parameters("identity", 3)
     y = jnp.full(N, value)
     loss = QuadruplyStochasticELBO(num, bound=bound, num_nodes=40)
 
     def draw(key: Array) -> Array:
         args = params, model, guide(3), inputs(), y, "identity"
-        return -loss.loss(key, *args, likelihood=law)
+        return -loss.loss(key, *args, likelihood=distribution)
 
     return optimized(jax.vmap(draw))(keys)
 
 
 def exact_of(kind: str) -> Array:
-    law, value = LIKELIHOODS[kind]
+    distribution, value = LIKELIHOODS[kind]
     params = parameters("identity", 3)
     args = params, model, guide(3), inputs(), jnp.full(N, value), "identity"
-    return -QuadratureELBO(180 if kind == "laplace" else 40).loss(KEY, *args, likelihood=law)
+    return -QuadratureELBO(180 if kind == "laplace" else 40).loss(
+        KEY, *args, likelihood=distribution
+    )
 
 
 @pytest.mark.parametrize("kind", LIKELIHOODS)
@@ -430,7 +434,7 @@ def test_fixed_prior_leaves_the_constant_out():
 
     with pytest.raises(ValueError, match="hyperparameters of the features are learned"):
         step(None, QuadruplyStochasticELBO(4, fixed_prior=True), kind="dense")
-    identity = with_law(lambda f, y: numpyro.sample("y", dist.Normal(f, 1.0), obs=y))
+    identity = with_likelihood(lambda f, y: numpyro.sample("y", dist.Normal(f, 1.0), obs=y))
     with pytest.raises(ValueError, match="this prior has no constant to leave out"):
         whole_loss(identity, QuadruplyStochasticELBO(4, fixed_prior=True))
 

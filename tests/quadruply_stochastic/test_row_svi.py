@@ -134,17 +134,21 @@ def test_control_variate_follows_the_parameters():
     state = svi.run(KEY, 40, X, y, 10, progress_bar=False).state
     control = state.mutable_state["f_control_variate"]
     params = svi.get_params(state)
-    law = Chevron(*(params[name] for name in ROWS[:3]))
+    distribution = Chevron(*(params[name] for name in ROWS[:3]))
     # Its features are those at the start, though the lengthscale has moved.
     assert abs(params["lengthscale"] - 0.6) > 0.01
     phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.6), M, seed=0)
-    np.testing.assert_allclose(control.projected, projections(phi, control.X, law)[0], rtol=1e-8)
+    np.testing.assert_allclose(
+        control.projected, projections(phi, control.X, distribution)[0], rtol=1e-8
+    )
     seen = jnp.interp(control.data[:, 0], X[:, 0], y)
     np.testing.assert_allclose(control.targets, seen, rtol=1e-12)
 
     fresh = svi.refresh(state, X, y, 10).mutable_state["f_control_variate"]
     phi = phi.with_kernel(sgp.kernels.RBF(params["lengthscale"]))
-    np.testing.assert_allclose(fresh.projected, projections(phi, control.X, law)[0], rtol=1e-8)
+    np.testing.assert_allclose(
+        fresh.projected, projections(phi, control.X, distribution)[0], rtol=1e-8
+    )
 
 
 @pytest.mark.monte_carlo

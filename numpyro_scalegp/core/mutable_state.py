@@ -1,4 +1,4 @@
-"""What a model carries from one step of SVI to the next."""
+"""Mutable state: what a model hands from one step of SVI to the next."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def carried(new: Any, old: Any) -> Any:
+def if_finite(new: Any, old: Any) -> Any:
     """What the next step reads: `new`, or `old` where `new` is not finite; without derivatives.
 
     Raises:

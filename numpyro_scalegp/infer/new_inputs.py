@@ -1,0 +1,115 @@
+"""GP sites of a model at new inputs, drawn from their posteriors and never from their prior."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions import GaussianProcess
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
+from numpyro_scalegp.infer.conditioning import is_gp
+from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.tracing.runs import Trace, is_latent
+
+
+def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPosterior]) -> None:
+    """Raise where a function comes from its prior, or from a fit at other rows than these may be.
+
+    Args:
+        trace: of the model.
+        given: what guide or draws gave, by name.
+        posteriors: of GP sites.
+    """
+    sampled = {name: site for name, site in trace.items() if site["type"] == "sample"}
+    in_fit = any(site["is_observed"] for site in sampled.values())
+    for name, site in sampled.items():
+        if site["is_observed"] or name in posteriors or not is_gp(site):
+            continue
+        drawn = given.get(name)
+        if isinstance(drawn, dict) and role_of(drawn["fn"]) == "variational":
+            continue
+        if drawn is None or not in_fit:
+            raise ValueError(
+                f"the GP site `{name}` has neither observations nor draws at these inputs, and its "
+                "prior knows nothing of the data: give `sgp.infer.Predictive(..., data=(X, y))`, "
+                "the model's arguments in the fit."
+            )
+
+
+def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array]]:
+    """Inputs and observations of the GPs that an autoguide met when it was set up."""
+    trace = getattr(guide, "prototype_trace", None) or {}
+    return {
+        name: (site["fn"].X, site["value"])
+        for name, site in trace.items()
+        if isinstance(site.get("fn"), GaussianProcess)
+        and site["is_observed"]
+        and checks.is_concrete((site["fn"].X, site["value"]))
+    }
+
+
+class FromPosteriors(Messenger):
+    """Draws GP sites without observations from their posteriors.
+
+    Args:
+        fn: the model, with its seed.
+        posteriors: by the names of the sites.
+        first_run: inputs and observations by name, to condition on where there is no posterior.
+        joint: whether rows are drawn jointly.
+    """
+
+    def __init__(
+        self,
+        fn: Callable,
+        posteriors: dict[str, AbstractPosterior],
+        first_run: dict[str, tuple[Array, Array]],
+        *,
+        joint: bool,
+    ) -> None:
+        super().__init__(fn)
+        self.posteriors = posteriors
+        self.first_run = first_run
+        self.joint = joint
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Draw at a site."""
+        name = msg.get("name")  # a request for a key has none
+        if not (is_gp(msg) and is_latent(msg)):
+            return
+        if name not in self.posteriors and name not in self.first_run:
+            return
+        fn = unwrapped(msg["fn"])[0]
+        draw_key, noise_key, condition_key = jax.random.split(msg["kwargs"]["rng_key"], 3)
+        if name not in self.posteriors:
+            self.posteriors[name] = _as_in_first_run(name, fn, *self.first_run[name], condition_key)
+        found = self.posteriors[name]
+        if self.joint:
+            value = found.sample(draw_key, fn.X)[0]
+        else:
+            mean = found.mean(fn.X)
+            normal = jax.random.normal(draw_key, mean.shape, mean.dtype)
+            value = mean + jnp.sqrt(found.variance(fn.X)) * normal
+        if fn.role == "collapsed":
+            normal = jax.random.normal(noise_key, value.shape, value.dtype)
+            value = value + jnp.sqrt(fn.noise_variance) * normal
+        msg["value"] = value
+
+
+def _as_in_first_run(
+    name: str, fn: GaussianProcess, X: Array, y: Array, key: Array
+) -> AbstractPosterior:
+    """The posterior given the data of a guide's first run, with the hyperparameters of `fn`."""
+    warnings.warn(
+        f"the GP site `{name}` is conditioned on the {len(X)} rows that the guide was first run "
+        "with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",
+        UserWarning,
+        stacklevel=2,
+    )
+    mean, estimator = fn.mean_function, fn.estimator
+    gp = GaussianProcess(fn.kernel, X, fn.noise_variance, mean=mean, estimator=estimator, key=key)
+    return gp.condition(y)
