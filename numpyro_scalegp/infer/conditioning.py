@@ -18,7 +18,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior
-from numpyro_scalegp.tracing.runs import Trace, is_latent, traced
+from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, traced
 from numpyro_scalegp.tracing.sites import StandIn
 
 
@@ -255,15 +255,18 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
 
 
 def with_noise(found: Any, trace: Trace, name: str) -> AbstractPosterior:
-    """A posterior with the noise variance of a Gaussian likelihood around the function `name`."""
+    """A posterior with the noise variance of the Gaussian likelihood around the function `name`.
+
+    Unchanged where no observed site is one, or more than one is.
+    """
     f = trace[name]["value"]
-    for site in trace.values():
-        fn = unwrapped(site["fn"])[0] if site["type"] == "sample" else None
-        if isinstance(fn, dist.Normal) and fn.loc is f:
-            noise = jnp.square(fn.scale)
-            noise = noise.reshape(()) if noise.size == 1 else noise
-            return dataclasses.replace(found, noise_variance=noise)
-    return found
+    likelihoods = [unwrapped(site["fn"])[0] for site in trace.values() if is_observed(site)]
+    around = [fn for fn in likelihoods if isinstance(fn, dist.Normal) and fn.loc is f]
+    if len(around) != 1:
+        return found
+    noise = jnp.square(around[0].scale)
+    noise = noise.reshape(()) if noise.size == 1 else noise
+    return dataclasses.replace(found, noise_variance=noise)
 
 
 def _the_site(
@@ -276,9 +279,12 @@ def _the_site(
     """The name of the GP site and its role."""
     found: dict[str, str] = {}
     observed: dict[str, bool] = {}
+    partial: list[str] = []  # plates that take a part of their elements
 
     def run() -> None:
         for name, one in _trace(model, values, args, kwargs).items():
+            if one["type"] == "plate" and one["args"][1] not in (None, one["args"][0]):
+                partial.append(name)
             if is_gp(one):
                 found[name] = role_of(one["fn"])
                 observed[name] = one["is_observed"]
@@ -296,6 +302,12 @@ def _the_site(
     if not observed[name] and found[name] == "collapsed":
         raise ValueError(
             f"the GP site `{name}` has no observations: give the model's arguments as in the fit."
+        )
+    if partial and found[name] == "collapsed":
+        raise ValueError(
+            f"the plate {', '.join(f'`{one}`' for one in partial)} takes a mini-batch, and the GP "
+            f"site `{name}` is conditioned on all rows: give arguments with which the model sees "
+            "them all."
         )
     return name, found[name]
 

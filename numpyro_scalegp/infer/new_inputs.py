@@ -84,20 +84,32 @@ class FromPosteriors(Messenger):
         if name not in self.posteriors and name not in self.first_run:
             return
         fn = unwrapped(msg["fn"])[0]
-        draw_key, noise_key, condition_key = jax.random.split(msg["kwargs"]["rng_key"], 3)
+        draw_key, condition_key = jax.random.split(msg["kwargs"]["rng_key"])
         if name not in self.posteriors:
             self.posteriors[name] = _as_in_first_run(name, fn, *self.first_run[name], condition_key)
-        found = self.posteriors[name]
-        if self.joint:
-            value = found.sample(draw_key, fn.X)[0]
-        else:
-            mean = found.mean(fn.X)
-            normal = jax.random.normal(draw_key, mean.shape, mean.dtype)
-            value = mean + jnp.sqrt(found.variance(fn.X)) * normal
-        if fn.role == "collapsed":
-            normal = jax.random.normal(noise_key, value.shape, value.dtype)
-            value = value + jnp.sqrt(fn.noise_variance) * normal
-        msg["value"] = value
+        msg["value"] = draw(draw_key, self.posteriors[name], fn, joint=self.joint)
+
+
+def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> Array:
+    """Draw what a GP site has at its inputs: a function, or observations with their noise.
+
+    Args:
+        key: a JAX key.
+        posterior: over the function.
+        fn: the site's distribution.
+        joint: whether rows are drawn jointly, or each by itself.
+    """
+    draw_key, noise_key = jax.random.split(key)
+    if joint:
+        value = posterior.sample(draw_key, fn.X)[0]
+    else:
+        mean = posterior.mean(fn.X)
+        normal = jax.random.normal(draw_key, mean.shape, mean.dtype)
+        value = mean + jnp.sqrt(posterior.variance(fn.X)) * normal
+    if fn.role == "prior":
+        return value
+    normal = jax.random.normal(noise_key, value.shape, value.dtype)
+    return value + jnp.sqrt(fn.noise_variance) * normal
 
 
 def _as_in_first_run(

@@ -23,7 +23,12 @@ from numpyro_scalegp.infer.conditioning import (
     number_of_draws,
     run_model,
 )
-from numpyro_scalegp.infer.new_inputs import FromPosteriors, check_functions, data_of_first_run
+from numpyro_scalegp.infer.new_inputs import (
+    FromPosteriors,
+    check_functions,
+    data_of_first_run,
+    draw,
+)
 from numpyro_scalegp.posteriors import AbstractPosterior
 from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
@@ -75,7 +80,8 @@ class Predictive:
         posterior_samples: instead of a guide, draws of the latent sites, as from
             `MCMC.get_samples`, leading axis the draws.
         data: the positional arguments of the model in its fit, `(X, y)`, observations included:
-            what GP sites are conditioned on, where a call is for other inputs. A guide of this
+            what GP sites are conditioned on, where a call is for other inputs. Keyword arguments of
+            a call go to the run at the data, too. A guide of this
             package needs none for the function that it owns. Without it, an autoguide's first run
             is taken for the fit, with a warning.
         num_samples: number of draws, where there are no `posterior_samples`.
@@ -152,8 +158,7 @@ class Predictive:
     def draws(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> Draws:
         """Draw, with pointwise log-likelihoods and observations as well; see `Draws`."""
         if self.guide is not None:
-            fit = (args, kwargs) if self.data is None else (self.data, {})
-            set_up(self.guide, self.params, *fit)
+            set_up(self.guide, self.params, args if self.data is None else self.data, kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             shapes = structure, tuple(map(np.shape, leaves))
             if not self.joint and shapes not in self._checked:
@@ -174,19 +179,19 @@ class Predictive:
         self, keys: Array, samples: dict, params: dict, data: Any, args: tuple, kwargs: dict
     ) -> Draws:
         fixed = None
-        if data is not None and self._is_fixed(params, data):
-            fixed = self._posteriors(keys[0], {}, params, data)
+        if data is not None and self._is_fixed(params, data, kwargs):
+            fixed = self._posteriors(keys[0], {}, params, data, kwargs)
 
         def one(item: tuple[Array, dict]) -> Draws:
             return self._one(*item, params, data, fixed, args, kwargs)
 
         return jax.lax.map(one, (keys, samples))
 
-    def _is_fixed(self, params: dict, data: tuple) -> bool:
+    def _is_fixed(self, params: dict, data: tuple, kwargs: dict) -> bool:
         """Whether the guide draws nothing but its functions, so that one posterior serves all."""
         if self.guide is None:
             return False
-        trace = self._guide_trace(jax.random.key(0), params, data, {})
+        trace = self._guide_trace(jax.random.key(0), params, data, kwargs)
         sites = [site["fn"] for site in trace.values() if site["type"] == "sample"]
         return all(
             role_of(fn) == "variational" or isinstance(unwrapped(fn).distribution, dist.Delta)
@@ -239,7 +244,7 @@ class Predictive:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
         posteriors = dict(fixed or {})
         if data is not None and fixed is None:
-            posteriors = self._posteriors(guide_key, sample, params, data)
+            posteriors = self._posteriors(guide_key, sample, params, data, kwargs)
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
@@ -247,10 +252,10 @@ class Predictive:
             model = FromPosteriors(model, posteriors, first_run, joint=self.joint)
         given = dict(sample)
         if self.guide is not None:
-            draw = self._guide_trace(guide_key, params, args, kwargs)
-            draw = {name: site for name, site in draw.items() if name not in posteriors}
-            model = Given(handlers.replay(model, draw), params)
-            given.update(draw)
+            drawn = self._guide_trace(guide_key, params, args, kwargs)
+            drawn = {name: site for name, site in drawn.items() if name not in posteriors}
+            model = Given(handlers.replay(model, drawn), params)
+            given.update(drawn)
         # Draws may hold parameters that vary from one to the next.
         substitute = substituted(model, {**params, **sample}, sample)
         with Checked(sample):
@@ -267,7 +272,7 @@ class Predictive:
                 draws.sites[name] = site["value"]
             elif site["type"] == "sample":
                 key = jax.random.fold_in(replicate_key, number)
-                _replicate(draws, key, name, site, trace, posteriors.get(name))
+                _replicate(draws, key, name, trace, posteriors.get(name), joint=self.joint)
         return draws
 
     def _guide_trace(self, key: Array, params: dict, args: tuple, kwargs: dict) -> Trace:
@@ -276,17 +281,17 @@ class Predictive:
             return handlers.trace(substituted(guide, params)).get_trace(*args, **kwargs)
 
     def _posteriors(
-        self, key: Array, sample: dict, params: dict, data: tuple
+        self, key: Array, sample: dict, params: dict, data: tuple, kwargs: dict
     ) -> dict[str, AbstractPosterior]:
         """The posteriors of GP sites given the data and a draw of all else."""
         values, owned = dict(sample), set()
         if self.guide is not None:
             # With the key of the run at other inputs: the same draw of hyperparameters.
-            draw = self._guide_trace(key, params, data, {})
-            latent = {name: site for name, site in draw.items() if site["type"] == "sample"}
+            drawn = self._guide_trace(key, params, data, kwargs)
+            latent = {name: site for name, site in drawn.items() if site["type"] == "sample"}
             values = {name: site["value"] for name, site in latent.items()}
             owned = {n for n, s in latent.items() if role_of(s["fn"]) == "variational"}
-        trace = run_model(self.model, {**params, **values}, data, {})
+        trace = run_model(self.model, {**params, **values}, data, kwargs)
         return {
             name: conditioned(trace, name)
             for name, site in trace.items()
@@ -323,18 +328,23 @@ def _replicate(
     draws: Draws,
     key: Array,
     name: str,
-    site: dict[str, Any],
     trace: Trace,
     posterior: AbstractPosterior | None,
+    *,
+    joint: bool,
 ) -> None:
     """Add a replicate of an observed site and its pointwise log-likelihood to `draws`."""
+    site = trace[name]
     fn, value = site["fn"], site["value"]
     if is_gp(site):
         is_new = posterior is not None
         found: Any = posterior if is_new else conditioned(trace, name)
+        # At the data, an iterative posterior has its moments without another product.
         predictive = found.predictive(fn.X, fn.noise_variance) if is_new else found.at_data()
         pointwise = predictive if is_new else found.leave_one_out()
-        draws.predictive[name] = predictive.sample(key)
+        draws.predictive[name] = (
+            draw(key, found, fn, joint=True) if joint else predictive.sample(key)
+        )
         draws.log_likelihood[name] = pointwise.log_prob(value)
         draws.diagnostics[name] = found.diagnostics
     else:

@@ -251,7 +251,7 @@ def test_of_features_in_mini_batches(x64):
     A = phi(X).T @ phi(X) / 0.3 + jnp.eye(6)
     mean = phi(XS) @ jnp.linalg.solve(A, phi(X).T @ Y) / 0.3
     np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-7)
-    with pytest.raises(ValueError, match="all 9 rows"):
+    with pytest.raises(ValueError, match="the plate `rows` takes a mini-batch"):
         sgp.posterior(model, guide, params, X, Y, 4)
 
 
@@ -303,6 +303,40 @@ def test_parameters_of_the_model_that_are_missing():
 
     with pytest.raises(ValueError, match="`params` lacks `scale`"):
         sgp.posterior(model, guide, {}, X, Y)
+
+
+@pytest.mark.parametrize("kind", ["latent", "two"])
+def test_noise_that_is_not_known(kind):
+    """A latent normal site is no likelihood, and of two none is the one."""
+    process = sgp.SparseGP(kernel(0.7), X, X[::3], jnp.zeros(3), 0.5 * jnp.eye(3))
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.LatentGP(kernel(0.7), X))
+        if kind == "latent":
+            z = numpyro.sample("z", dist.Normal(f, 0.7).to_event(1))
+            numpyro.sample("y", dist.Poisson(jnp.exp(z)).to_event(1), obs=y)
+        else:
+            numpyro.sample("y", dist.Normal(f, 0.2).to_event(1), obs=y)
+            numpyro.sample("z", dist.Normal(f, 0.4).to_event(1), obs=y)
+
+    def guide(X, y=None):
+        numpyro.sample("f", process)
+        if kind == "latent":
+            numpyro.sample("z", dist.Delta(jnp.zeros(len(X))).to_event(1))
+
+    found = sgp.posterior(model, guide, {}, X, jnp.ones(len(X), int))
+    with pytest.raises(ValueError, match="knows of no Gaussian noise"):
+        found.predictive(XS)
+
+
+def test_a_mini_batch_of_a_collapsed_gp():
+    def model(X, y=None):
+        noise = numpyro.sample("noise", dist.LogNormal())
+        X, y = sgp.plate("rows", len(X), 4).take(X, y)
+        numpyro.sample("y", sgp.GaussianProcess(kernel(0.5), X, noise), obs=y)
+
+    with pytest.raises(ValueError, match="the plate `rows` takes a mini-batch"):
+        sgp.posterior(model, {"noise": jnp.ones(2)}, X, Y)
 
 
 def test_of_no_gp():

@@ -213,6 +213,31 @@ def test_a_collapsed_gp_at_new_inputs(joint, x64):
     np.testing.assert_allclose(test.log_likelihood["y"][0], exact[0].log_prob(Y), rtol=1e-5)
 
 
+def test_replicates_of_a_collapsed_gp_at_its_own_inputs_are_joint(x64):
+    samples = {"noise": jnp.full(4000, 0.05)}
+    joint = Predictive(noisy, posterior_samples=samples, joint=True).draws(KEY, X, Y)
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.05, mean=2.0)
+    expected = gp.condition(Y).covariance(X) + 0.05 * jnp.eye(N)
+    found = np.cov(joint.predictive["y"], rowvar=False)
+    error = np.sqrt((np.outer(np.diag(expected), np.diag(expected)) + expected**2) / 4000)
+    assert np.all(np.abs(found - expected) < 5.0 * error)
+    assert abs(expected[0, 1]) > 5.0 * error[0, 1]
+
+
+def test_keyword_arguments_reach_the_run_at_the_data(x64):
+    def model(X: Array, Y: Array | None = None, *, trend: bool = False) -> None:
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.2))
+        mean = (lambda X: 10.0 * X[:, 0]) if trend else 0.0
+        gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, noise, mean=mean)
+        numpyro.sample("y", gp, obs=Y)
+
+    samples, y = {"noise": jnp.full(2000, 0.1)}, 10.0 * X[:, 0] + Y
+    draws = Predictive(model, posterior_samples=samples, data=(X, y))(KEY, NEW, trend=True)["y"]
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1, mean=lambda X: 10.0 * X[:, 0])
+    exact = gp.condition(y).predictive(NEW)
+    assert np.all(np.abs(draws.mean(axis=0) - exact.mean) < 5.0 * exact.scale / 2000**0.5)
+
+
 def test_draws_of_a_function_at_new_inputs(x64):
     """Given its values at the rows of the fit, and not these values once more."""
     f = jnp.sin(jnp.arange(N) + jnp.arange(4000.0)[:, None])
