@@ -235,7 +235,7 @@ def _log_derivative(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Ar
 
 def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """Factorize K = L L'; dL = L half(L^-1 dK L^-T). Returns L, shape (n, n)."""
-    return _cholesky(K, factorize(K).tril)
+    return cholesky_given(K, factorize(K).tril)
 
 
 def inverse_cholesky(K: Float[Array, "n n"], *, warn: bool = True) -> Float[Array, "n n"]:
@@ -256,15 +256,16 @@ def gaussian_log_density(
 
 
 @lasting_jvp
-def _cholesky(K: Array, L: Array) -> Array:
+def cholesky_given(K: Float[Array, "n n"], L: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """The factor L of K, with the derivative of `cholesky(K)`."""
     return L
 
 
-@_cholesky.defjvp
+@cholesky_given.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (K, L), (dK, _) = primals, tangents
     W = inverse_cholesky_given(K, L)
-    value = _cholesky(K, L)
+    value = cholesky_given(K, L)
     return value, matmul(value, _log_derivative(W, dK))
 
 

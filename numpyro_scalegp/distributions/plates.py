@@ -29,10 +29,11 @@ def _draw(
     size: int, subsample_size: int | None, rng_key: Array | None = None
 ) -> Int[Array, " subsample_size"]:
     if subsample_size is None or subsample_size == size:
-        return jnp.arange(size, dtype=jnp.int32)
+        return jnp.arange(size)
     if rng_key is None:
         raise ValueError("a plate with a `subsample_size` needs a random key: use handlers.seed.")
-    return stratified_indices(checks.as_key(rng_key), size, subsample_size)
+    # In JAX's default type, as kernels that exchange indices expect them (HMCECS).
+    return stratified_indices(checks.as_key(rng_key), size, subsample_size).astype(int)
 
 
 class plate(numpyro.plate):

@@ -98,6 +98,8 @@ class Cholesky(AbstractEstimator):
         max_epochs: int | float | None = None,
     ) -> ExactPosterior:
         """The exact posterior, from one factorization; see `AbstractEstimator.condition`."""
+        H = self.covariance(operator)
+        factor = self.factorize(H, operator.noise_variance)
         return ExactPosterior.from_factor(
             operator.kernel,
             operator.X,
@@ -105,7 +107,7 @@ class Cholesky(AbstractEstimator):
             y - mean_function(operator.X),
             operator.noise_variance,
             mean_function,
-            self.factorize(self.covariance(operator), operator.noise_variance),
+            factor._replace(tril=linalg.cholesky_given(H, factor.tril)),
         )
 
     def sample_prior(

@@ -27,6 +27,12 @@ from numpyro_scalegp.solvers import (
 )
 from numpyro_scalegp.solvers.solver import prepare, warn_unless_converged
 
+_FIXED = (
+    "the posterior of an iterative estimator has derivatives in the inputs that it is evaluated "
+    "at, and none in hyperparameters or observations: its solution is held fixed. Differentiate "
+    "that of `sgp.estimators.Cholesky()`, or wrap the arguments of `condition` in "
+    "`jax.lax.stop_gradient`."
+)
 _REFUSAL = (
     "`Hutchinson` and `Pathwise` have first derivatives in reverse mode alone (`jax.grad`): the "
     "solutions that these rest on are held fixed in them, and second derivatives would be wrong. "
@@ -274,6 +280,7 @@ class AbstractIterative(AbstractEstimator):
 
         Raises:
             ValueError: if there is neither a key nor a state.
+            TypeError: where the posterior is differentiated in hyperparameters or observations.
         """
         if state is not None and not (self.fresh_probes and key is not None):
             key = state.memory.key()
@@ -281,8 +288,8 @@ class AbstractIterative(AbstractEstimator):
         count = self.num_probes if num_samples is None else num_samples
         draws = PriorDraws.from_key(probe_key, count, self.num_features)
         solver = self.solver.to_tolerance.with_budget(max_epochs)
-        fixed = jax.lax.stop_gradient((operator, y - mean_function(operator.X)))
-        solution = self._solution(solver, *fixed, draws, solver_key, state)
+        H, residual = refuse_derivatives(_FIXED, (operator, y - mean_function(operator.X)))
+        solution = self._solution(solver, H, residual, draws, solver_key, state)
         warn_unless_converged(solution)
         return PathwisePosterior(
             kernel=operator.kernel,

@@ -95,7 +95,9 @@ class LatentGP(AbstractPriorGP):
         f = checks.as_float(f, "f")
         checks.shape("f", f, self.event_shape, why="one value for each row of `X`")
         checks.finite("f", f)
-        factor = linalg.factorize(self.covariance())
+        K = self.covariance()
+        factor = linalg.factorize(K)
+        factor = factor._replace(tril=linalg.cholesky_given(K, factor.tril))
         zero = functions.constant_function(checks.as_float(0.0))
         return ExactPosterior.from_factor(self.kernel, self.X, f, f, None, zero, factor)
 

@@ -86,6 +86,10 @@ def posterior(
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(fit, Mapping):
         return _of_draws(model, dict(fit), args, kwargs, site, key, options)
+    if hasattr(fit, "get_samples"):
+        raise TypeError(
+            "give the draws of an MCMC, `mcmc.get_samples()`, then the model's arguments."
+        )
     checks.function("fit", fit)
     if not args:
         raise TypeError(

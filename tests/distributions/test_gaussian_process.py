@@ -418,3 +418,46 @@ def test_bad_values_inside_jit_give_nan():
         assert np.isnan(log_prob(jnp.array(X).at[0, 0].set(jnp.inf), jnp.array(y)))
         assert np.isnan(log_prob(jnp.full((1, 2), jnp.nan), jnp.array(y)[:1]))
         jax.effects_barrier()
+
+
+def moments(estimator, parameters, Xs):
+    """A number made of the posterior's moments, of hyperparameters, observations and inputs."""
+    lengthscale, noise, level, y = parameters
+    X = jnp.linspace(0.0, 1.0, 12)[:, None]
+    gp = sgp.GaussianProcess(
+        sgp.kernels.RBF(lengthscale),
+        X,
+        noise,
+        mean=level,
+        estimator=estimator,
+        key=jax.random.key(0),
+    )
+    posterior = gp.condition(y)
+    return jnp.sum(posterior.mean(Xs)) + jnp.sum(posterior.variance(Xs))
+
+
+PARAMETERS = 0.3, 0.01, 0.5, np.sin(6.0 * np.linspace(0.0, 1.0, 12))
+
+
+@pytest.mark.parametrize("estimator", [sgp.estimators.Cholesky(), sgp.estimators.RandomFourier(20)])
+def test_derivatives_of_a_posterior_are_those_of_its_moments(estimator, x64):
+    """The factor of H moves with the hyperparameters, too."""
+    at = jax.tree.map(jnp.asarray, PARAMETERS), jnp.array([[0.33], [1.2]])
+    value = functools.partial(moments, estimator)
+    generator, step = np.random.default_rng(0), 1e-6
+    direction = jax.tree.map(lambda leaf: jnp.array(generator.normal(size=leaf.shape)), at)
+    tangent = jax.jvp(value, at, direction)[1]
+    low, high = (jax.tree.map(lambda a, b, s=s: a + s * b, at, direction) for s in (-step, step))
+    np.testing.assert_allclose(tangent, (value(*high) - value(*low)) / (2.0 * step), rtol=1e-5)
+    products = jax.tree.map(jnp.vdot, jax.grad(value, argnums=(0, 1))(*at), direction)
+    np.testing.assert_allclose(sum(jax.tree.leaves(products)), tangent, rtol=1e-9)
+
+
+def test_an_iterative_posterior_has_derivatives_in_its_inputs_alone(x64):
+    estimator = sgp.estimators.Pathwise(sgp.solvers.Cholesky(), 4, num_features=16)
+    Xs = jnp.array([[0.33], [1.2]])
+    parameters = jax.tree.map(jnp.asarray, PARAMETERS)
+    value = functools.partial(moments, estimator)
+    assert np.all(np.isfinite(jax.grad(value, argnums=1)(parameters, Xs)))
+    with pytest.raises(TypeError, match="has derivatives in the inputs that it is evaluated at"):
+        jax.grad(value)(parameters, Xs)

@@ -210,3 +210,10 @@ def test_rows_of_another_length(subsample_size, unchecked):
 def test_no_key(unchecked):
     with pytest.raises(ValueError, match=r"needs a random key: use handlers\.seed"):
         sgp.plate("rows", 10, 3)
+
+
+@pytest.mark.parametrize("taken", [None, 4])
+def test_indices_have_the_default_type(taken, dtype):
+    """Kernels that exchange some of them, as HMCECS does, expect it."""
+    with numpyro.handlers.seed(rng_seed=0), sgp.plate("rows", 10, taken) as index:
+        assert index.dtype == jnp.arange(1).dtype
