@@ -10,7 +10,6 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array
 from numpyro.distributions import Distribution
@@ -298,7 +297,7 @@ def _of_sum(kernel: AbstractKernel, X: Array) -> AbstractPosterior:
 
 
 # Draws of a hyperparameter, as from a sampler.
-NOISES = np.array([0.1, 0.2])
+NOISES = (0.1, 0.2)
 
 
 class _GivenNoise(eqx.Module):
@@ -334,7 +333,12 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         ),
     ),
     ("component", lambda kernel, X: _of_sum(kernel, X).component(lambda total: total.left)),
-    ("mixture", lambda kernel, X: sgp.posteriors.MixturePosterior(_GivenNoise(kernel, X), NOISES)),
+    (
+        "mixture",
+        lambda kernel, X: sgp.posteriors.MixturePosterior(
+            _GivenNoise(kernel, X), jnp.array(NOISES)
+        ),
+    ),
     ("hybrid", lambda kernel, X: _hybrid(kernel, X).posterior()),
     ("decoupled", lambda kernel, X: _decoupled(kernel, X).posterior()),
     (
