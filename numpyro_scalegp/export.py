@@ -13,6 +13,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
+from numpyro_scalegp.tracing.runs import is_observed, takes_part
 
 _STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
 
@@ -246,12 +247,12 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
         feasible = handlers.substitute(seeded, substitute_fn=init_to_feasible)
         trace = handlers.trace(feasible).get_trace(*args, **kwargs)
         for name, site in trace.items():
-            if site["type"] == "plate" and site["args"][1] not in (None, site["args"][0]):
+            if takes_part(site):
                 raise ValueError(
                     f"the plate `{name}` takes {site['args'][1]} of {site['args'][0]} rows: pass "
                     "`model_args` (or `model_kwargs`) with which the model sees all rows to export."
                 )
-        observed = {k: v for k, v in trace.items() if v["type"] == "sample" and v["is_observed"]}
+        observed = {name: site for name, site in trace.items() if is_observed(site)}
         return {name: counted(site["fn"]) for name, site in observed.items()}
 
     return {name: np.asarray(mask) for name, mask in run(args, kwargs).items()}

@@ -18,7 +18,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior
-from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, traced
+from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, takes_part, traced
 from numpyro_scalegp.tracing.sites import StandIn
 
 
@@ -287,7 +287,7 @@ def _the_site(
 
     def run() -> None:
         for name, one in _trace(model, values, args, kwargs).items():
-            if one["type"] == "plate" and one["args"][1] not in (None, one["args"][0]):
+            if takes_part(one):
                 partial.append(name)
             if is_gp(one):
                 found[name] = role_of(one["fn"])

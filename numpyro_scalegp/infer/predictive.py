@@ -32,7 +32,7 @@ from numpyro_scalegp.infer.new_inputs import (
 from numpyro_scalegp.posteriors import AbstractPosterior
 from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
-from numpyro_scalegp.tracing.runs import Trace, substituted
+from numpyro_scalegp.tracing.runs import Trace, substituted, traced
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
@@ -203,17 +203,14 @@ class Predictive:
         assert self.guide is not None
 
         def run(values: dict[str, Array]) -> tuple[dict[str, Array], Trace]:
-            params = jax.tree.map(lambda leaf: leaf, self.params)  # mutable state is written to
-            guide, model = (handlers.seed(one, 0) for one in (self.guide, self.model))
+            guide, params, key = Given(self.guide, self.params), self.params, jax.random.key(0)
             with StandIn() as sites:
-                guide = substituted(Given(guide, params), params)
-                drawn = handlers.trace(guide).get_trace(*args, **kwargs)
+                drawn = traced(guide, key, params, args, kwargs)
             zeros = {name: drawn[name]["value"] for name in sites.families}
             drawn.update({name: {**drawn[name], "value": f} for name, f in values.items()})
             if not values:
                 return zeros, {}
-            replayed = handlers.replay(model, drawn)
-            trace = handlers.trace(substituted(replayed, params)).get_trace(*args, **kwargs)
+            trace = traced(self.model, key, params, args, kwargs, replayed=drawn)
             return zeros, {name: site for name, site in trace.items() if name not in drawn}
 
         for name, f in jax.eval_shape(lambda: run({})[0]).items():
@@ -276,9 +273,8 @@ class Predictive:
         return draws
 
     def _guide_trace(self, key: Array, params: dict, args: tuple, kwargs: dict) -> Trace:
-        guide = Given(handlers.seed(self.guide, key), params)
         with StandIn(joint_draw) if self.joint else contextlib.nullcontext():
-            return handlers.trace(substituted(guide, params)).get_trace(*args, **kwargs)
+            return traced(Given(self.guide, params), key, params, args, kwargs)
 
     def _posteriors(
         self, key: Array, sample: dict, params: dict, data: tuple, kwargs: dict

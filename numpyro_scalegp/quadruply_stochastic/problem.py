@@ -19,6 +19,7 @@ from numpyro_scalegp.tracing.runs import (
     is_observed,
     mutable_values,
     staged,
+    takes_part,
     traced,
 )
 from numpyro_scalegp.tracing.sites import StandIn
@@ -141,12 +142,12 @@ def trace_problem(
     name, q, guide_trace = find_family(params, guide, keys[0], args, kwargs)
     given = {**params, **mutable_values(guide_trace)}
     kinds: dict[str, Kind] = {}
-    plates: list[Any] = []
+    partial: list[str] = []
 
     def around(f: Array) -> Around:
         at_f = {**guide_trace, name: {**guide_trace[name], "value": f}}
         trace = traced(model, keys[1], given, args, kwargs, replayed=at_f)
-        plates.extend(site["args"] for site in trace.values() if site["type"] == "plate")
+        partial.extend(name for name, site in trace.items() if takes_part(site))
         kinds.update({key: _kind(site) for key, site in trace.items() if is_observed(site)})
         others, of_guide = (
             {key: site for key, site in one.items() if key != name and not is_observed(site)}
@@ -167,5 +168,4 @@ def trace_problem(
     of_f = q.X, q.features.hyperparameters(), q.loc, q.scale_diag, q.scale_columns
     zero = jnp.zeros(q.X.shape[0], jnp.result_type(*jax.tree.leaves(of_f)))
     run = staged(around, zero)
-    is_mini_batch = any(taken not in (None, size) for size, taken in plates)
-    return Problem(name, q, run, zero, run(zero), kinds, is_mini_batch)
+    return Problem(name, q, run, zero, run(zero), kinds, bool(partial))

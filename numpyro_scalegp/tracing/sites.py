@@ -13,7 +13,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.runs import substituted
+from numpyro_scalegp.tracing.runs import substituted, takes_part
 
 Model = Callable[..., Any]
 Prior = type[AbstractPriorGP]
@@ -97,10 +97,8 @@ class HideGPSite(Messenger):
 
     def process_message(self, msg: dict) -> None:
         """Stop at the GP site."""
-        if msg["type"] == "plate":
-            size, taken = msg["args"]
-            if taken not in (None, size):
-                self.partial.add(msg["name"])
+        if takes_part(msg):
+            self.partial.add(msg["name"])
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         if role_of(msg["fn"]) != "prior":
