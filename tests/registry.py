@@ -339,6 +339,13 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
             _GivenNoise(kernel, X), jnp.array(NOISES)
         ),
     ),
+    (
+        "outputs",
+        lambda kernel, X: sgp.posteriors.OutputsPosterior(
+            jax.tree_util.Partial(sgp.LatentGP.condition, sgp.LatentGP(kernel, X)),
+            jnp.stack([jnp.sin(X[:, 0]), jnp.cos(X[:, 0])]),
+        ),
+    ),
     ("hybrid", lambda kernel, X: _hybrid(kernel, X).posterior()),
     ("decoupled", lambda kernel, X: _decoupled(kernel, X).posterior()),
     (

@@ -38,6 +38,22 @@ class RowsDistribution(Distribution):
             )
         return super().expand(tuple(batch_shape))
 
+    def mask(self, mask: Any) -> Any:
+        """Leave whole draws out of the density, as `numpyro.handlers.mask` does.
+
+        Raises:
+            ValueError: if the mask has an entry for each row.
+        """
+        shape, n = jnp.shape(mask), self.event_shape[0]
+        if shape and shape[-1] == n and n > 1:
+            raise ValueError(
+                f"`{type(self).__name__}` got a mask of shape {shape} with {n} rows in `X`: it is "
+                "one draw for all rows, and none of them can be masked. Mask the likelihood of a "
+                "latent function, and leave hidden rows out of a collapsed GP, `X[mask]` and "
+                "`y[mask]`."
+            )
+        return super().mask(mask)
+
 
 class Unwrapped(NamedTuple):
     """A distribution without what plates, `to_event` and `mask` put around it."""

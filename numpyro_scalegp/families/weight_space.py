@@ -11,8 +11,11 @@ from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.families.family import AbstractPriorGP
+from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
+from numpyro_scalegp.kernels import FeatureMapped, Linear
+from numpyro_scalegp.posteriors import ExactPosterior
 
 # Beyond this many features, a dense precision is not factorized.
 MAX_DENSE = 5000
@@ -88,9 +91,9 @@ class WeightSpaceGP(AbstractPriorGP):
         """Whether S is a matrix."""
         return self.precision is None and self.features.has_dense_precision
 
-    def _root(self) -> Float[Array, "n m"]:
+    def _root(self, X: Float[Array, "n d"]) -> Float[Array, "n m"]:
         """R with R R' = Phi S^-1 Phi'."""
-        Phi = self.features(self.X)
+        Phi = self.features(X)
         if self.has_dense_precision:
             return matmul(Phi, linalg.inverse_cholesky(self._dense_precision()).T)
         return Phi if self.precision is None else Phi / jnp.sqrt(self.precision)
@@ -118,18 +121,31 @@ class WeightSpaceGP(AbstractPriorGP):
     @property
     def variance(self) -> Float[Array, " n"]:
         """The marginal variance, phi(x)'S^-1 phi(x)."""
-        return jnp.sum(jnp.square(self._root()), axis=1)
+        return jnp.sum(jnp.square(self._root(self.X)), axis=1)
 
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance Phi S^-1 Phi', jitter included, shape (n, n)."""
-        R = self._root()
+        R = self._root(self.X)
         return linalg.add_jitter(matmul(R, R.T), self.jitter)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
         """Draw functions by their weights: shape (*sample_shape, n)."""
-        R = self._root()
+        R = self._root(self.X)
         return matmul(
             jax.random.normal(checks.as_key(key), (*sample_shape, R.shape[1]), R.dtype), R.T
         )
+
+    def condition(self, f: Float[ArrayLike, " n"]) -> ExactPosterior:
+        """The posterior of the function given its values at X, such as one draw of NUTS.
+
+        Args:
+            f: function values, shape (n,).
+
+        Returns:
+            An `ExactPosterior` of the kernel phi(x)'S^-1 phi(z), in O(n^2 m + n^3).
+        """
+        root = jax.tree_util.Partial(type(self)._root, self)
+        kernel = FeatureMapped(Linear(jnp.ones((), self.X.dtype)), root)
+        return LatentGP(kernel, self.X, jitter=self.jitter).condition(f)

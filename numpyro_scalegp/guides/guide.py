@@ -180,10 +180,21 @@ class AbstractGPGuide(abc.ABC):
             ValueError: if `key` is None and the rest's guide has no medians, or `params` lacks a
                 parameter.
         """
+        return self.posterior_and_rest(params, args, kwargs, key)[0]
+
+    def posterior_and_rest(
+        self,
+        params: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Key[Array, ""] | None = None,
+    ) -> tuple[AbstractPosterior, dict[str, Array]]:
+        """What `posterior` returns, and the values of the rest's sites under which it is."""
         key = key if key is None else checks.as_key(key)
-        site = self._site(params, key, args, kwargs)
+        values = self.rest_values(params, *args, key=key, **kwargs)
+        site = self._site(params, values, key, args, kwargs)
         with self._parameters(params, key):
-            return self.family(site, training=False).posterior()
+            return self.family(site, training=False).posterior(), values
 
     def _parameters(self, params: dict[str, Any], key: Key[Array, ""] | None) -> ExitStack:
         """A context in which the guide's own parameters have their fitted values."""
@@ -213,10 +224,14 @@ class AbstractGPGuide(abc.ABC):
         return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
 
     def _site(
-        self, params: dict[str, Any], key: Key[Array, ""] | None, args: Any, kwargs: Any
+        self,
+        params: dict[str, Any],
+        values: dict[str, Array],
+        key: Key[Array, ""] | None,
+        args: Any,
+        kwargs: Any,
     ) -> GPSite:
-        """The model's GP site under those values."""
-        values = self.rest_values(params, *args, key=key, **kwargs)
+        """The model's GP site under values of the rest's sites."""
         seed = None if key is None else jax.random.split(key)[0]
         with self._parameters(params, seed):
             return find_gp_site(self.model, self.site, self.prior, values, args, kwargs)
@@ -233,7 +248,8 @@ class AbstractGPGuide(abc.ABC):
             The mean of each function under the rest's medians, by the name of its site.
         """
         means = getattr(self.rest, "function_means", _no_functions)(params, *args, **kwargs)
-        site = self._site(params, None, args, kwargs)
+        values = self.rest_values(params, *args, **kwargs)
+        site = self._site(params, values, None, args, kwargs)
         with self._parameters(params, None):
             posterior = self.family(site, training=False).posterior()
         return {**means, site.name: posterior.mean(site.X)}

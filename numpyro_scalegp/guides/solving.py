@@ -134,7 +134,7 @@ class AbstractSolvingGuide(AbstractGPGuide):
     ) -> tuple[GPSite, ExpectedLikelihood]:
         """The site and the likelihood, with the other sites at their medians and means."""
         values = self.rest_values(params, *args, **kwargs)
-        site = self._site(params, None, args, kwargs)
+        site = self._site(params, values, None, args, kwargs)
         if isinstance(self.model, WithoutSite):
             raise ValueError(
                 f"the guide of `{site.name}` is the `rest` of another guide, and does not see that "

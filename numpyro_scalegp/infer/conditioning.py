@@ -11,13 +11,13 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Key
 from numpyro.infer.autoguide import AutoGuide
-from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
-from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior
+from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
+from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior, OutputsPosterior
 from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, takes_part, traced
 from numpyro_scalegp.tracing.sites import StandIn
 
@@ -98,9 +98,8 @@ def posterior(
     params, args = parameters_of(args[0]), args[1:]
     name, role = _the_site(Given(model, params), params, args, kwargs, site)
     if role == "prior" and (owner := _owner(fit, name)) is not None:
-        found = owner.posterior(params, *args, key=key, **kwargs)
-        values = owner.rest_values(params, *args, key=key, **kwargs)
-        return with_noise(found, _trace(model, {**params, **values}, args, kwargs), name)
+        found, values = owner.posterior_and_rest(params, args, kwargs, key)
+        return with_noise(found, trace_of(model, {**params, **values}, args, kwargs), name)
     values, families = _fitted_values(fit, params, key, args, kwargs)
     if name in families:
         trace = run_model(model, {**params, **values}, args, kwargs)
@@ -145,7 +144,7 @@ def _of_draws(
 ) -> MixturePosterior:
     if key is not None:
         raise ValueError("`key` is for one draw of a guide: draws of NUTS are all used.")
-    number_of_draws(samples, "`fit`")
+    samples, _ = as_draws(samples, "`fit`")
     draws = jax.tree.map(jnp.asarray, samples)
     first = jax.tree.map(lambda leaf: leaf[0], draws)
     name, role = _the_site(model, first, args, kwargs, site)
@@ -170,76 +169,6 @@ class _Conditioner(eqx.Module):
         return conditioned(trace, self.site, **dict(self.options))
 
 
-def run_model(
-    model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Trace:
-    """The trace of a model at values of parameters and latent sites; GP sites without one are zero.
-
-    Args:
-        model: the model.
-        values: of parameters, mutable and latent sites, by name.
-        args: positional arguments of the model.
-        kwargs: keyword arguments of the model.
-
-    Raises:
-        ValueError: if a latent site has no value, and would be drawn from its prior.
-    """
-    trace = _trace(model, values, args, kwargs)
-    missing = [
-        name
-        for name, site in trace.items()
-        if is_latent(site) and name not in values and not is_gp(site)
-    ]
-    if missing:
-        raise ValueError(
-            f"the fit has no values of the latent sites {missing}, and what a prior draws of them "
-            "has nothing to do with it: give draws of all latent sites, or a guide for them."
-        )
-    return trace
-
-
-def _trace(
-    model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Trace:
-    with Checked(values), _WithoutDraws():
-        return traced(model, jax.random.key(0), values, args, kwargs, values=values)
-
-
-class Checked(Messenger):
-    """Raises where a value has another shape than its site, before the model goes on with it."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.values = values
-
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
-        """Compare shapes at a latent site."""
-        if not is_latent(msg) or msg["name"] not in self.values:
-            return
-        found, wanted = jnp.shape(msg["value"]), msg["fn"].shape()
-        if found != wanted:
-            raise ValueError(
-                f"a draw of the site `{msg['name']}` has shape {found}, and the model's site "
-                f"{wanted}: give draws with one leading axis (of `MCMC.get_samples`, those that "
-                "are not grouped by chain), and the rows that a function was drawn at."
-            )
-
-
-class _WithoutDraws(Messenger):
-    """Puts zeros at GP sites that have no value, in place of draws from the prior."""
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if is_gp(msg) and msg["value"] is None:
-            X = unwrapped(msg["fn"]).distribution.X
-            msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(X, float))
-            msg["stop"] = True
-
-
-def is_gp(site: dict[str, Any]) -> bool:
-    """Whether a model's site is a GP, over a function or over its observations."""
-    return site["type"] == "sample" and role_of(site["fn"]) in ("prior", "collapsed")
-
-
 def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
     """The posterior at a GP site of a model's trace, given the site's value.
 
@@ -249,13 +178,26 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
     site = trace[name]
     fn, wrapper, _ = unwrapped(site["fn"])
     if fn.role == "prior":
-        return with_noise(fn.condition(site["value"]), trace, name)
+        return with_noise(_of_functions(fn, site["value"]), trace, name)
+    if wrapper == "`mask`":
+        raise ValueError(
+            f"the collapsed GP site `{name}` has a mask around it, and is conditioned on all of "
+            "its observations: give the model without the mask, or, if it hides the site, another "
+            "`site`."
+        )
     if wrapper or site["fn"] is not fn:
         raise ValueError(
-            f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` or `mask` "
+            f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` "
             "around it: write a site for each function."
         )
     return fn.condition(site["value"], **options)
+
+
+def _of_functions(prior: Any, values: Array) -> AbstractPosterior:
+    """The posterior given values of one function, or of each of a plate's."""
+    if jnp.ndim(values) == 1:
+        return prior.condition(values)
+    return OutputsPosterior(jax.tree_util.Partial(type(prior).condition, prior), values)
 
 
 def with_noise(found: Any, trace: Trace, name: str) -> AbstractPosterior:
@@ -286,7 +228,7 @@ def _the_site(
     partial: list[str] = []  # plates that take a part of their elements
 
     def run() -> None:
-        for name, one in _trace(model, values, args, kwargs).items():
+        for name, one in trace_of(model, values, args, kwargs).items():
             if takes_part(one):
                 partial.append(name)
             if is_gp(one):
@@ -389,12 +331,16 @@ def _draw(name: str, family: AbstractVariationalGP, key: Array) -> Array:
     return family.sample(key)
 
 
-def number_of_draws(samples: Mapping[str, Any], argument: str) -> int:
-    """The leading axis that all draws share.
+def as_draws(samples: Mapping[str, Any], argument: str) -> tuple[dict[str, Any], int]:
+    """Draws, lists of them as arrays, and the length of the leading axis that all share.
 
     Raises:
         ValueError: if there is none.
     """
+    listed = {name for name, value in samples.items() if isinstance(value, list | tuple)}
+    samples = {
+        name: np.asarray(value) if name in listed else value for name, value in samples.items()
+    }
     shapes = {
         name: np.shape(leaf) for name, value in samples.items() for leaf in jax.tree.leaves(value)
     }
@@ -403,4 +349,4 @@ def number_of_draws(samples: Mapping[str, Any], argument: str) -> int:
             f"{argument} must be a dict of arrays with a leading axis of draws, the same for all, "
             f"got the shapes {shapes}."
         )
-    return next(iter(shapes.values()))[0]
+    return samples, next(iter(shapes.values()))[0]

@@ -16,13 +16,8 @@ from numpyro import handlers
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.guide import Given, set_up
-from numpyro_scalegp.infer.conditioning import (
-    Checked,
-    conditioned,
-    is_gp,
-    number_of_draws,
-    run_model,
-)
+from numpyro_scalegp.infer.conditioning import as_draws, conditioned
+from numpyro_scalegp.infer.fitted_runs import Checked, is_gp, run_model
 from numpyro_scalegp.infer.new_inputs import (
     FromPosteriors,
     check_functions,
@@ -132,7 +127,7 @@ class Predictive:
         self.params = {} if params is None else params
         self.posterior_samples = posterior_samples
         if posterior_samples is not None:
-            num_samples = number_of_draws(posterior_samples, "`posterior_samples`")
+            self.posterior_samples, num_samples = as_draws(posterior_samples, "`posterior_samples`")
         self.data = data
         self.num_samples = checks.count("num_samples", num_samples)
         self.chunk_size = checks.count("chunk_size", chunk_size)

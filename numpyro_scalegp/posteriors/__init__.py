@@ -3,6 +3,7 @@
 from numpyro_scalegp.posteriors.exact import ExactPosterior
 from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
+from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior, Component
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
@@ -14,5 +15,6 @@ __all__ = [
     "ExactPosterior",
     "FeaturePosterior",
     "MixturePosterior",
+    "OutputsPosterior",
     "PathwisePosterior",
 ]

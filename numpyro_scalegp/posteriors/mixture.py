@@ -55,7 +55,7 @@ class MixturePosterior(AbstractPosterior):
 
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
+    ) -> Float[Array, "*batch m"]:
         """The posterior mean of f; see `AbstractPosterior.mean`."""
         return self._mean(checks.inputs("Xs", Xs), chunk_size)
 
@@ -66,14 +66,14 @@ class MixturePosterior(AbstractPosterior):
 
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
+    ) -> Float[Array, "*batch m"]:
         """The posterior variance of f, that of the hyperparameters included."""
         means, variances = self._moments(checks.inputs("Xs", Xs), chunk_size)
         return jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
 
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples m"]:
+    ) -> Float[Array, "num_samples *batch m"]:
         """Draw jointly at all rows of Xs, each time under a draw of the hyperparameters.
 
         As far as there are as many, no draw is used twice.
@@ -103,13 +103,13 @@ class MixturePosterior(AbstractPosterior):
         """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
 
         Returns:
-            A mixture of S normal distributions for each row, of batch shape (m,).
+            A mixture of S normal distributions for each row, of batch shape (*batch, m).
         """
         if noise_variance is not None:
             noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
             checks.positive("noise_variance", noise_variance, or_zero=True)
         normal = self._predictive(checks.inputs("Xs", Xs), noise_variance, chunk_size)
-        components = dist.Normal(normal[0].T, normal[1].T)
+        components = dist.Normal(*(jnp.moveaxis(one, 0, -1) for one in normal))
         weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)
         return dist.MixtureSameFamily(dist.Categorical(probs=weights), components)
 
@@ -125,7 +125,7 @@ class MixturePosterior(AbstractPosterior):
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "MixturePosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
-        return dataclasses.replace(self, given=_Restricted(self.given, change))
+        return dataclasses.replace(self, given=Restricted(self.given, change))
 
     @property
     def diagnostics(self) -> dict[str, Array]:
@@ -137,11 +137,12 @@ class MixturePosterior(AbstractPosterior):
         return self._each(lambda posterior: posterior.diagnostics)
 
 
-class _Restricted(eqx.Module):
-    """The posterior of a part of f given one draw."""
+class Restricted(eqx.Module):
+    """The posterior of a part of f given one draw, or the values of one function."""
 
     given: Callable[[Any], AbstractPosterior]
     change: Callable[[AbstractKernel], AbstractKernel] = eqx.field(static=True)
 
     def __call__(self, draw: Any) -> AbstractPosterior:
+        """That of the part."""
         return self.given(draw).restrict(self.change)

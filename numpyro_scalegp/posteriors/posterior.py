@@ -140,14 +140,14 @@ class AbstractPosterior(eqx.Module):
             )
         return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance + noise))
 
-    def _noise_or_raise(self) -> Float[Array, ""]:
+    def _noise_or_raise(self) -> Float[Array, "..."]:
         if self.noise_variance is None:
             raise ValueError(
                 "`noise_variance` must be given: this posterior knows of no Gaussian noise. "
                 "`sgp.posterior(model, ...)` finds it where the likelihood is Gaussian around f; "
                 "for any other take `sgp.infer.Predictive`."
             )
-        if jnp.ndim(self.noise_variance) > 0:
+        if jnp.shape(self.noise_variance)[-1:] not in ((), (1,)):
             raise ValueError(
                 "`noise_variance` must be given: the model has one noise variance for each "
                 f"training row (shape {self.noise_variance.shape}) and none for new inputs."

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoIAFNormal, AutoLaplaceApproximation, AutoNormal
 
@@ -202,6 +203,115 @@ def test_over_draws_of_a_latent_function(x64):
     np.testing.assert_allclose(found.predictive(XS).variance, variance + noise, rtol=1e-9)
     with pytest.raises(ValueError, match="none of the function `f`"):
         sgp.posterior(latent, {"noise": jnp.ones(3)}, X, Y)
+
+
+def in_a_plate(X, Y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.3))
+    with numpyro.plate("each", 2, dim=-2):
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.3))
+    with numpyro.plate("functions", 2):
+        f = numpyro.sample("f", sgp.LatentGP(kernel(lengthscale), X))
+    with numpyro.plate("each", 2, dim=-2), numpyro.plate("rows", len(X), dim=-1):
+        numpyro.sample("y", dist.Normal(f, noise), obs=Y)
+
+
+def test_over_draws_of_functions_in_a_plate(x64):
+    draws = {**draws_of(latent, ["lengthscale"]), "f": jnp.zeros((5, 2, 9))}
+    draws["f"] = draws["f"] + jnp.stack([Y, jnp.cos(X[:, 0])]) / draws["lengthscale"][:, None, None]
+    draws["noise"] = jnp.ones((5, 2, 1)) * jnp.array([[0.1], [0.3]])
+    found = sgp.posterior(in_a_plate, draws, X, jnp.stack([Y, Y]))
+    predictive, samples = found.predictive(XS), found.sample(KEY, XS, 2)
+    assert samples.shape == (2, 2, 4)
+    assert not np.allclose(samples[:, 0], samples[:, 1])
+    data = X, jnp.stack([Y, Y])
+    new = sgp.infer.Predictive(in_a_plate, posterior_samples=draws, data=data)(KEY, XS)
+    assert new["y"].shape == (5, 2, 4)
+    for output, noise in enumerate((0.1, 0.3)):
+
+        def each(draw, output=output):
+            return sgp.LatentGP(kernel(draw["lengthscale"]), X).condition(draw["f"][output])
+
+        mean, variance = by_hand(draws, each)
+        np.testing.assert_allclose(found.mean(XS)[output], mean, rtol=1e-9)
+        np.testing.assert_allclose(found.variance(XS)[output], variance, rtol=1e-9)
+        np.testing.assert_allclose(predictive.variance[output], variance + noise**2, rtol=1e-9)
+
+
+def test_a_noise_of_each_output():
+    guide = sgp.guides.AutoSparseGP(in_a_plate, num_inducing=4)
+    args = X, jnp.stack([Y, Y])
+    params = started(in_a_plate, guide, sgp.infer.QuadratureELBO(2), *args)
+    found = sgp.posterior(in_a_plate, guide, params, *args)
+    noise = jnp.square(guide.median(params)["noise"])
+    predictive = found.predictive(XS)
+    np.testing.assert_allclose(predictive.variance, found.variance(XS) + noise, rtol=1e-5)
+
+
+def test_over_draws_of_a_function_of_features(x64):
+    points = jnp.linspace(-0.2, 2.2, 5)[:, None]
+    features = sgp.features.InducingPoints(kernel(0.5), points)
+
+    def model(X, y=None):
+        f = numpyro.sample("f", sgp.WeightSpaceGP(features, X))
+        numpyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
+
+    f = Y[::3]
+    found = sgp.posterior(model, {"f": f[None]}, X[::3], f)
+    S, P, Q = kernel(0.5)(points, points), features(X[::3]), features(XS)
+    root = np.linalg.solve(np.linalg.cholesky(S), np.concatenate([P, Q]).T)
+    K = root.T @ root
+    weights = np.linalg.solve(K[:3, :3], K[:3, 3:])
+    np.testing.assert_allclose(found.mean(XS), weights.T @ f, rtol=1e-8)
+    variance = np.diag(K[3:, 3:]) - np.sum(K[:3, 3:] * weights, axis=0)
+    np.testing.assert_allclose(found.variance(XS), variance, atol=1e-8)
+
+
+@pytest.mark.parametrize("handler", [numpyro.handlers.substitute, numpyro.handlers.condition])
+def test_a_value_that_a_handler_gives(handler):
+    draws = {"lengthscale": [0.4, 0.7]}  # lists are draws, too
+    found = sgp.posterior(handler(collapsed, data={"noise": jnp.array(0.3)}), draws, X, Y)
+    assert_same(found, sgp.posterior(collapsed, {**draws, "noise": [0.3, 0.3]}, X, Y))
+
+
+def test_a_value_that_a_loop_draws():
+    def model(X, y=None):
+        _, scales = scan(lambda c, _: (c, numpyro.sample("s", dist.LogNormal())), 0.0, None, 2)
+        numpyro.sample("y", sgp.GaussianProcess(kernel(scales[0]), X, 0.1), obs=y)
+
+    draws = {"lengthscale": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"no values of the latent sites \['s'\]"):
+        sgp.posterior(model, draws, X, Y).mean(XS)
+
+
+def test_the_rest_of_a_guide_is_run_once(monkeypatch):
+    guide = sgp.guides.AutoSparseGP(latent, num_inducing=4)
+    params = started(latent, guide, sgp.infer.QuadratureELBO(2), X, Y)
+    calls, run = [], guide.rest_values
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(guide, "rest_values", counted)
+    sgp.posterior(latent, guide, params, X, Y)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.arange(9) < 4, "none of them can be masked"),
+        (jnp.array(True), "has a mask around it"),
+    ],
+)
+def test_a_mask_around_a_collapsed_gp(mask, message):
+    def model(X, y=None):
+        noise = numpyro.sample("noise", dist.LogNormal())
+        with numpyro.handlers.mask(mask=mask):
+            numpyro.sample("y", sgp.GaussianProcess(kernel(0.5), X, noise), obs=y)
+
+    with pytest.raises(ValueError, match=message):
+        sgp.posterior(model, {"noise": jnp.ones(2)}, X, Y).mean(XS)
 
 
 def test_a_plain_guide_of_a_latent_function():
