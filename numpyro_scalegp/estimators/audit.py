@@ -219,25 +219,8 @@ def audit(
     if X.shape[0] > max_rows:
         rows = jax.random.choice(row_key, X.shape[0], (max_rows,), replace=False)
         X, y, noise = X[rows], y[rows], noise if noise.ndim == 0 else noise[rows]
-    parameters, rest = eqx.partition((kernel, noise), eqx.is_inexact_array)
-    # Without data, the density is that of the log-determinant alone.
-    targets = jnp.stack([y, jnp.zeros_like(y)])
-
-    def evaluate(estimator: AbstractEstimator, key: Array) -> tuple[Array, Array, Array]:
-        def value(parameters: Any) -> tuple[Array, tuple[Array, Array, Array]]:
-            kernel, noise = eqx.combine(parameters, rest)
-            operator = KernelOperator(kernel, X, noise)
-            both, solution = estimator.evaluate(operator, targets, key=key)
-            cost = jnp.array(jnp.nan), jnp.array(True)
-            if solution is not None:
-                cost = solution.epochs, solution.converged
-            log_determinant = -2.0 * both[1] - y.size * math.log(2.0 * math.pi)
-            terms = jnp.stack([log_determinant, 2.0 * (both[1] - both[0])])
-            return both[0], (terms, *cost)
-
-        (result, (terms, *cost)), gradient = jax.value_and_grad(value, has_aux=True)(parameters)
-        return _flat((result, terms, gradient)), *cost
-
+    parameters = eqx.filter((kernel, noise), eqx.is_inexact_array)
+    evaluate = functools.partial(_evaluate, kernel, X, y, noise)
     truth = jax.jit(functools.partial(evaluate, Cholesky()))(draw_key)[0]
     names = ["log_prob", *TERMS, *_names(parameters)]
     found, costs = [], {}
@@ -249,21 +232,46 @@ def audit(
         draws, epochs, converged = jax.block_until_ready(compiled(keys))
         seconds = (time.perf_counter() - start) / num_draws
         costs[name] = Cost(float(jnp.mean(epochs)), seconds, float(jnp.mean(converged)))
-        errors = np.asarray(draws - truth)
-        deviations = errors.std(axis=0, ddof=1)
-        for i, quantity in enumerate(names):
-            spread = float(deviations[i])
-            found.append(
-                AuditRow(
-                    name,
-                    quantity,
-                    float(truth[i]),
-                    float(errors[:, i].mean()),
-                    spread / num_draws**0.5,
-                    spread,
-                )
-            )
+        found += _compared(name, names, np.asarray(truth), np.asarray(draws))
     return Audit(found, costs, X.shape[0], num_draws)
+
+
+def _evaluate(
+    kernel: AbstractKernel,
+    X: Array,
+    y: Array,
+    noise: Array,
+    estimator: AbstractEstimator,
+    key: Array,
+) -> tuple[Array, Array, Array]:
+    """The density, its terms and its gradient in one vector; epochs, and whether it converged."""
+    parameters, rest = eqx.partition((kernel, noise), eqx.is_inexact_array)
+    # Without data, the density is that of the log-determinant alone.
+    targets = jnp.stack([y, jnp.zeros_like(y)])
+
+    def value(parameters: Any) -> tuple[Array, tuple[Array, Array, Array]]:
+        kernel, noise = eqx.combine(parameters, rest)
+        both, solution = estimator.evaluate(KernelOperator(kernel, X, noise), targets, key=key)
+        cost = jnp.array(jnp.nan), jnp.array(True)
+        if solution is not None:
+            cost = solution.epochs, solution.converged
+        log_determinant = -2.0 * both[1] - y.size * math.log(2.0 * math.pi)
+        terms = jnp.stack([log_determinant, 2.0 * (both[1] - both[0])])
+        return both[0], (terms, *cost)
+
+    (result, (terms, *cost)), gradient = jax.value_and_grad(value, has_aux=True)(parameters)
+    return _flat((result, terms, gradient)), *cost
+
+
+def _compared(name: str, names: list[str], truth: np.ndarray, draws: np.ndarray) -> list[AuditRow]:
+    """A row for each quantity: bias and spread of draws, shape (draws, quantities)."""
+    errors = draws - truth
+    spreads = errors.std(axis=0, ddof=1)
+    columns = truth, errors.mean(axis=0), spreads / len(draws) ** 0.5, spreads
+    return [
+        AuditRow(name, quantity, *map(float, row))
+        for quantity, *row in zip(names, *columns, strict=True)
+    ]
 
 
 def _flat(value_and_gradient: Any) -> Float[Array, " p"]:

@@ -143,15 +143,7 @@ def initial_hyperparameters(
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
     checks.finite("y", y)
     center_key, init_key = jax.random.split(key)
-    centers = jax.random.choice(center_key, X.shape[0], (num_subsets,), replace=True)
-    scale = jnp.std(X, axis=0)
-    scaled = X / jnp.where(scale > 0, scale, 1.0)
-
-    def nearest(center: Array) -> Array:
-        distances = jnp.sum(jnp.square(scaled - scaled[center]), axis=1)
-        return jax.lax.top_k(-distances, min(subset_size, X.shape[0]))[1]
-
-    subsets = jax.lax.map(nearest, centers)
+    subsets = _neighborhoods(center_key, X, num_subsets, subset_size)
     exact = _Exact(model)
     guide = AutoDelta(exact)
     svi = SVI(exact, guide, optax.adam(learning_rate), Trace_ELBO())
@@ -187,3 +179,16 @@ def initial_hyperparameters(
     latents = guide.median(params)
     own = {f"{name}_{guide.prefix}_loc" for name in latents}
     return {**latents, **{name: value for name, value in params.items() if name not in own}}
+
+
+def _neighborhoods(key: Array, X: Array, num_subsets: int, subset_size: int) -> Array:
+    """The rows next to random centers, shape (num_subsets, subset_size) or, at most, all rows."""
+    centers = jax.random.choice(key, X.shape[0], (num_subsets,), replace=True)
+    scale = jnp.std(X, axis=0)
+    scaled = X / jnp.where(scale > 0, scale, 1.0)
+
+    def nearest(center: Array) -> Array:
+        distances = jnp.sum(jnp.square(scaled - scaled[center]), axis=1)
+        return jax.lax.top_k(-distances, min(subset_size, X.shape[0]))[1]
+
+    return jax.lax.map(nearest, centers)
