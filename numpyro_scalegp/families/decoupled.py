@@ -158,23 +158,20 @@ class DecoupledPosterior(AbstractKernelPosterior):
     def _factorize(self) -> Float[Array, "M_q M_q"]:
         return matmul(self._whitening(), self.cov_scale_tril.T)
 
-    def _mean(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+    def _expanded(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return expansion(self._of_f, X, self.mean_points, self.mean_weights)
 
     def _moments(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         removed = jnp.sum(jnp.square(matmul(factors, self._of_f(self.cov_points, X))), axis=0)
-        return self._mean(X), jnp.maximum(self._of_f.diag(X) - removed, 0.0)
+        return self._expanded(X), jnp.maximum(self._of_f.diag(X) - removed, 0.0)
 
     def _joint(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         white = matmul(factors, self._of_f(self.cov_points, X))
-        return self._mean(X), self._of_f.covariance(X) - matmul(white.T, white)
-
-    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self._of_f.diag(X)
+        return self._expanded(X), self._of_f.covariance(X) - matmul(white.T, white)
 
 
 class DecoupledGP(AbstractVariationalGP):

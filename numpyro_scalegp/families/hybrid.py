@@ -45,6 +45,10 @@ class HybridPosterior(AbstractKernelPosterior):
         return dataclasses.replace(self, sparse=self.sparse.restrict(change))
 
     @property
+    def _of_f(self) -> AbstractKernel:
+        return self.sparse._of_f
+
+    @property
     def _num_columns(self) -> int:
         return self.sparse._num_columns
 
@@ -59,7 +63,7 @@ class HybridPosterior(AbstractKernelPosterior):
         return self.sparse._factorize()
 
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return expansion(self.sparse._of_f, X, self.residual_points, self.residual_weights)
+        return expansion(self._of_f, X, self.residual_points, self.residual_weights)
 
     def _moments(
         self, factors: Any, X: Float[Array, "n d"]
@@ -72,9 +76,6 @@ class HybridPosterior(AbstractKernelPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         mean, covariance = self.sparse._joint(factors, X)
         return mean + self._residual(X), covariance
-
-    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self.sparse._prior_variance(X)
 
 
 class HybridGP(AbstractVariationalGP):

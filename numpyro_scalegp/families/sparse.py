@@ -92,9 +92,6 @@ class SparsePosterior(AbstractKernelPosterior):
         covariance = self._of_f.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
         return matmul(self.loc, A), covariance
 
-    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        return self._of_f.diag(X)
-
 
 class SparseGP(AbstractVariationalGP):
     """A sparse variational Gaussian process at the rows X: the whitened SVGP family.

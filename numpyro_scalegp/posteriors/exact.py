@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import checks, chunks, functions, linalg
+from numpyro_scalegp.core import functions, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
@@ -89,33 +89,16 @@ class ExactPosterior(AbstractConditioned):
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         return matmul(self.kernel(rows, self.X), self.representer_weights)
 
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior variance of f; see `AbstractPosterior.variance`."""
-        return self._variance(self._check(Xs), self._rows(chunk_size))
-
-    @eqx.filter_jit
-    def _variance(self, Xs: Array, chunk_size: int) -> Array:
-        def chunk(rows: Array) -> Array:
-            white = solve_triangular(self.factor.tril, self.kernel(self.X, rows), lower=True)
-            explained = jnp.sum(jnp.square(white), axis=0)
-            return jnp.maximum(self.kernel.diag(rows) - explained, 0.0)
-
-        return chunks.map_rows(chunk, Xs, chunk_size)
+    def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        white = solve_triangular(self.factor.tril, self.kernel(self.X, rows), lower=True)
+        explained = jnp.sum(jnp.square(white), axis=0)
+        return jnp.maximum(self.kernel.diag(rows) - explained, 0.0)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
         Xs = self._check(Xs)
         white = solve_triangular(self.factor.tril, self.kernel(self.X, Xs), lower=True)
         return self.kernel.covariance(Xs) - matmul(white.T, white)
-
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples m"]:
-        """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
-        num_samples = checks.count("num_samples", num_samples)
-        return self._sample(checks.as_key(key), self._check(Xs), num_samples)
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

@@ -8,9 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features import AbstractFeatures
@@ -30,7 +29,8 @@ class FeaturePosterior(AbstractConditioned):
     Made by `FeatureSpaceGP.condition`, and by `GaussianProcess.condition` with `RandomFourier`;
     immutable.
     Moments at m inputs cost O(m p) for the mean and O(m p^2) for the variance, in chunks of rows;
-    joint samples of functions cost O(p^2 + m p) each, at any number of inputs.
+    joint samples of functions cost O(p^2 + m p) each, and the same key gives the same functions at
+    other inputs too.
 
     References:
         Rasmussen and Williams (2006), eq. 2.8 and 2.9; leave-one-out: eq. 5.12.
@@ -61,18 +61,8 @@ class FeaturePosterior(AbstractConditioned):
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         return matmul(self.features(rows), self.weights.mean)
 
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior variance of f; see `AbstractPosterior.variance`."""
-        return self._variance(self._check(Xs), self._rows(chunk_size))
-
-    @eqx.filter_jit
-    def _variance(self, Xs: Array, chunk_size: int) -> Array:
-        def chunk(rows: Array) -> Array:
-            return jnp.sum(jnp.square(self._white(rows)), axis=1)
-
-        return chunks.map_rows(chunk, Xs, chunk_size)
+    def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return jnp.sum(jnp.square(self._white(rows)), axis=1)
 
     def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "r p"]:
         """W phi(x) of each row; their inner products are the posterior covariances."""
@@ -83,26 +73,16 @@ class FeaturePosterior(AbstractConditioned):
         white = self._white(self._check(Xs))
         return matmul(white, white.T)
 
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples m"]:
-        """Draw functions jointly at all rows of Xs; see `AbstractPosterior.sample`.
-
-        The same key gives the same functions at other inputs too.
-        """
-        num_samples = checks.count("num_samples", num_samples)
-        return self._sample(checks.as_key(key), self._check(Xs), num_samples, self._rows(None))
-
     @eqx.filter_jit
-    def _sample(self, key: Array, Xs: Array, num_samples: int, chunk_size: int) -> Array:
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         W = self.weights.whitening
         normal = jax.random.normal(key, (num_samples, len(W)), W.dtype)
         w = self.weights.mean + matmul(normal, W)
 
-        def chunk(rows: Array) -> Array:
+        def draws(rows: Array) -> Array:
             return self.mean_function(rows)[:, None] + matmul(self.features(rows), w.T)
 
-        return chunks.map_rows(chunk, Xs, chunk_size).T
+        return self._map(draws, Xs, None).T
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels import AbstractKernel
@@ -21,7 +21,8 @@ class MixturePosterior(AbstractPosterior):
     Its mean is the mean of the S means, its variance the mean of the S variances plus the variance
     of the S means. Each call conditions on the data once for each draw, one after the other, and
     keeps none of it: time is S times that of one posterior, memory that of one besides (S, m)
-    moments.
+    moments. Functions are drawn each under a draw of the hyperparameters, none of which is used
+    twice as far as there are as many.
 
     Args:
         given: the posterior given one draw, a pure function.
@@ -53,33 +54,14 @@ class MixturePosterior(AbstractPosterior):
 
         return self._each(moments)
 
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._mean(checks.inputs("Xs", Xs), chunk_size)
-
     @eqx.filter_jit
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         means = self._each(lambda posterior: posterior.mean(Xs, chunk_size=chunk_size))
         return jnp.mean(means, axis=0)
 
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior variance of f, that of the hyperparameters included."""
-        means, variances = self._moments(checks.inputs("Xs", Xs), chunk_size)
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        means, variances = self._moments(Xs, chunk_size)
         return jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
-
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples *batch m"]:
-        """Draw jointly at all rows of Xs, each time under a draw of the hyperparameters.
-
-        As far as there are as many, no draw is used twice.
-        """
-        count = checks.count("num_samples", num_samples)
-        return self._sample(checks.as_key(key), checks.inputs("Xs", Xs), count)
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

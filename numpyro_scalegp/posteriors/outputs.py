@@ -7,9 +7,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.mixture import Restricted
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
@@ -46,32 +45,13 @@ class OutputsPosterior(AbstractPosterior):
             one = jax.vmap(one)
         return one(self.values, *others)
 
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior mean of each f; see `AbstractPosterior.mean`."""
-        return self._mean(checks.inputs("Xs", Xs), chunk_size)
-
     @eqx.filter_jit
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._each(lambda posterior: posterior.mean(Xs, chunk_size=chunk_size))
 
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior variance of each f; see `AbstractPosterior.variance`."""
-        return self._variance(checks.inputs("Xs", Xs), chunk_size)
-
     @eqx.filter_jit
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._each(lambda posterior: posterior.variance(Xs, chunk_size=chunk_size))
-
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples *batch m"]:
-        """Draw functions jointly at all rows of Xs; see `AbstractPosterior.sample`."""
-        count = checks.count("num_samples", num_samples)
-        return self._sample(checks.as_key(key), checks.inputs("Xs", Xs), count)
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

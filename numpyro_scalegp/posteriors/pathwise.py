@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, chunks, functions
+from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.prior_draws import PriorDraws
@@ -90,34 +90,19 @@ class PathwisePosterior(AbstractConditioned):
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         return matmul(self._of_f(rows, self.X), self.representer_weights)
 
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior variance of f; see `AbstractPosterior.variance`.
+    def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return jnp.mean(jnp.square(self._deviations(rows)), axis=1)
 
-        The mean square over the stored samples' deviations from the mean.
-        """
-        return self._variance(self._check(Xs), self._rows(chunk_size))
-
-    @eqx.filter_jit
-    def _variance(self, Xs: Array, chunk_size: int) -> Array:
-        return jnp.mean(jnp.square(self._deviations(Xs, chunk_size)), axis=1)
-
-    def _deviations(self, Xs: Array, chunk_size: int) -> Float[Array, "m s"]:
+    def _deviations(self, rows: Float[Array, "r d"]) -> Float[Array, "r s"]:
         """The samples without the mean, f_j - k(., X) u_j."""
         U = self.solution.value[:, 1:]
         # In another dtype the draws would be other functions.
-        X, Xs = (rows.astype(U.dtype) for rows in (self.X, Xs))
-
-        def chunk(rows: Array) -> Array:
-            return self.draws(self._of_f, rows, X[0]) - matmul(self._of_f(rows, X), U)
-
-        return chunks.map_rows(chunk, Xs, chunk_size)
+        X, rows = (one.astype(U.dtype) for one in (self.X, rows))
+        return self.draws(self._of_f, rows, X[0]) - matmul(self._of_f(rows, X), U)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), from the stored samples' deviations."""
-        Xs = self._check(Xs)
-        deviations = self._deviations(Xs, self._rows(None))
+        deviations = self._map(self._deviations, self._check(Xs), None)
         return matmul(deviations, deviations.T) / self.num_samples
 
     def sample(
@@ -138,7 +123,7 @@ class PathwisePosterior(AbstractConditioned):
             key: a typed JAX key.
             Xs: inputs, shape (m, d).
             num_samples: number of draws.
-            chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
+            chunk_size: rows worked on at a time, as of `mean`.
 
         Returns:
             Draws of f without observation noise, shape (num_samples, m), in O(n m (d + s)).
@@ -147,12 +132,15 @@ class PathwisePosterior(AbstractConditioned):
         key = checks.as_key(key)
         if num_samples > self.num_samples:
             source = self.resampled(key, num_samples)
-        return source._sample(key, self._check(Xs), num_samples, self._rows(chunk_size))
+        chunk_size = checks.count_or_none("chunk_size", chunk_size)
+        return source._sample(key, self._check(Xs), num_samples, chunk_size)
 
     @eqx.filter_jit
-    def _sample(self, key: Array, Xs: Array, num_samples: int, chunk_size: int) -> Array:
+    def _sample(
+        self, key: Array, Xs: Array, num_samples: int, chunk_size: int | None = None
+    ) -> Array:
         chosen = jax.random.permutation(key, self.num_samples)[:num_samples]
-        deviations = self._deviations(Xs, chunk_size)[:, chosen]
+        deviations = self._map(self._deviations, Xs, chunk_size)[:, chosen]
         return self._mean(Xs, chunk_size)[None, :] + deviations.T
 
     def resampled(self, key: Key[Array, ""], num_samples: int) -> "PathwisePosterior":

@@ -61,10 +61,9 @@ class AbstractPosterior(eqx.Module):
         checks.function("select", select)
         return Component(self.restrict(lambda kernel: kernel.component(select(kernel))))
 
-    @abc.abstractmethod
     def mean(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
+    ) -> Float[Array, "*batch m"]:
         """The posterior mean of f.
 
         Args:
@@ -72,13 +71,13 @@ class AbstractPosterior(eqx.Module):
             chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
 
         Returns:
-            Means, shape (m,).
+            Means, shape (m,); of a batch of functions (*batch, m).
         """
+        return self._mean(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
-    @abc.abstractmethod
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
+    ) -> Float[Array, "*batch m"]:
         """The posterior variance of f, without observation noise.
 
         Args:
@@ -86,13 +85,13 @@ class AbstractPosterior(eqx.Module):
             chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
 
         Returns:
-            Variances, shape (m,); what rounding made negative is zero.
+            Variances, shape (m,), or (*batch, m); what rounding made negative is zero.
         """
+        return self._variance(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
-    @abc.abstractmethod
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples m"]:
+    ) -> Float[Array, "num_samples *batch m"]:
         """Draw functions from the posterior, jointly at all rows of Xs.
 
         Args:
@@ -101,11 +100,34 @@ class AbstractPosterior(eqx.Module):
             num_samples: number of draws, at least 1.
 
         Returns:
-            Draws of f without observation noise, shape (num_samples, m). Cost O(m^3).
+            Draws of f without observation noise, shape (num_samples, m), or
+            (num_samples, *batch, m). Cost O(m^3), unless the class says otherwise.
 
         Raises:
             ValueError: if `num_samples` is below 1, or `Xs` is not a finite matrix of d columns.
         """
+        num_samples = checks.count("num_samples", num_samples)
+        return self._sample(checks.as_key(key), self._check(Xs), num_samples)
+
+    @property
+    def _num_columns(self) -> int | None:
+        """Columns of the inputs; None if any number will do."""
+        return None
+
+    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
+        return checks.inputs("Xs", Xs, width=self._num_columns)
+
+    @abc.abstractmethod
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        """The mean at inputs that were checked."""
+
+    @abc.abstractmethod
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        """The variance at inputs that were checked."""
+
+    @abc.abstractmethod
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        """Joint draws at inputs that were checked."""
 
     def predictive(
         self,
@@ -187,6 +209,10 @@ class AbstractConditioned(AbstractPosterior):
         """The posterior mean without m."""
 
     @abc.abstractmethod
+    def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        """The posterior variance."""
+
+    @abc.abstractmethod
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations; shape (n,)."""
 
@@ -194,28 +220,24 @@ class AbstractConditioned(AbstractPosterior):
         """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
         return self.predictive(self.X, self.noise_variance)
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        return checks.inputs("Xs", Xs, width=self.X.shape[1])
+    @property
+    def _num_columns(self) -> int:
+        return self.X.shape[1]
 
-    def _rows(self, chunk_size: int | None) -> int:
-        return (
-            chunks.rows_per_chunk(self._row_width)
-            if chunk_size is None
-            else checks.count("chunk_size", chunk_size)
-        )
-
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, " m"]:
-        """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self._mean(self._check(Xs), self._rows(chunk_size))
+    def _map(self, function: Callable[[Array], Array], Xs: Array, chunk_size: int | None) -> Array:
+        size = chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
+        return chunks.map_rows(function, Xs, size)
 
     @eqx.filter_jit
-    def _mean(self, Xs: Array, chunk_size: int) -> Array:
-        def chunk(rows: Array) -> Array:
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        def mean(rows: Array) -> Array:
             return self.mean_function(rows) + self._explained(rows)
 
-        return chunks.map_rows(chunk, Xs, chunk_size)
+        return self._map(mean, Xs, chunk_size)
+
+    @eqx.filter_jit
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self._map(self._unexplained, Xs, chunk_size)
 
 
 class Component(AbstractPosterior):
@@ -224,22 +246,17 @@ class Component(AbstractPosterior):
     part: AbstractPosterior
     noise_variance: None = None
 
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior mean of the part; see `AbstractPosterior.mean`."""
-        return self.part.mean(Xs, chunk_size=chunk_size)
+    @property
+    def _num_columns(self) -> int | None:
+        return self.part._num_columns
 
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior variance of the part; see `AbstractPosterior.variance`."""
-        return self.part.variance(Xs, chunk_size=chunk_size)
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self.part._mean(Xs, chunk_size)
 
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples *batch m"]:
-        """Draw the part jointly at all rows of Xs; see `AbstractPosterior.sample`."""
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self.part._variance(Xs, chunk_size)
+
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self.part.sample(key, Xs, num_samples)
 
     @property

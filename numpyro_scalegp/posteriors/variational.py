@@ -8,9 +8,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core import chunks
+from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
 
@@ -20,11 +21,6 @@ class AbstractVariationalPosterior(AbstractPosterior):
     Weights with leading dimensions make it a batch of functions that share kernel and points: then
     moments have shape (*batch, m), and draws (num_samples, *batch, m).
     """
-
-    @property
-    @abc.abstractmethod
-    def _num_columns(self) -> int | None:
-        """Columns of the inputs; None if any number will do."""
 
     @property
     @abc.abstractmethod
@@ -83,37 +79,15 @@ class AbstractVariationalPosterior(AbstractPosterior):
 
         return self._each(of_one)
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        return checks.inputs("Xs", Xs, width=self._num_columns)
+    def rows_per_chunk(self) -> int:
+        """The rows for `marginals` that fit 64 MiB in float32."""
+        return chunks.rows_per_chunk(self._row_width * max(1, math.prod(self.batch_shape)))
 
-    def rows_per_chunk(self, chunk_size: int | None = None) -> int:
-        """A number of rows for `marginals`: the given one, or what fits 64 MiB in float32."""
-        if chunk_size is None:
-            return chunks.rows_per_chunk(self._row_width * max(1, math.prod(self.batch_shape)))
-        return checks.count("chunk_size", chunk_size)
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self.marginals(Xs, chunk_size=chunk_size or self.rows_per_chunk())[0]
 
-    def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior mean of f; see `AbstractPosterior.mean`."""
-        return self.marginals(self._check(Xs), chunk_size=self.rows_per_chunk(chunk_size))[0]
-
-    def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
-        """The posterior variance of f; see `AbstractPosterior.variance`."""
-        return self.marginals(self._check(Xs), chunk_size=self.rows_per_chunk(chunk_size))[1]
-
-    def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples *batch m"]:
-        """Draw jointly at all rows of Xs; see `AbstractPosterior.sample`."""
-        num_samples = checks.count("num_samples", num_samples)
-        return self._sample(checks.as_key(key), self._check(Xs), num_samples)
-
-    @abc.abstractmethod
-    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        """Draw jointly at all rows of Xs."""
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self.marginals(Xs, chunk_size=chunk_size or self.rows_per_chunk())[1]
 
 
 class AbstractKernelPosterior(AbstractVariationalPosterior):
@@ -125,14 +99,15 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         """The mean and the covariance of f at the rows of X."""
 
+    @property
     @abc.abstractmethod
-    def _prior_variance(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """k(x, x) of each row."""
+    def _of_f(self) -> AbstractKernel:
+        """The prior's kernel, of f or of the part of it that this is."""
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         mean, covariance = self._each(lambda one: one._joint(one._factorize(), Xs))
-        prior_variance = self._prior_variance(Xs)
+        prior_variance = self._of_f.diag(Xs)
 
         def draw(key: Array, mean: Array, covariance: Array) -> Array:
             return self._joint_sample(key, mean, covariance, prior_variance, num_samples)
