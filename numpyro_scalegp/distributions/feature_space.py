@@ -11,6 +11,7 @@ from numpyro.distributions import Distribution, constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.functions import constant_function
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.features import AbstractFeatures
@@ -251,4 +252,8 @@ class FeatureSpaceGP(Distribution):
             )
         y = checks.observations(y, self.event_shape, "X")
         checks.shape("y", y, self.event_shape)
-        return feature_posterior(self.features, self.X, y, self.noise_variance)
+        Phi = jax.eval_shape(self.features, self.X)
+        dtype = jnp.result_type(Phi.dtype, self.noise_variance, y)
+        zero = constant_function(jnp.zeros((), y.dtype))
+        given = self.X, y, self.noise_variance, zero, dtype
+        return feature_posterior(self.features, Phi.shape[1], *given)

@@ -1,5 +1,7 @@
 """The exact log marginal likelihood by a dense Cholesky factorization."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,6 @@ from jaxtyping import Array, Float, Key
 from numpyro_scalegp.core import checks, linalg, memory
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
-from numpyro_scalegp.estimators.solver_state import SolverState
 from numpyro_scalegp.posteriors import ExactPosterior
 from numpyro_scalegp.solvers import KernelOperator
 
@@ -73,9 +74,7 @@ class Cholesky(AbstractEstimator):
         self,
         operator: KernelOperator,
         residual: Float[Array, "*batch n"],
-        *,
-        key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
+        **options: Any,
     ) -> Float[Array, "*batch"]:
         """The log density of `residual` under N(0, H); see `AbstractEstimator.log_prob`.
 
@@ -91,11 +90,7 @@ class Cholesky(AbstractEstimator):
         operator: KernelOperator,
         y: Float[Array, " n"],
         mean_function: RowsFunction,
-        *,
-        key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
-        num_samples: int | None = None,
-        max_epochs: int | float | None = None,
+        **options: Any,
     ) -> ExactPosterior:
         """The exact posterior, from one factorization; see `AbstractEstimator.condition`."""
         H = self.covariance(operator)

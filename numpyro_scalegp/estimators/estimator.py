@@ -16,8 +16,9 @@ from numpyro_scalegp.solvers import KernelOperator, Solution
 class AbstractEstimator(eqx.Module):
     """A way to compute log N(y; 0, H) with H = K(X, X) + noise, and all that rests on it.
 
-    An estimator of your own has three methods: `log_prob`, `condition` and `sample_prior`. If it
-    draws at random, it sets `is_stochastic = True` and asks `required_key` for its key.
+    An estimator of your own has three methods: `log_prob`, `condition` and `sample_prior`. What it
+    has no use for of their options it takes as `**options`. If it draws at random, it sets
+    `is_stochastic = True` and asks `required_key` for its key.
     """
 
     # Whether it draws at random, so that it needs a key.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key, UInt
+from jaxtyping import Array, Float, Key, UInt
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
@@ -153,7 +153,7 @@ class AbstractIterative(AbstractEstimator):
         stopping = jnp.sqrt(_stopping_variance(solution, residual)) + logdet.stopping_error
         error = 0.5 * jnp.hypot(logdet.standard_error, jnp.max(stopping))
         failed = ~jnp.all(jnp.isfinite(value)) | (solution.reason == StopReason.FAILED)
-        solution = _failed_where(failed, solution)
+        solution = solution.failed_where(failed)
         solutions = solution.value[:, m:]
         independent = solutions if solution.independent is None else solution.independent
         left, right = self.trace_vectors(targets, solutions, independent)
@@ -191,12 +191,7 @@ class AbstractIterative(AbstractEstimator):
         return solution, log_determinant(coefficients, operator.size, num_probes)
 
     def log_prob(
-        self,
-        operator: KernelOperator,
-        residual: Float[Array, "*batch n"],
-        *,
-        key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
+        self, operator: KernelOperator, residual: Float[Array, "*batch n"], **options: Any
     ) -> Float[Array, "*batch"]:
         """The log density of `residual` under N(0, H); see `AbstractEstimator.log_prob`.
 
@@ -204,7 +199,7 @@ class AbstractIterative(AbstractEstimator):
             ValueError: if there is neither a key nor a state, or the state has another shape.
             TypeError: in forward-mode differentiation, and in second derivatives.
         """
-        return self.evaluate(operator, residual, key=key, state=state)[0]
+        return self.evaluate(operator, residual, **options)[0]
 
     def evaluate(
         self,
@@ -366,18 +361,6 @@ def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Flo
         return jnp.zeros(residual.shape[1], residual.dtype)
     terms = jnp.einsum("nm,rnm->rm", residual, solution.vectors[..., : residual.shape[1]])
     return stopping_variance(solution.weights, terms)
-
-
-def _failed_where(failed: Bool[Array, ""], solution: Solution) -> Solution:
-    """The solution, or NaN in all that a gradient is made of."""
-    arrays = solution.value, solution.vectors, solution.independent
-    poisoned: Any = jax.tree.map(lambda array: jnp.where(failed, jnp.nan, array), arrays)
-    value, vectors, independent = poisoned
-    reason = jnp.where(failed, StopReason.FAILED, solution.reason).astype(int)
-    converged = solution.converged & ~failed
-    return solution._replace(
-        value=value, vectors=vectors, independent=independent, converged=converged, reason=reason
-    )
 
 
 def _pull_back(

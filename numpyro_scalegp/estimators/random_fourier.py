@@ -1,7 +1,7 @@
 """The log marginal likelihood with random Fourier features in place of the kernel."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -10,17 +10,11 @@ from jaxtyping import Array, Float, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
-from numpyro_scalegp.estimators.solver_state import SolverState
-from numpyro_scalegp.features.linear_model import (
-    Statistics,
-    log_densities,
-    posterior,
-    refined,
-    statistics,
-)
+from numpyro_scalegp.features.linear_model import log_densities, statistics
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import FeaturePosterior
+from numpyro_scalegp.posteriors.feature import feature_posterior
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -84,7 +78,7 @@ class RandomFourier(AbstractEstimator):
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
+        **options: Any,
     ) -> Float[Array, "*batch"]:
         """The log density of `residual` under N(0, Phi Phi' + noise).
 
@@ -98,9 +92,15 @@ class RandomFourier(AbstractEstimator):
                 "be wrong. Expand products of sums into sums, and use another estimator for "
                 "`Periodic`."
             )
-        rows = residual.reshape(-1, residual.shape[-1])
-        found = self._statistics(operator, rows.T, key)[1]
-        return log_densities(found, operator.noise()).reshape(residual.shape[:-1])
+        features, dtype, noise = self._features(operator, key), operator.dtype, operator.noise()
+        found = statistics(
+            lambda rows: features(rows).astype(dtype),
+            self.num_features,
+            operator.X,
+            noise,
+            residual.reshape(-1, residual.shape[-1]).T.astype(dtype),
+        )
+        return log_densities(found, noise).reshape(residual.shape[:-1])
 
     def condition(
         self,
@@ -109,28 +109,15 @@ class RandomFourier(AbstractEstimator):
         mean_function: RowsFunction,
         *,
         key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
-        num_samples: int | None = None,
-        max_epochs: int | float | None = None,
+        **options: Any,
     ) -> FeaturePosterior:
         """The posterior of the features' weights, in O(n p^2 + p^3).
 
         Raises:
             ValueError: if there is no key, or the kernel has no random features.
         """
-        residual = y - mean_function(operator.X)
-        features, found = self._statistics(operator, residual[:, None], key)
-        dtype = operator.dtype
-        map_rows = lambda rows: features(rows).astype(dtype)  # noqa: E731
-        rows = operator.X, operator.noise(), residual.astype(dtype)
-        return FeaturePosterior(
-            features=features,
-            X=operator.X,
-            y=y,
-            noise_variance=operator.noise_variance,
-            mean_function=mean_function,
-            weights=refined(posterior(found), map_rows, *rows),
-        )
+        given = operator.X, y, operator.noise_variance, mean_function, operator.dtype
+        return feature_posterior(self._features(operator, key), self.num_features, *given)
 
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
@@ -139,19 +126,6 @@ class RandomFourier(AbstractEstimator):
         draws = PriorDraws.from_key(key, num_samples, self.num_features)
         return draws.observations(operator.kernel, operator.X, operator.noise()).T
 
-    def _statistics(
-        self, operator: KernelOperator, residual: Float[Array, "n m"], key: Key[Array, ""] | None
-    ) -> tuple[KernelFeatures, Statistics]:
+    def _features(self, operator: KernelOperator, key: Key[Array, ""] | None) -> KernelFeatures:
         origin = jax.lax.stop_gradient(operator.X[0])
-        features = KernelFeatures(
-            operator.kernel, self.required_key(key), self.num_features, origin
-        )
-        dtype = operator.dtype
-        found = statistics(
-            lambda rows: features(rows).astype(dtype),
-            self.num_features,
-            operator.X,
-            operator.noise(),
-            residual.astype(dtype),
-        )
-        return features, found
+        return KernelFeatures(operator.kernel, self.required_key(key), self.num_features, origin)

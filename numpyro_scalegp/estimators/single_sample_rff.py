@@ -18,7 +18,6 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
-from numpyro_scalegp.estimators.solver_state import SolverState
 from numpyro_scalegp.features.linear_model import Statistics, log_densities, statistics
 from numpyro_scalegp.posteriors import ExactPosterior
 from numpyro_scalegp.solvers import KernelOperator
@@ -87,7 +86,7 @@ class SingleSampleRFF(AbstractEstimator):
         residual: Float[Array, "*batch n"],
         *,
         key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
+        **options: Any,
     ) -> Float[Array, "*batch"]:
         """An unbiased estimate of the log density of `residual` under N(0, H).
 
@@ -116,11 +115,7 @@ class SingleSampleRFF(AbstractEstimator):
         operator: KernelOperator,
         y: Float[Array, " n"],
         mean_function: RowsFunction,
-        *,
-        key: Key[Array, ""] | None = None,
-        state: SolverState | None = None,
-        num_samples: int | None = None,
-        max_epochs: int | float | None = None,
+        **options: Any,
     ) -> ExactPosterior:
         """The exact posterior, as with `Cholesky`: that of the density's mean."""
         return Cholesky().condition(operator, y, mean_function)

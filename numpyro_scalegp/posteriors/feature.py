@@ -12,7 +12,6 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
@@ -109,21 +108,29 @@ class FeaturePosterior(AbstractConditioned):
 
 
 def feature_posterior(
-    features: AbstractFeatures,
+    features: Callable[[Array], Array],
+    num_features: int,
     X: Float[Array, "n d"],
     y: Float[Array, " n"],
-    noise_variance: Float[Array, ""],
+    noise_variance: Float[Array, "..."],
+    mean_function: RowsFunction,
+    dtype: jnp.dtype,
 ) -> FeaturePosterior:
-    """The exact posterior of f(x) = phi(x)'w, w ~ N(0, I), in chunks of rows."""
-    noise = jnp.broadcast_to(noise_variance, y.shape)
-    found = posterior(statistics(features, features.size(X), X, noise, y[:, None]))
+    """The exact posterior of f(x) = m(x) + phi(x)'w, w ~ N(0, I), in chunks of rows."""
+    noise = jnp.broadcast_to(noise_variance.astype(dtype), y.shape)
+    residual = (y - mean_function(X)).astype(dtype)
+
+    def of_rows(rows: Array) -> Array:
+        return features(rows).astype(dtype)
+
+    found = posterior(statistics(of_rows, num_features, X, noise, residual[:, None]))
     return FeaturePosterior(
         features=features,
         X=X,
         y=y,
         noise_variance=noise_variance,
-        mean_function=constant_function(jnp.zeros((), y.dtype)),
-        weights=refined(found, features, X, noise, y),
+        mean_function=mean_function,
+        weights=refined(found, of_rows, X, noise, residual),
     )
 
 

@@ -1,7 +1,6 @@
 """Conjugate gradients stopped at random, with weights that take the bias away."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -272,16 +271,8 @@ def _judged(solution: Solution, num_averaged: int) -> Solution:
     size = largest(solution.residual, num_averaged)
     precise = (solution.reason != StopReason.PRECISION) | (size <= _TOLERANCE)
     reason = jnp.where(precise, StopReason.CONVERGED, StopReason.PRECISION)
-    failed = solution.reason == StopReason.FAILED
-    reason = jnp.where(failed, StopReason.FAILED, reason).astype(int)
-    found = solution.value, solution.vectors, solution.independent
-    value, vectors, independent = jax.tree.map(
-        lambda array: jnp.where(failed, jnp.nan, array), found
-    )
-    converged = reason == StopReason.CONVERGED
-    return solution._replace(
-        value=value, converged=converged, reason=reason, vectors=vectors, independent=independent
-    )
+    judged = solution._replace(converged=reason == StopReason.CONVERGED, reason=reason)
+    return judged.failed_where(solution.reason == StopReason.FAILED)
 
 
 def _rounding(dtype: jnp.dtype) -> float:

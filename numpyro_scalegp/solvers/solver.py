@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -50,6 +50,19 @@ class Solution(NamedTuple):
             return value, value
         vectors = self.vectors[:, :, :num_columns]
         return self.weights[:, None, None] * vectors, vectors
+
+    def failed_where(self, failed: Bool[Array, ""]) -> "Solution":
+        """The same, or a failure with NaN in all that a gradient is made of."""
+        arrays = self.value, self.vectors, self.independent
+        poisoned: Any = jax.tree.map(lambda array: jnp.where(failed, jnp.nan, array), arrays)
+        value, vectors, independent = poisoned
+        return self._replace(
+            value=value,
+            vectors=vectors,
+            independent=independent,
+            converged=self.converged & ~failed,
+            reason=jnp.where(failed, StopReason.FAILED, self.reason).astype(int),
+        )
 
 
 class Coefficients(NamedTuple):
