@@ -875,7 +875,7 @@ INFER: list[Row] = [
     (
         "optim",
         lambda: I.RowSVI(model, model, 1, 2),
-        "`optim` must be an optax optimizer, got int",
+        "`optim` must be an optax optimizer, got 1",
     ),
     ("loss", lambda: I.RowSVI(model, model, optax.sgd(1), 2), "`loss` must be a `QuadruplySto"),
     ("row optim", lambda: svi(row_optim="adam"), "`row_optim` must be `row_adagrad.* got 'adam'"),

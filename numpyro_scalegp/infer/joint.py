@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, Pair, elbo_terms
 from numpyro_scalegp.tracing.likelihood import summed
 from numpyro_scalegp.tracing.runs import mutable_values, traced
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
@@ -45,16 +45,9 @@ class JointELBO(AbstractParticleELBO):
     ) -> None:
         super().__init__(num_particles, vectorize_particles)
 
-    def particle(
-        self,
-        key: Array,
-        params: dict[str, Any],
-        model: Callable,
-        guide: Callable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, ""], dict[str, Any]]:
+    def particle(self, key: Array, pair: Pair) -> tuple[Float[Array, ""], dict[str, Any]]:
         """The bound at one draw of all sites, functions included."""
+        params, model, guide, args, kwargs = pair
         model_key, guide_key = jax.random.split(key)
         with StandIn(joint_draw) as sites:
             guide_trace = traced(guide, guide_key, params, args, kwargs)

@@ -12,7 +12,7 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.quadrature import normal_expectation
 from numpyro_scalegp.tracing.additivity import check_additive
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, elbo_terms
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, Pair, elbo_terms
 from numpyro_scalegp.tracing.likelihood import summed
 from numpyro_scalegp.tracing.runs import Trace, flat_provenance, mutable_values, staged, traced
 from numpyro_scalegp.tracing.sites import StandIn
@@ -63,16 +63,9 @@ class QuadratureELBO(AbstractParticleELBO):
         self.num_nodes = checks.count("num_nodes", num_nodes)
         super().__init__(num_particles, vectorize_particles)
 
-    def particle(
-        self,
-        key: Array,
-        params: dict[str, Any],
-        model: Callable,
-        guide: Callable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, ""], dict[str, Any]]:
+    def particle(self, key: Array, pair: Pair) -> tuple[Float[Array, ""], dict[str, Any]]:
         """The bound at one draw of the other sites, in expectation over the functions."""
+        params, model, guide, args, kwargs = pair
         model_key, guide_key = jax.random.split(key)
 
         def run_guide(stand_in: StandIn) -> Trace:

@@ -14,16 +14,11 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.families import WeightSpaceGP
-from numpyro_scalegp.features.chevron import (
-    Chevron,
-    prior_divergence,
-    views,
-    weight_rows,
-)
+from numpyro_scalegp.features.chevron import Chevron, prior_divergence, views, weight_rows
 from numpyro_scalegp.quadruply_stochastic import likelihood
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 from numpyro_scalegp.quadruply_stochastic.problem import Problem, find_family, trace_problem
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO
+from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, Pair
 from numpyro_scalegp.tracing.runs import flat_provenance
 
 
@@ -144,17 +139,10 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         enough = num == size or (self.bound is not None and not dense_precision)
         return draw_sets(key, size, num, 1 if enough else 2)
 
-    def particle(
-        self,
-        key: Array,
-        params: dict[str, Any],
-        model: Callable,
-        guide: Callable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, ""], dict[str, Any]]:
+    def particle(self, key: Array, pair: Pair) -> tuple[Float[Array, ""], dict[str, Any]]:
         """The bound from one draw of the other sites and of the sets of features."""
         keys = jax.random.split(key, 4)
+        params, model, guide, args, kwargs = pair
         problem = trace_problem(params, model, guide, keys[:2], args, kwargs)
         q, p = problem.q, problem.p
         index = (
@@ -177,7 +165,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         total = problem.at_zero.other_terms
         found = self.likelihood
         if found is None:
-            found = self._analyzed(problem, params, guide, keys[0], args, kwargs)
+            found = self._analyzed(problem, keys[0], pair)
         if self.bound is None:
             expected, precision = likelihood.gaussian(problem, found, seen)
             total += expected
@@ -202,24 +190,12 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             kl += 0.5 * control.of_precision(at_support)
         return total - problem.at_zero.scale * kl, problem.at_zero.mutable
 
-    def analyze(
-        self,
-        key: Key[Array, ""],
-        params: dict[str, Any],
-        model: Callable,
-        guide: Callable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> dict[str, likelihood.Dependence]:
+    def analyze(self, key: Key[Array, ""], pair: Pair) -> dict[str, likelihood.Dependence]:
         """Find how the observed sites depend on f, as the first step would.
 
         Args:
             key: a JAX key.
-            params: constrained parameters and mutable state, by name.
-            model: the model.
-            guide: the guide.
-            args: positional arguments of both.
-            kwargs: keyword arguments of both.
+            pair: the model and the guide.
 
         Returns:
             What `for_likelihood` takes.
@@ -228,8 +204,9 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
             ValueError: as in a step.
         """
         keys = jax.random.split(key)
+        params, model, guide, args, kwargs = pair
         problem = trace_problem(params, model, guide, keys, args, kwargs)
-        return self._analyzed(problem, params, guide, keys[0], args, kwargs)
+        return self._analyzed(problem, keys[0], pair)
 
     def for_likelihood(
         self, found: dict[str, likelihood.Dependence] | None
@@ -246,38 +223,11 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         return new
 
     def _analyzed(
-        self, problem: Problem, params: dict[str, Any], guide: Callable, *given: Any
+        self, problem: Problem, key: Array, pair: Pair
     ) -> dict[str, likelihood.Dependence]:
         if self.fixed_prior:
-            self._check_fixed(problem.p, params, guide, *given)
+            _check_fixed(problem.p, key, pair)
         return likelihood.analyzed(problem)
-
-    def _check_fixed(
-        self,
-        p: WeightSpaceGP,
-        params: dict[str, Any],
-        guide: Callable,
-        key: Array,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Raise unless the prior is that of features which no parameter moves."""
-
-        def features(params: dict[str, Any]) -> list[Array]:
-            q = find_family(params, guide, key, args, kwargs)[1]
-            return jax.tree.leaves(q.features.hyperparameters())
-
-        if not p.has_dense_precision:
-            raise ValueError(
-                "`fixed_prior` leaves out log|S| of a dense S: this prior has no constant "
-                "to leave out."
-            )
-        provenance = eval_provenance(features, params=params)
-        if any("params" in leaf for leaf in flat_provenance(provenance)):
-            raise ValueError(
-                "`fixed_prior` needs features that are fixed, and here hyperparameters of the "
-                "features are learned: give them as constants."
-            )
 
     def _control_variate(self, params: dict[str, Any], problem: Problem) -> ControlVariate | None:
         site, q, p = problem.site, problem.q, problem.p
@@ -297,6 +247,25 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
         zero = jnp.zeros(q.X.shape[0], X.dtype)
         dense = p.has_dense_precision
         return ControlVariate.fit(q.features, X, q.X, zero, weights, dense_precision=dense)
+
+
+def _check_fixed(p: WeightSpaceGP, key: Array, pair: Pair) -> None:
+    """Raise unless the prior is that of features which no parameter moves."""
+
+    def features(params: dict[str, Any]) -> list[Array]:
+        q = find_family(params, pair.guide, key, pair.args, pair.kwargs)[1]
+        return jax.tree.leaves(q.features.hyperparameters())
+
+    if not p.has_dense_precision:
+        raise ValueError(
+            "`fixed_prior` leaves out log|S| of a dense S: this prior has no constant to leave out."
+        )
+    provenance = eval_provenance(features, params=pair.params)
+    if any("params" in leaf for leaf in flat_provenance(provenance)):
+        raise ValueError(
+            "`fixed_prior` needs features that are fixed, and here hyperparameters of the features "
+            "are learned: give them as constants."
+        )
 
 
 def control_variate_name(site: str) -> str:

@@ -13,7 +13,6 @@ import tqdm
 from jaxtyping import Array, Float, Key
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
-from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.rows import Rows
@@ -28,7 +27,9 @@ from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
     update_rows,
     where,
 )
+from numpyro_scalegp.quadruply_stochastic.row_parameters import DeclaredRows, check_rows
 from numpyro_scalegp.quadruply_stochastic.support import ControlVariates
+from numpyro_scalegp.tracing.elbo import Pair
 from numpyro_scalegp.tracing.sites import StandIn
 
 
@@ -101,8 +102,7 @@ class RowSVI(SVI):
         refresh_every: int = 1000,
         **static_kwargs: Any,
     ) -> None:
-        if not isinstance(optim, optax.GradientTransformation):
-            raise TypeError(f"`optim` must be an optax optimizer, got {type(optim).__name__}.")
+        checks.instance("optim", optim, optax.GradientTransformation, "an optax optimizer")
         if not isinstance(loss, QuadruplyStochasticELBO):
             raise TypeError(
                 f"`loss` must be a `QuadruplyStochasticELBO`, got {type(loss).__name__}: other "
@@ -139,7 +139,7 @@ class RowSVI(SVI):
     ) -> SVIState:
         """Get the initial state, the control variate included; see `SVI.init`."""
         key, support_key = jax.random.split(rng_key)
-        declared = _RowParams()
+        declared = DeclaredRows()
 
         def guide(*args: Any, **kwargs: Any) -> Any:
             with declared, StandIn():  # without the moments of f
@@ -163,34 +163,16 @@ class RowSVI(SVI):
         problem = controls.problem(given, support_key)
         self.num_features = problem.q.loc.shape[0]
         self.dense_precision = problem.p.has_dense_precision
-        for name in self.row_names:
-            if params[name].shape[:1] != (self.num_features,):
-                raise ValueError(
-                    f"the parameter `{name}` is declared with rows=True and has the shape "
-                    f"{params[name].shape}: it must have a row for each of the "
-                    f"{self.num_features} features."
-                )
+        of_rows = {name: params[name] for name in self.row_names}
+        check_rows(of_rows, self.num_features, self.constrain_fn)
         dense = {name: params[name] for name in params if name not in self.row_names}
-        row_states = {name: self.row_optim(name).init(params[name]) for name in self.row_names}
+        row_states = {name: self.row_optim(name).init(of_rows[name]) for name in of_rows}
         optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
-        self._check_elementwise(params)
         if controls.have_effect(problem):
             self.weight_names = controls.weight_names(given, self.row_names, support_key)
             control = controls.initial(given, problem, support_key)
             mutable[control_variate_name(problem.site)] = control
         return SVIState(optim_state, mutable or None, state.rng_key)
-
-    def _check_elementwise(self, params: dict[str, Any]) -> None:
-        """Raise if a constraint of a parameter with rows does not act on each row by itself."""
-        some = jnp.arange(self.num_features)[:: max(1, self.num_features // 3)]
-        for name in self.row_names:
-            whole = self.constrain_fn({name: params[name]})[name]
-            rows = self.constrain_fn({name: params[name][some]})[name]
-            if rows.shape != whole[some].shape or not jnp.allclose(rows, whole[some]):
-                raise ValueError(
-                    f"the constraint of the parameter `{name}`, declared with rows=True, does not "
-                    "act on each row by itself: take one that does, such as `positive`."
-                )
 
     def _analyze(
         self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,7 +181,8 @@ class RowSVI(SVI):
         kwargs = {**kwargs, **self.static_kwargs}
 
         def analyze(given: Any, key: Array, args: Any, kwargs: Any) -> None:
-            self._likelihood = self.loss.analyze(key, given, self.model, self.guide, args, kwargs)
+            pair = Pair(given, self.model, self.guide, args, kwargs)
+            self._likelihood = self.loss.analyze(key, pair)
 
         self._analyzed = ()
         try:
@@ -371,24 +354,11 @@ class RowSVI(SVI):
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> SVIRunResult:
-        """Take `num_steps` steps in compiled stretches; see `SVI.run`.
+        """Take `num_steps` steps in compiled stretches: arguments and result are as of `SVI.run`.
 
         A second run of the same length compiles nothing; so a change of what model and guide take
-        from around them, other than arguments, needs a new `RowSVI`.
-
-        Args:
-            rng_key: a typed JAX key.
-            num_steps: number of steps.
-            *args: the model's positional arguments.
-            progress_bar: whether to show progress and the mean loss of the last stretch.
-            stable_update: whether steps that are not finite are left out.
-            forward_mode_differentiation: False; the rows are too many for the other mode.
-            init_state: a state from which to go on; it is copied.
-            init_params: parameters at which to start.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            `params`, `state` and `losses`, as `SVI.run` gives them.
+        from around them, other than arguments, needs a new `RowSVI`. The `init_state` is copied;
+        `forward_mode_differentiation` is False, since the rows are too many for it.
 
         Raises:
             ValueError: if `num_steps` is not positive, or forward mode is asked for.
@@ -422,15 +392,3 @@ class RowSVI(SVI):
                         f"avg. loss [{done - steps + 1}-{done}]: {jnp.nanmean(some):.4f}"
                     )
         return SVIRunResult(self.get_params(state), state, jnp.concatenate(losses))
-
-
-class _RowParams(Messenger):
-    """Notes the parameters that are declared with `rows=True`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[str, None] = {}
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "param" and msg["kwargs"].get("rows"):
-            self.names[msg["name"]] = None

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,16 @@ from numpyro.infer.elbo import ELBO
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.tracing.likelihood import log_density, log_terms
 from numpyro_scalegp.tracing.runs import Trace
+
+
+class Pair(NamedTuple):
+    """A model and a guide, and what they are run at."""
+
+    params: dict[str, Any]  # constrained parameters and mutable state, by name
+    model: Callable
+    guide: Callable
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class AbstractParticleELBO(ELBO, abc.ABC):
@@ -45,15 +55,12 @@ class AbstractParticleELBO(ELBO, abc.ABC):
         Returns:
             `loss`, a scalar, and `mutable_state`, a dict or None.
         """
-
-        def particle(key: Array) -> tuple[Array, dict[str, Any]]:
-            return self.particle(key, param_map, model, guide, args, kwargs)
-
+        pair = Pair(param_map, model, guide, args, kwargs)
         if self.num_particles == 1:
-            elbo, mutable = particle(rng_key)
+            elbo, mutable = self.particle(rng_key, pair)
             return {"loss": -elbo, "mutable_state": mutable or None}
         elbos, mutable = self.vectorize_particles_fn(
-            particle, jax.random.split(rng_key, self.num_particles)
+            lambda key: self.particle(key, pair), jax.random.split(rng_key, self.num_particles)
         )
         if mutable:
             raise ValueError(
@@ -63,24 +70,12 @@ class AbstractParticleELBO(ELBO, abc.ABC):
         return {"loss": -jnp.mean(elbos), "mutable_state": None}
 
     @abc.abstractmethod
-    def particle(
-        self,
-        key: Array,
-        params: dict[str, Any],
-        model: Callable,
-        guide: Callable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Float[Array, ""], dict[str, Any]]:
+    def particle(self, key: Array, pair: Pair) -> tuple[Float[Array, ""], dict[str, Any]]:
         """The ELBO from one draw of the guide's other sites, and the new mutable state.
 
         Args:
             key: a JAX key.
-            params: constrained parameters and mutable state, by name.
-            model: the model.
-            guide: the guide.
-            args: positional arguments of both.
-            kwargs: keyword arguments of both.
+            pair: the model and the guide.
         """
 
 
