@@ -101,14 +101,8 @@ class DecoupledPosterior(AbstractKernelPosterior):
 
     With L the scale, B = L L' and M = I + L'K(Q, Q) L: G = (B^-1 + K(Q, Q))^-1 = L M^-1 L'.
 
-    Moments at m inputs cost O(m (M_p d + M_q^2) + M_q^3) with M_p mean and M_q covariance points.
-
-    Args:
-        kernel: covariance function of the prior.
-        mean_points: P, shape (M_p, d).
-        mean_weights: a, shape (M_p,), or (*batch, M_p) for several functions.
-        cov_points: Q, shape (M_q, d).
-        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
+    The fields are the arguments of `DecoupledGP`. Moments at m inputs cost
+    O(m (M_p d + M_q^2) + M_q^3) with M_p mean and M_q covariance points.
 
     References:
         Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear

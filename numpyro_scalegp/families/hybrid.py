@@ -89,18 +89,15 @@ class HybridGP(AbstractVariationalGP):
     + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from that many random columns
     of K(R, R), without bias.
 
+    `kernel`, `X`, `inducing_points`, `scale_tril` and `jitter` are as of `SparseGP`.
+
     Args:
-        kernel: covariance function of the prior.
-        X: inputs, shape (n, d).
-        inducing_points: Z, shape (M, d).
         loc: mean of v without the residual part, shape (M,), or (*batch, M) for independent
             functions.
-        scale_tril: S, lower triangular with a positive diagonal, shape (*batch, M, M).
         residual_points: R, shape (M_r, d).
         residual_weights: a, shape (*batch, M_r).
         num_columns: columns of K(R, R) that the divergence draws; None for all.
         key: a typed JAX key for the columns.
-        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Raises:
         ValueError: if a shape does not fit, inputs hold NaN or infinity, or `num_columns` is given

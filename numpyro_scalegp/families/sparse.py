@@ -28,15 +28,8 @@ class SparsePosterior(AbstractKernelPosterior):
     With K(Z, Z) = L L', A = L^-1 k(Z, X) and q(v) = N(loc, S S') over v = L^-1 f(Z):
     mean A'loc, covariance k(x, x') - A'A + A'S S'A.
 
-    Moments at m inputs cost O(m M^2 + M^3) with M inducing points, in chunks of rows; joint samples
-    cost O(m^3) on top.
-
-    Args:
-        kernel: covariance function of the prior.
-        inducing_points: Z, shape (M, d).
-        loc: mean of v, shape (M,), or (*batch, M) for several functions.
-        scale_tril: S, lower triangular, shape (*batch, M, M).
-        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+    The fields are the arguments of `SparseGP`. Moments at m inputs cost O(m M^2 + M^3) with M
+    inducing points, in chunks of rows; joint samples cost O(m^3) on top.
 
     References:
         Hensman, Matthews and Ghahramani (2015), Scalable Variational Gaussian Process

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
@@ -17,7 +17,7 @@ from numpyro_scalegp.families.chevron_optimum import (
     quadratic_form,
 )
 from numpyro_scalegp.guides.guide import Rest
-from numpyro_scalegp.guides.solving import AbstractSolvingGuide, NewtonStep, SolvedMean
+from numpyro_scalegp.guides.solving import AbstractSolvingGuide, Linearized, NewtonStep, SolvedMean
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # The residual at which a direct solve counts as one.
@@ -32,13 +32,12 @@ class AutoChevronGP(AbstractSolvingGuide):
     `QuadruplyStochasticELBO` and `RowSVI`, whose steps touch some of the rows only; NumPyro's
     `TraceMeanField_ELBO` and `QuadratureELBO` work too, and go through all features.
 
+    The site is outside of all plates; `site`, `rest` and `prefix` are as of `AutoSparseGP`.
+
     Args:
-        model: a NumPyro model with a `WeightSpaceGP` site outside of all plates.
-        site: the name of that site; None if the model has only one.
-        rest: what guides the other sites, as for `AutoSparseGP`.
+        model: a NumPyro model with a `WeightSpaceGP` site.
         rank: the number k of dense columns of the Cholesky factor; 0 is mean field.
         init_scale: where the diagonal starts, positive; `solve_diagonal` has a better one.
-        prefix: part of the parameters' names.
 
     Raises:
         ValueError: if `rank` is negative or `init_scale` not positive; when called, if `rank` is
@@ -104,15 +103,9 @@ class AutoChevronGP(AbstractSolvingGuide):
         """Set `loc` to its optimum, all else held fixed.
 
         A start for `RowSVI` from a few thousand random rows: give the model these rows as if
-        there were no others. What few rows leave open, steps on all of them then fill in.
-
-        Args:
-            params: the guide's parameters, as from `SVI.get_params`.
-            *args: the model's positional arguments, without mini-batches.
-            num_newton_steps: 1 is exact for a Gaussian likelihood; positive. Each step is cut to
-                the first of 1, 1/2, 1/4, ... of its length that does not lower the bound.
-            num_nodes: quadrature nodes for the likelihood's derivatives.
-            **kwargs: the model's keyword arguments.
+        there were no others. What few rows leave open, steps on all of them then fill in. The
+        arguments, and the steps for likelihoods that are not Gaussian, are as of
+        `AutoDecoupledGP.solve_mean`.
 
         Returns:
             The parameters with the new `loc`, as `params`, with the `residual` that rounding left
@@ -132,26 +125,17 @@ class AutoChevronGP(AbstractSolvingGuide):
         """
         return self._newton(params, args, kwargs, num_newton_steps, num_nodes)
 
-    def newton_step(
-        self,
-        site: GPSite,
-        family: ChevronGP,
-        params: dict[str, Any],
-        mean: Float[Array, " n"],
-        targets: Float[Array, " n"],
-        precision: Float[Array, " n"],
-        **options: Any,
-    ) -> NewtonStep:
+    def newton_step(self, at: Linearized, **options: Any) -> NewtonStep:
         """Solve directly; see `AbstractSolvingGuide.newton_step`."""
-        old, prior = family.loc, site.prior
-        new, residual = optimal_loc(prior, targets, precision)
+        old, prior = at.family.loc, at.site.prior
+        new, residual = optimal_loc(prior, at.targets, at.precision)
         step = new - old
 
         def divergence(part: Array) -> Array:
             return 0.5 * quadratic_form(prior, old + part * step)
 
         solved = residual, jnp.zeros((), int), residual <= _TOLERANCE
-        return NewtonStep(old, new, mean + projected(prior, step), divergence, solved)
+        return NewtonStep(old, new, at.mean + projected(prior, step), divergence, solved)
 
     def solve_diagonal(
         self, params: dict[str, Any], *args: Any, num_nodes: int = 20, **kwargs: Any

@@ -30,11 +30,9 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
     `{site}_{prefix}_bases`: give `posterior` and the like
     `{**svi.get_params(state), **state.mutable_state}`.
 
+    `model`, `site`, `rest` and `prefix` are as of `AutoSparseGP`.
+
     Args:
-        model: a NumPyro model with a `LatentGP` site outside the plate of its rows; a plate over
-            outputs makes it a batch of functions.
-        site: the name of that site; None if the model has only one.
-        rest: what guides the other sites, as for `AutoSparseGP`.
         mean_size: number of mean points, where they grow.
         cov_size: number of covariance points, where they grow.
         growth: rows that each mini-batch adds at most.
@@ -45,7 +43,6 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
             changes the weights.
         num_columns: columns of the mean points' covariance that each step draws for the
             divergence; None for all.
-        prefix: part of the parameters' names.
 
     Raises:
         ValueError: if a number is not positive, or only one of `mean_points` and `cov_points` is

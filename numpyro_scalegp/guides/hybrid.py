@@ -29,13 +29,10 @@ class AutoHybridGP(AbstractDecoupledGuide):
     `AutoDecoupledGP`, and a parameter `..._residual_shift` moves them: give `posterior` and
     `solve_mean` the mutable state as well. Inducing points do not grow.
 
+    `model`, `site`, `rest`, `num_inducing`, `inducing_points`, `prefix` and `jitter` are as of
+    `AutoSparseGP`.
+
     Args:
-        model: a NumPyro model with a `LatentGP` site outside the plate of its rows; a plate over
-            outputs makes it a batch of functions.
-        site: the name of that site; None if the model has only one.
-        rest: what guides the other sites, as for `AutoSparseGP`.
-        num_inducing: number of inducing points, if `inducing_points` is not given.
-        inducing_points: where they start, as for `AutoSparseGP`.
         num_residual: number of residual points, if `residual_points` is not given: with `growth`
             when they are full, else rows from all over the first mini-batch, at most all of them.
         residual_points: the residual points, shape (M_r, d), such as random rows of the data.
@@ -44,8 +41,6 @@ class AutoHybridGP(AbstractDecoupledGuide):
             `solve_mean` changes the weights.
         num_columns: columns of the residual points' covariance that each step draws for the
             divergence; None for all.
-        prefix: part of the parameters' names.
-        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Raises:
         ValueError: as of `AutoSparseGP`, or if a number is not positive, or both `residual_points`

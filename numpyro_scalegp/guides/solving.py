@@ -59,6 +59,17 @@ def _warn_of_residual(residual: ArrayLike, iterations: ArrayLike, converged: Arr
         )
 
 
+class Linearized(NamedTuple):
+    """Where a Newton step starts, and the Gaussian pseudo-observations there."""
+
+    site: GPSite  # at all rows
+    family: Any  # there
+    params: dict[str, Any]  # of the guide
+    mean: Float[Array, "*batch n"]  # of f at each row
+    targets: Float[Array, "*batch n"]
+    precision: Float[Array, "*batch n"]  # of the targets
+
+
 class NewtonStep(NamedTuple):
     """Where a Newton step for the weights of a mean leads."""
 
@@ -76,25 +87,11 @@ class AbstractSolvingGuide(AbstractGPGuide):
     weights_name: ClassVar[str]  # of the parameter that holds the weights
 
     @abc.abstractmethod
-    def newton_step(
-        self,
-        site: GPSite,
-        family: Any,
-        params: dict[str, Any],
-        mean: Float[Array, "*batch n"],
-        targets: Float[Array, "*batch n"],
-        precision: Float[Array, "*batch n"],
-        **options: Any,
-    ) -> NewtonStep:
+    def newton_step(self, at: Linearized, **options: Any) -> NewtonStep:
         """Solve for the weights under Gaussian pseudo-observations.
 
         Args:
-            site: the GP site, at all rows.
-            family: the family there.
-            params: the guide's parameters.
-            mean: of f at each row.
-            targets: pseudo-observations.
-            precision: of these.
+            at: where the step starts.
             **options: of the linear solve.
         """
 
@@ -123,7 +120,8 @@ class AbstractSolvingGuide(AbstractGPGuide):
             if number == 0:
                 likelihood.check_rows(mean)
             observations = pseudo_observations(mean, *likelihood.derivatives(mean, variance))
-            step = self.newton_step(site, family, params, mean, *observations, **options)
+            at = Linearized(site, family, params, mean, *observations)
+            step = self.newton_step(at, **options)
             part = likelihood.step_length((mean, step.mean), variance, step.divergence)
             new = jnp.where(part == 1.0, step.new, step.old + part * (step.new - step.old))
             params = {**params, self.param_name(site, self.weights_name): new * step.scale}
@@ -234,23 +232,15 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
         return self._newton(params, args, kwargs, num_newton_steps, num_nodes, **options)
 
-    def newton_step(
-        self,
-        site: GPSite,
-        family: Any,
-        params: dict[str, Any],
-        mean: Float[Array, "*batch n"],
-        targets: Float[Array, "*batch n"],
-        precision: Float[Array, "*batch n"],
-        **options: Any,
-    ) -> NewtonStep:
+    def newton_step(self, at: Linearized, **options: Any) -> NewtonStep:
         """Solve by conjugate gradients; see `AbstractSolvingGuide.newton_step`."""
-        with self._parameters(params, None):
-            basis, old = self.basis(site, family)
-        rests = [self.rest_of_mean(family, one) for one in (site.X, basis.points)]
+        site = at.site
+        with self._parameters(at.params, None):
+            basis, old = self.basis(site, at.family)
+        rests = [self.rest_of_mean(at.family, one) for one in (site.X, basis.points)]
         solve = functools.partial(_solve, site, basis, options)
         new, *solved = jnp.vectorize(solve, signature="(n),(n),(m),(n),(m)->(m),(),(),()")(
-            targets, precision, old, *rests
+            at.targets, at.precision, old, *rests
         )
         kernel, points, size = site.kernel, basis.points, chunks.rows_per_chunk(len(basis.points))
         step = new - old
@@ -265,7 +255,7 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
             return jnp.sum((old + part * step) * gradient)
 
         scale = prior_scale(site, points)
-        return NewtonStep(old, new, mean + at_rows, divergence, tuple(solved), scale)
+        return NewtonStep(old, new, at.mean + at_rows, divergence, tuple(solved), scale)
 
 
 def _solve(

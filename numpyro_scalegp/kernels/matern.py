@@ -1,6 +1,6 @@
 """The Matern kernels."""
 
-import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -14,10 +14,10 @@ from numpyro_scalegp.kernels.stationary import AbstractStationary
 class _Matern(AbstractStationary):
     """The Matern family: its spectral density is a multivariate t with 2 nu degrees of freedom."""
 
-    @property
-    @abc.abstractmethod
-    def _smoothness(self) -> float:
-        """The order nu."""
+    _smoothness: ClassVar[float]  # the order nu
+
+    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
+    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def sample_precisions(
         self, key: Key[Array, ""], num: int, dtype: jnp.dtype
@@ -30,14 +30,8 @@ class Matern12(_Matern):
     """The Matern kernel of order 1/2 (exponential), for continuous, rough functions.
 
     k(x, z) = variance * exp(-r), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It has no
-    derivative at r = 0, where the gradient is taken to be zero.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
+    derivative at r = 0, where the gradient is taken to be zero. Arguments and errors are as of
+    `RBF`.
 
     References:
         Rasmussen and Williams (2006), eq. 4.14 with nu = 1/2.
@@ -47,12 +41,7 @@ class Matern12(_Matern):
         >>> kernel = sgp.kernels.Matern12(lengthscale=0.5) + 0.1 * sgp.kernels.RBF(2.0)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    @property
-    def _smoothness(self) -> float:
-        return 0.5
+    _smoothness = 0.5
 
     @property
     def by_differences(self) -> bool:
@@ -68,14 +57,7 @@ class Matern32(_Matern):
     """The Matern kernel of order 3/2, for functions with one derivative.
 
     k(x, z) = variance * (1 + sqrt(3) r) exp(-sqrt(3) r), with
-    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. Arguments and errors are as of `RBF`.
 
     References:
         Rasmussen and Williams (2006), eq. 4.17.
@@ -85,12 +67,7 @@ class Matern32(_Matern):
         >>> kernel = sgp.kernels.Matern32(lengthscale=[0.5, 2.0], variance=1.5)
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    @property
-    def _smoothness(self) -> float:
-        return 1.5
+    _smoothness = 1.5
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""
@@ -101,14 +78,7 @@ class Matern52(_Matern):
     """The Matern kernel of order 5/2, for functions with two derivatives.
 
     k(x, z) = variance * (1 + sqrt(5) r + 5 r^2 / 3) exp(-sqrt(5) r), with
-    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
-
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. Arguments and errors are as of `RBF`.
 
     References:
         Rasmussen and Williams (2006), eq. 4.17.
@@ -118,12 +88,7 @@ class Matern52(_Matern):
         >>> kernel = 2.0 * sgp.kernels.Matern52(lengthscale=0.3).on((1,))
     """
 
-    lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    @property
-    def _smoothness(self) -> float:
-        return 2.5
+    _smoothness = 2.5
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""

@@ -17,15 +17,11 @@ class MultiscaleRBF(AbstractKernel):
     with q_i = c_i^2 + e_i^2 and l the lengthscales. Where all scales are one, this is `RBF`: data
     have scales of one, which `with_unit_scales` adds. A guide's points start there and move, and
     then each has lengthscales l_i c_i of its own: small where the function is rough, large where it
-    is smooth. The sign of a scale does not matter; at zero there is no derivative.
-
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
+    is smooth. The sign of a scale does not matter; at zero there is no derivative. Arguments are as
+    of `RBF`.
 
     Raises:
-        ValueError: if a hyperparameter is not positive or has another shape, or, when called, if
-            the inputs do not have 2 d columns.
+        ValueError: as of `RBF`, or, when called, if the inputs do not have 2 d columns.
 
     References:
         Cheng and Boots (2017), section 4.1; Walder, Kim and Schölkopf (2008), Sparse Multiscale

@@ -139,13 +139,10 @@ class RationalQuadratic(AbstractStationary):
     k(x, z) = variance * (1 + r^2 / (2 alpha))^(-alpha), with
     r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It tends to `RBF` as alpha grows.
 
-    Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        alpha: weight of small against large scales, positive; shape ().
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
+    `lengthscale`, `variance` and errors are as of `RBF`.
 
-    Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
+    Args:
+        alpha: weight of small against large scales, positive; shape ().
 
     References:
         Rasmussen and Williams (2006), eq. 4.19.

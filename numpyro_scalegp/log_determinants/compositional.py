@@ -56,7 +56,6 @@ class Compositional(AbstractBound):
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
-        checks.instance("name", self.name, str, "a string")
         checks.rate("decay", self.decay, "[0, 1)")
 
     def start_from(
@@ -74,8 +73,3 @@ class Compositional(AbstractBound):
         new = jnp.maximum(1.0 / count, limit).astype(state.average.dtype)
         average = (1.0 - new) * state.average + new * batch.gram()
         return RunningAverage(average, inverse_cholesky(average), count)
-
-    def estimate(self, batch: Batch, state: RunningAverage) -> Float[Array, ""]:
-        """log|A| + tr(A^-1 F) - d, at least log|F| in the mean over batches."""
-        W = state.W
-        return -2.0 * jnp.sum(jnp.log(jnp.diagonal(W))) + batch.trace(W) - W.shape[0]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import once_differentiable
 from numpyro_scalegp.core.linalg import inverse_cholesky, matmul, triangular_outer
 
@@ -85,11 +86,7 @@ class AbstractLogDeterminant(eqx.Module):
 
     @abc.abstractmethod
     def log_prob(
-        self,
-        batch: Batch,
-        weights: Float[Array, " d"],
-        y: Float[Array, "*batch b"],
-        state: Any,
+        self, batch: Batch, weights: Float[Array, " d"], y: Float[Array, "*batch b"], state: Any
     ) -> Float[Array, "*batch"]:
         """An estimate for all n rows, differentiable but in the state, which is held fixed.
 
@@ -105,6 +102,9 @@ class AbstractBound(AbstractLogDeterminant):
     """
 
     name: eqx.AbstractVar[str]
+
+    def __check_init__(self) -> None:
+        checks.instance("name", self.name, str, "a string")
 
     @property
     def learner(self) -> "AbstractBound":
@@ -142,16 +142,16 @@ class AbstractBound(AbstractLogDeterminant):
         """tr(Q F), where <Q, dF> is the gradient of the estimate; Q = A^-1 for a bound."""
         return batch.trace(state.W)
 
-    @abc.abstractmethod
     def estimate(self, batch: Batch, state: Any) -> Float[Array, ""]:
-        """An estimate of log|F|, by a state that is held fixed."""
+        """An estimate of log|F|, by a state that is held fixed.
+
+        By default log|A| + tr(A^-1 F) - d, at least log|F| in the mean over batches.
+        """
+        W = state.W
+        return -2.0 * jnp.sum(jnp.log(jnp.diagonal(W))) + batch.trace(W) - W.shape[0]
 
     def log_prob(
-        self,
-        batch: Batch,
-        weights: Float[Array, " d"],
-        y: Float[Array, "*batch b"],
-        state: Any,
+        self, batch: Batch, weights: Float[Array, " d"], y: Float[Array, "*batch b"], state: Any
     ) -> Float[Array, "*batch"]:
         """-1/2 of an estimate of |y - Phi w|^2 / noise + |w|^2 + log|F| + (n - d) log noise.
 

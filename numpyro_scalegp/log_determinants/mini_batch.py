@@ -30,11 +30,7 @@ class MiniBatch(AbstractLogDeterminant):
     """
 
     def log_prob(
-        self,
-        batch: Batch,
-        weights: Float[Array, " d"],
-        y: Float[Array, "*batch b"],
-        state: Any,
+        self, batch: Batch, weights: Float[Array, " d"], y: Float[Array, "*batch b"], state: Any
     ) -> Float[Array, "*batch"]:
         """The batch's own log N(y; 0, Phi Phi' + noise I), times n / b."""
         num, d = batch.features.shape

@@ -68,7 +68,6 @@ class Minimax(AbstractBound):
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
-        checks.instance("name", self.name, str, "a string")
         checks.number("penalty", self.penalty, "(0, inf)")
         checks.number("growth", self.growth, "[0, inf)")
         checks.number("step_size", self.step_size, "(0, 1]")

@@ -72,7 +72,6 @@ class Variational(AbstractBound):
     name: str = eqx.field(static=True, default="log_determinant")
 
     def __check_init__(self) -> None:
-        checks.instance("name", self.name, str, "a string")
         checks.rate("step_size", self.step_size, "(0, 1]")
 
     def start_from(
@@ -89,11 +88,6 @@ class Variational(AbstractBound):
         rate = within_spread(at_step(self.step_size, state.step), spread)
         W = multiplied(state.W, eye - batch.whitened_gram(state.W), rate, len(batch.features))
         return Whitening(W, state.step + 1)
-
-    def estimate(self, batch: Batch, state: Whitening) -> Float[Array, ""]:
-        """log|A| + tr(A^-1 F) - d."""
-        W = state.W
-        return -2.0 * jnp.sum(jnp.log(jnp.diagonal(W))) + batch.trace(W) - W.shape[0]
 
 
 def multiplied(

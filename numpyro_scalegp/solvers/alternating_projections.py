@@ -30,8 +30,7 @@ class AlternatingProjections(AbstractSolver):
     Args:
         block_size: rows of a block; at most n are used. The last block overlaps the one before it
             where n is no multiple.
-        tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
-            loop goes on until all are, averaged columns in their mean.
+        tolerance: as of `ConjugateGradients`.
         max_epochs: work of the iterations at most, in units of n^2 entries of H; at least one is
             made. To compute the residual at the end takes one more.
 

@@ -32,7 +32,10 @@ _MAX_ORDER = 800
 
 
 class AbstractConjugateGradients(AbstractSolver):
-    """Conjugate gradients, which give log|H| for nothing from the coefficients of extra columns."""
+    """Conjugate gradients, which give log|H| for nothing from the coefficients of extra columns.
+
+    A subclass implements `run_with_probes`, of which `run` makes use.
+    """
 
     def run(
         self,
@@ -44,19 +47,6 @@ class AbstractConjugateGradients(AbstractSolver):
         """Solve without probes; see `AbstractSolver.run`."""
         no_probes = jax.random.key(0), 0
         return self.run_with_probes(operator, system, *no_probes, key, num_averaged, True)[0]
-
-    @abc.abstractmethod
-    def run_with_probes(
-        self,
-        operator: KernelOperator,
-        system: System,
-        probe_key: Key[Array, ""],
-        num_probes: int,
-        key: Key[Array, ""] | None,
-        num_averaged: int,
-        paired: bool,
-    ) -> tuple[Solution, Coefficients]:
-        """Solve a system that was checked and normalized; see `solve_with_probes`."""
 
 
 class ConjugateGradients(AbstractConjugateGradients):

@@ -40,10 +40,8 @@ class StochasticGradientDescent(AbstractSolver):
             lambda the largest eigenvalue of a batch's own block of H, from power iterations on a
             few batches at each call, and h the largest entry on the diagonal of H.
         momentum: in [0, 1).
-        tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
-            loop goes on until all are, averaged columns in their mean.
-        max_epochs: work of the iterations at most, in units of n^2 entries of H; at least one is
-            made. To compute the residual at the end takes one more.
+        tolerance: as of `AlternatingProjections`.
+        max_epochs: as of `AlternatingProjections`.
 
     Raises:
         ValueError: if an argument is out of its range.
