@@ -363,7 +363,7 @@ SOLVERS: list[Row] = [
     ),
     (
         "stopping order",
-        lambda: truncation.StoppingTime.inverse(5, 6),
+        lambda: truncation.StoppingTime.exponential(1, 6, 5),
         "`minimum` and `maximum` must",
     ),
     (

@@ -1,12 +1,10 @@
 """The standard gradient of the log marginal likelihood: Hutchinson's trace estimator."""
 
-import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.iterative import AbstractIterative
-from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
+from numpyro_scalegp.solvers import KernelOperator
 
 
 class Hutchinson(AbstractIterative):
@@ -48,28 +46,8 @@ class Hutchinson(AbstractIterative):
         >>> estimator = sgp.estimators.Hutchinson(sgp.solvers.ConjugateGradients(1e-2))
     """
 
-    solver: AbstractSolver
-    num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
-    num_logdet_probes: int = eqx.field(
-        static=True, converter=checks.plain, default=16, kw_only=True
-    )
-    logdet_epochs: int = eqx.field(static=True, converter=checks.plain, default=30, kw_only=True)
-    fresh_probes: bool = eqx.field(static=True, converter=checks.plain, default=False, kw_only=True)
-    num_solutions: int = eqx.field(static=True, converter=checks.plain, default=2, kw_only=True)
-    num_records: int = eqx.field(static=True, converter=checks.plain, default=10_000, kw_only=True)
-    num_features: int = eqx.field(static=True, converter=checks.plain, default=2000, kw_only=True)
-
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
     ) -> Float[Array, "n num_probes"]:
         """Random signs: E[z z'] = I, with less variance than normal probes."""
         return jax.random.rademacher(key, (operator.size, self.num_probes), operator.dtype)
-
-    def trace_vectors(
-        self,
-        targets: Float[Array, "n s"],
-        solutions: Float[Array, "n s"],
-        independent: Float[Array, "n s"],
-    ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
-        """H^-1 z_j on one side and z_j on the other."""
-        return solutions, targets

@@ -55,7 +55,8 @@ class AbstractIterative(AbstractEstimator):
     """log p(y) and its gradient from solves of H [v, u_1 .. u_s] = [y, b_1 .. b_s].
 
     log p(y) = -(y'v + log|H| + n log 2 pi) / 2, with gradient
-    v'dH v / 2 - tr(H^-1 dH) / 2 - v'dy. Solutions are held fixed and the quadratic forms
+    v'dH v / 2 - tr(H^-1 dH) / 2 - v'dy, where tr(H^-1 dH) = E[u_j'dH b_j], or E[u_j'dH u_j] where
+    the b_j are draws from N(0, H). Solutions are held fixed and the quadratic forms
     differentiated block by block, so that nothing is differentiated through a solver.
     """
 
@@ -64,14 +65,16 @@ class AbstractIterative(AbstractEstimator):
     # the trace's quadratic forms.
     stores_samples: ClassVar[bool] = False
 
-    solver: eqx.AbstractVar[AbstractSolver]
-    num_probes: eqx.AbstractVar[int]
-    num_features: eqx.AbstractVar[int]
-    num_logdet_probes: eqx.AbstractVar[int]
-    logdet_epochs: eqx.AbstractVar[int]
-    fresh_probes: eqx.AbstractVar[bool]
-    num_solutions: eqx.AbstractVar[int]
-    num_records: eqx.AbstractVar[int]
+    solver: AbstractSolver
+    num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
+    num_features: int = eqx.field(static=True, converter=checks.plain, default=2000)
+    num_logdet_probes: int = eqx.field(
+        static=True, converter=checks.plain, default=16, kw_only=True
+    )
+    logdet_epochs: int = eqx.field(static=True, converter=checks.plain, default=30, kw_only=True)
+    fresh_probes: bool = eqx.field(static=True, converter=checks.plain, default=False, kw_only=True)
+    num_solutions: int = eqx.field(static=True, converter=checks.plain, default=2, kw_only=True)
+    num_records: int = eqx.field(static=True, converter=checks.plain, default=10_000, kw_only=True)
 
     def __check_init__(self) -> None:
         checks.instance("solver", self.solver, AbstractSolver)
@@ -104,18 +107,6 @@ class AbstractIterative(AbstractEstimator):
         self, operator: KernelOperator, key: Key[Array, ""]
     ) -> Float[Array, "n num_probes"]:
         """The probes' right-hand sides b_j."""
-
-    @abc.abstractmethod
-    def trace_vectors(
-        self,
-        targets: Float[Array, "n s"],
-        solutions: Float[Array, "n s"],
-        independent: Float[Array, "n s"],
-    ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
-        """The vectors l_j, r_j with tr(H^-1 dH) = E[l_j'dH r_j].
-
-        Where solutions are random, `independent` holds second estimates of them.
-        """
 
     def estimate(
         self,
@@ -155,10 +146,11 @@ class AbstractIterative(AbstractEstimator):
         failed = ~jnp.all(jnp.isfinite(value)) | (solution.reason == StopReason.FAILED)
         solution = solution.failed_where(failed)
         solutions = solution.value[:, m:]
-        independent = solutions if solution.independent is None else solution.independent
-        left, right = self.trace_vectors(targets, solutions, independent)
+        # Of solutions that are random, the other side takes a second estimate.
+        others = solutions if solution.independent is None else solution.independent
+        right = others if self.stores_samples else targets
         value, error = (jnp.where(failed, jnp.nan, found) for found in (value, error))
-        return Estimate(value, error, solution, left, right)
+        return Estimate(value, error, solution, solutions, right)
 
     def _solve(
         self,

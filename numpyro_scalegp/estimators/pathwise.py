@@ -2,13 +2,11 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.iterative import AbstractIterative
 from numpyro_scalegp.features.prior_draws import PriorDraws
-from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
+from numpyro_scalegp.solvers import KernelOperator
 
 
 class Pathwise(AbstractIterative):
@@ -19,19 +17,14 @@ class Pathwise(AbstractIterative):
     as the noise falls, and each is a posterior sample, f_j + k(., X)(v - u_j): predictions need no
     further solve.
 
-    The gradient is unbiased up to the solver's tolerance. Value, cost and use are as for
-    `Hutchinson`: see there.
+    The gradient is unbiased up to the solver's tolerance. Value, cost and use, and the arguments
+    that are by name alone, are as of `Hutchinson`.
 
     Args:
         solver: one of `sgp.solvers`.
         num_probes: number s of prior draws, and of stored posterior samples.
         num_features: random features of the draws; the kernel must have some (all kernels of this
             package have).
-        num_logdet_probes: as of `Hutchinson`.
-        logdet_epochs: as of `Hutchinson`.
-        fresh_probes: as of `Hutchinson`.
-        num_solutions: as of `Hutchinson`.
-        num_records: as of `Hutchinson`.
 
     Raises:
         ValueError: if an argument is out of its range.
@@ -48,29 +41,9 @@ class Pathwise(AbstractIterative):
 
     stores_samples: ClassVar[bool] = True
 
-    solver: AbstractSolver
-    num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
-    num_features: int = eqx.field(static=True, converter=checks.plain, default=2000)
-    num_logdet_probes: int = eqx.field(
-        static=True, converter=checks.plain, default=16, kw_only=True
-    )
-    logdet_epochs: int = eqx.field(static=True, converter=checks.plain, default=30, kw_only=True)
-    fresh_probes: bool = eqx.field(static=True, converter=checks.plain, default=False, kw_only=True)
-    num_solutions: int = eqx.field(static=True, converter=checks.plain, default=2, kw_only=True)
-    num_records: int = eqx.field(static=True, converter=checks.plain, default=10_000, kw_only=True)
-
     def targets(
         self, operator: KernelOperator, key: Key[Array, ""]
     ) -> Float[Array, "n num_probes"]:
         """Noisy observations of prior draws, xi_j ~ N(0, H)."""
         draws = PriorDraws.from_key(key, self.num_probes, self.num_features)
         return draws.observations(operator.kernel, operator.X, operator.noise())
-
-    def trace_vectors(
-        self,
-        targets: Float[Array, "n s"],
-        solutions: Float[Array, "n s"],
-        independent: Float[Array, "n s"],
-    ) -> tuple[Float[Array, "n s"], Float[Array, "n s"]]:
-        """H^-1 xi_j on both sides."""
-        return solutions, independent

@@ -78,11 +78,7 @@ class AbstractPosterior(eqx.Module):
     def variance(
         self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
     ) -> Float[Array, "*batch m"]:
-        """The posterior variance of f, without observation noise.
-
-        Args:
-            Xs: inputs, shape (m, d).
-            chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
+        """The posterior variance of f, without observation noise; arguments as of `mean`.
 
         Returns:
             Variances, shape (m,), or (*batch, m); what rounding made negative is zero.

@@ -74,33 +74,13 @@ class StoppingTime(eqx.Module):
             ValueError: if an argument is out of its range.
         """
         checks.number("decay", decay, "[0, inf)")
-        index = _indices(minimum, maximum)
+        if checks.count("minimum", minimum) > checks.count("maximum", maximum):
+            raise ValueError(
+                "`minimum` and `maximum` must satisfy 1 <= minimum <= maximum, got "
+                f"{minimum} and {maximum}."
+            )
+        index = np.arange(1, maximum + 1)
         return cls(np.where(index >= minimum, np.exp(-decay * (index - float(minimum))), 0.0))
-
-    @classmethod
-    def inverse(cls, maximum: int, minimum: int = 1) -> "StoppingTime":
-        """P(J = j) in proportion to 1 / j for j from `minimum` to `maximum`.
-
-        Raises:
-            ValueError: if an argument is out of its range.
-        """
-        index = _indices(minimum, maximum)
-        return cls(np.where(index >= minimum, 1.0 / index, 0.0))
-
-    @classmethod
-    def with_mean(cls, mean: int | float, maximum: int, *, share: float = 0.8) -> "StoppingTime":
-        """The exponential distribution with a wanted E[J]; see `decay_and_minimum`.
-
-        Args:
-            mean: wanted E[J].
-            maximum: the number N of terms.
-            share: the minimum as a share of the mean, in (0, 1): more of it means less variance
-                where the first terms matter, and heavier weights for the last ones.
-
-        Raises:
-            ValueError: if no exponential distribution has this mean.
-        """
-        return cls.exponential(*decay_and_minimum(mean, maximum, share=share), maximum)
 
     @property
     def num_terms(self) -> int:
@@ -117,12 +97,6 @@ class StoppingTime(eqx.Module):
     def mean(self) -> Float[Array, ""]:
         """E[J]: what the sum costs, in terms."""
         return jnp.sum(self.survival)
-
-    @property
-    def variance(self) -> Float[Array, ""]:
-        """Var[J]."""
-        index = jnp.arange(1, self.num_terms + 1)
-        return jnp.sum(self.probabilities * jnp.square(index - self.mean))
 
     def sample(self, key: Key[Array, ""], shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
         """Draw indices J from 1 to N.
@@ -199,13 +173,3 @@ def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) ->
         high *= 2.0
     decay = 0.0 if excess(0.0) <= 0 else brentq(excess, 0.0, high, xtol=1e-300, rtol=1e-15)
     return decay, minimum
-
-
-def _indices(minimum: int, maximum: int) -> np.ndarray:
-    """The indices from 1 to `maximum`, once the bounds are checked."""
-    if checks.count("minimum", minimum) > checks.count("maximum", maximum):
-        raise ValueError(
-            f"`minimum` and `maximum` must satisfy 1 <= minimum <= maximum, got {minimum} and "
-            f"{maximum}."
-        )
-    return np.arange(1, maximum + 1)
