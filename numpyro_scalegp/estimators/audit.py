@@ -90,10 +90,7 @@ class Audit(NamedTuple):
                 (panels[1], self._gradient(name), norm),
             ):
                 heights = place + 0.5 * (np.arange(len(some)) + 1) / (len(some) + 1) - 0.25
-                bias, error, spread = (
-                    np.array([getattr(row, field) for row in some]) / unit
-                    for field in ("bias", "standard_error", "standard_deviation")
-                )
+                bias, error, spread = np.array([row[3:] for row in some]).T / unit
                 panel.errorbar(bias, heights, xerr=spread, fmt="none", ecolor="0.8", elinewidth=5)
                 panel.errorbar(bias, heights, xerr=4.0 * error, fmt=".", color="C0", capsize=2)
         titles = ("error of log p(y) per observation", "error of the gradient / its norm")
@@ -137,10 +134,7 @@ class Audit(NamedTuple):
             for label, points in lines.items():
                 budgets, names = zip(*sorted(points), strict=True)
                 rows = [row for name in names for row in self.rows if row[:2] == (name, quantity)]
-                bias, error = (
-                    np.array([getattr(row, field) for row in rows]) / self.num_rows
-                    for field in ("bias", "standard_error")
-                )
+                bias, error, _ = np.array([row[3:] for row in rows]).T / self.num_rows
                 panel.errorbar(budgets, bias, 4.0 * error, marker=".", capsize=2, label=label)
             panel.set_xlabel("iterations or features, in the mean")
             panel.set_title(f"bias of {title} per observation")

@@ -43,14 +43,8 @@ class _Augmentation(eqx.Module):
 class ChevronPosterior(AbstractVariationalPosterior):
     """A Gaussian process f(x) = phi(x)'w with w ~ N(loc, C C') for m features.
 
-    C is lower triangular with k dense columns and a diagonal. Moments at n inputs cost
-    O(n m (d + k)), and so do draws of functions; features are made in blocks, never all at once.
-
-    Args:
-        features: phi.
-        loc: mean of the weights, shape (m,).
-        scale_diag: diagonal of C, positive, shape (m,).
-        scale_columns: C's dense columns, of which entries below the diagonal count, shape (m, k).
+    The fields are the arguments of `ChevronGP`. Moments at n inputs cost O(n m (d + k)), and so do
+    draws of functions; features are made in blocks, never all at once.
 
     References:
         Evans and Nair (2020), Quadruply Stochastic Gaussian Processes, section 2.2 and appendix G.
@@ -203,10 +197,9 @@ class ChevronGP(AbstractVariationalGP):
     Args:
         features: phi, with m features, or a function of inputs, as of `WeightSpaceGP`.
         X: inputs, shape (n, d).
-        loc: mean of the weights, shape (m,).
-        scale_diag: the diagonal of C, positive, shape (m,).
-        scale_columns: C's first k columns, of which the entries below the diagonal count, shape
-            (m, k).
+        loc: as of `ChevronNormal`, shape (m,).
+        scale_diag: as of `ChevronNormal`, shape (m,).
+        scale_columns: as of `ChevronNormal`, shape (m, k).
 
     Raises:
         ValueError: if a shape does not fit, or `X` holds NaN or infinity.
