@@ -48,3 +48,64 @@ def test_preconditioner_helps(x64):
         return int(solution.iterations)
 
     assert iterations(CLASSES["Jacobi"]()) < 0.7 * iterations(sgp.preconditioners.Identity())
+
+
+def replaced(name, method, function):
+    """A class of the page in which one method does something else."""
+    return type(name, (CLASSES[name],), {method: function})
+
+
+def a_row(self, X, *others):
+    return X[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda X: sgp.LatentGP(replaced("NeuralNetwork", "evaluate", a_row)(2.0), X).sample(
+                jax.random.key(0)
+            ),
+            r"`NeuralNetwork.evaluate` must return an array of shape \(4, 4\), got .*\(4,\)",
+        ),
+        (
+            lambda X: (sgp.kernels.RBF(1.0) + replaced("NeuralNetwork", "evaluate", a_row)(2.0))(
+                X, X
+            ),
+            r"`NeuralNetwork.evaluate` must return an array of shape \(4, 4\)",
+        ),
+        (
+            lambda X: replaced("NeuralNetwork", "evaluate_diag", lambda self, X: X)(2.0).diag(X),
+            r"`NeuralNetwork.evaluate_diag` must return an array of shape \(4,\), got .*\(4, 1\)",
+        ),
+        (
+            lambda X: replaced("Cauchy", "sample_precisions", lambda *_: X)(2.0).sample_frequencies(
+                jax.random.key(0), 4, 1
+            ),
+            r"`Cauchy.sample_precisions` must return an array of shape \(4,\)",
+        ),
+        (
+            lambda X: sgp.WeightSpaceGP(
+                replaced("Cosines", "evaluate", lambda self, X, index: (X * index).T)(2.0, 3), X
+            ).sample(jax.random.key(0)),
+            r"`Cosines.evaluate` must return an array of shape \(4, 3\), got .*\(3, 4\)",
+        ),
+        (
+            lambda X: sgp.GaussianProcess(
+                sgp.kernels.RBF(1.0), X, 0.1,
+                estimator=replaced("Dense", "log_prob", lambda self, H, r, **_: r)(),
+            ).log_prob(X[:, 0]),
+            r"`Dense.log_prob` must return an array of shape \(\), got .*\(4,\)",
+        ),
+        (
+            lambda X: sgp.GaussianProcess(
+                sgp.kernels.RBF(1.0), X, 0.1,
+                estimator=replaced("Dense", "sample_prior", lambda *_: jnp.ones((4, 3)))(),
+            ).sample(jax.random.key(0), (3,)),
+            r"`Dense.sample_prior` must return an array of shape \(3, 4\), got .*\(4, 3\)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_hook_that_returns_another_shape(use, message):
+    with pytest.raises(ValueError, match=message):
+        use(jnp.linspace(0.0, 1.0, 4)[:, None])

@@ -128,6 +128,15 @@ def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> No
         )
 
 
+def returned(hook: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """What a hook returned, which must have the shape that its class promises."""
+    if jnp.shape(value) != shape:
+        raise ValueError(
+            f"`{hook}` must return an array of shape {shape}, got one of shape {jnp.shape(value)}."
+        )
+    return value
+
+
 def observations(
     value: ArrayLike, event_shape: tuple[int, ...], rows_of: str
 ) -> Float[Array, "*batch n"]:

@@ -149,7 +149,8 @@ class GaussianProcess(RowsDistribution):
             ValueError: if `value` has the wrong length, or holds NaN or infinity.
         """
         residual = checks.observations(value, self.event_shape, "X") - self.mean
-        return self.estimator.log_prob(self._operator(), residual, key=self.key, state=self.state)
+        value = self.estimator.log_prob(self._operator(), residual, key=self.key, state=self.state)
+        return checks.returned(self._hook("log_prob"), value, residual.shape[:-1])
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -167,6 +168,7 @@ class GaussianProcess(RowsDistribution):
         """
         count, key = math.prod(sample_shape), checks.as_key(key)
         draws = self.estimator.sample_prior(self._operator(), key, count)
+        checks.returned(self._hook("sample_prior"), draws, (count, *self.event_shape))
         return self.mean + draws.reshape(*sample_shape, *self.event_shape)
 
     def condition(
@@ -215,6 +217,9 @@ class GaussianProcess(RowsDistribution):
             num_samples=num_samples,
             max_epochs=max_epochs,
         )
+
+    def _hook(self, name: str) -> str:
+        return f"{type(self.estimator).__name__}.{name}"
 
     def _operator(self) -> KernelOperator:
         return KernelOperator(self.kernel, self.X, self.noise_variance)

@@ -46,12 +46,14 @@ class AbstractFeatures(eqx.Module):
         Raises:
             ValueError: if `X` is not of rank 2, or holds NaN or infinity.
         """
-        return self.evaluate(checks.inputs("X", X), checks.as_index(index))
+        X, index = checks.inputs("X", X), checks.as_index(index)
+        hook = f"{type(self).__name__}.evaluate"
+        return checks.returned(hook, self.evaluate(X, index), (X.shape[0], index.shape[0]))
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """Evaluate all features, shape (n, m)."""
         X = checks.inputs("X", X)
-        return self.evaluate(X, jnp.arange(self.size(X)))
+        return self.columns(X, jnp.arange(self.size(X)))
 
     @property
     def has_dense_precision(self) -> bool:

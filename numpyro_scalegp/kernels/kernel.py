@@ -52,17 +52,20 @@ class AbstractKernel(AbstractSpectrum):
         """
         X = checks.inputs("X", X, may_be_empty=True)
         Z = checks.inputs("Z", Z, width=X.shape[1], may_be_empty=True)
-        return self.evaluate(X, Z)
+        hook = f"{type(self).__name__}.evaluate"
+        return checks.returned(hook, self.evaluate(X, Z), (X.shape[0], Z.shape[0]))
 
     def diag(self, X: Float[ArrayLike, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""
-        return self.evaluate_diag(checks.inputs("X", X, may_be_empty=True))
+        X = checks.inputs("X", X, may_be_empty=True)
+        hook = f"{type(self).__name__}.evaluate_diag"
+        return checks.returned(hook, self.evaluate_diag(X), X.shape[:1])
 
     def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
         """The matrix K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (n, n)."""
         X = checks.inputs("X", X, may_be_empty=True)
         diagonal = jnp.eye(X.shape[0], dtype=bool)
-        return jnp.where(diagonal, self.evaluate_diag(X)[:, None], self.evaluate(X, X))
+        return jnp.where(diagonal, self.diag(X)[:, None], self(X, X))
 
     @property
     def parts(self) -> dict[str, "AbstractKernel"]:
@@ -188,11 +191,11 @@ class Sum(AbstractComposite):
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Add up the active terms' matrices."""
-        return functools.reduce(operator.add, [kernel.evaluate(X, Z) for kernel in self._terms])
+        return functools.reduce(operator.add, [kernel(X, Z) for kernel in self._terms])
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """Add up the active terms' variances."""
-        return functools.reduce(operator.add, [kernel.evaluate_diag(X) for kernel in self._terms])
+        return functools.reduce(operator.add, [kernel.diag(X) for kernel in self._terms])
 
     @property
     def is_component(self) -> bool:
@@ -257,11 +260,11 @@ class Product(AbstractComposite):
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Multiply both kernels' matrices entry by entry."""
-        return self.left.evaluate(X, Z) * self.right.evaluate(X, Z)
+        return self.left(X, Z) * self.right(X, Z)
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """Multiply both kernels' variances."""
-        return self.left.evaluate_diag(X) * self.right.evaluate_diag(X)
+        return self.left.diag(X) * self.right.diag(X)
 
     @property
     def has_smooth_features(self) -> bool:
