@@ -16,11 +16,13 @@ from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractEstimator
+from numpyro_scalegp.families.sparse import SparsePosterior
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.log_determinants import AbstractLogDeterminant
-from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant
+from numpyro_scalegp.posteriors.mixture import MixturePosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
 from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner
 from numpyro_scalegp.tracing.elbo import AbstractParticleELBO
@@ -250,6 +252,10 @@ LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]
         "chevron_inducing",
         lambda kernel, X: _chevron(sgp.features.InducingPoints(kernel, X[:4] + 0.1), X),
     ),
+    (
+        "own",
+        lambda kernel, X: CLASSES["PseudoDataGP"](kernel, X, X[:4] + 0.1, X[:4, 0], jnp.ones(4)),
+    ),
 ]
 
 
@@ -328,16 +334,14 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     (
         "sparse_batch",
-        lambda kernel, X: sgp.families.SparsePosterior(
+        lambda kernel, X: SparsePosterior(
             kernel, X[:3], jnp.eye(2, 3), jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)])
         ),
     ),
     ("component", lambda kernel, X: _of_sum(kernel, X).component(lambda total: total.left)),
     (
         "mixture",
-        lambda kernel, X: sgp.posteriors.MixturePosterior(
-            _GivenNoise(kernel, X), jnp.array(NOISES)
-        ),
+        lambda kernel, X: MixturePosterior(_GivenNoise(kernel, X), jnp.array(NOISES)),
     ),
     (
         "outputs",
@@ -376,4 +380,5 @@ GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
         ),
     ),
     ("chevron", lambda model: sgp.guides.AutoChevronGP(model, rank=2)),
+    ("own", lambda model: CLASSES["AutoPseudoDataGP"](model, jnp.eye(4, NUM_COLUMNS))),
 ]

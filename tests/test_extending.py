@@ -3,7 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
 import pytest
+from numpyro.distributions.kl import kl_divergence
+from numpyro.infer import SVI
 
 import numpyro_scalegp as sgp
 from tests.extending import BLOCKS, CLASSES
@@ -11,7 +16,7 @@ from tests.extending import BLOCKS, CLASSES
 
 def test_each_class_takes_at_most_20_lines():
     sizes = [len([line for line in block.splitlines() if line.strip()]) for block in BLOCKS[1:]]
-    assert len(sizes) >= 5
+    assert len(sizes) >= 10
     assert max(sizes) <= 20
 
 
@@ -26,13 +31,13 @@ def test_kernels_work_in_models(x64):
         kernel.random_features(jax.random.key(0), X, 4)
 
 
-def test_stationary_kernel_without_precisions_says_so():
+def test_stationary_kernel_without_precisions_raises():
     own = CLASSES["Cauchy"]
 
     class Without(own):  # type: ignore[valid-type, misc]
         sample_precisions = sgp.kernels.AbstractStationary.sample_precisions
 
-    with pytest.raises(ValueError, match="`Without` does not say how its frequencies are drawn"):
+    with pytest.raises(ValueError, match="`Without` does not define how its frequencies are drawn"):
         Without(1.0).sample_frequencies(jax.random.key(0), 3, 2)
 
 
@@ -109,3 +114,43 @@ def a_row(self, X, *others):
 def test_a_hook_that_returns_another_shape(use, message):
     with pytest.raises(ValueError, match=message):
         use(jnp.linspace(0.0, 1.0, 4)[:, None])
+
+
+def test_likelihood_is_a_distribution_for_any_objective(x64):
+    own = CLASSES["ContaminatedNormal"]
+    value = jnp.linspace(-30.0, 30.0, 4001)
+    density = jnp.exp(own(0.3, 0.5, 0.2).log_prob(value))
+    np.testing.assert_allclose(jnp.trapezoid(density, value), 1.0, rtol=1e-6)
+    draws = own(jnp.array([0.3, 2.0]), 0.5, 0.2).sample(jax.random.key(0), (20_000,))
+    np.testing.assert_allclose(draws.mean(axis=0), [0.3, 2.0], atol=0.03)
+    np.testing.assert_allclose(draws.var(axis=0), 0.25 * (0.8 + 9.0 * 0.2), rtol=0.1)
+
+    def model(X, y, likelihood):
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.5), X))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", likelihood(f), obs=y)
+
+    X = jnp.linspace(0.0, 1.0, 6)[:, None]
+    guide = sgp.guides.AutoSparseGP(model, inducing_points=X[::2])
+
+    def loss(likelihood):
+        objective = sgp.infer.QuadratureELBO(20)
+        svi = SVI(model, guide, optax.sgd(0.1), objective)
+        params = svi.get_params(svi.init(jax.random.key(0), X, X[:, 0], likelihood))
+        key, args = jax.random.key(0), (model, guide, X, X[:, 0], likelihood)
+        return jax.value_and_grad(lambda p: objective.loss(key, p, *args))(params)
+
+    # Without outliers it is a normal distribution.
+    found, wanted = loss(lambda f: own(f, 0.5, 0.0)), loss(lambda f: dist.Normal(f, 0.5))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"the site `y` combines rows.*JointELBO"):
+        loss(lambda f: own(jnp.cumsum(f), 0.5, 0.2))
+
+
+def test_family_without_information_is_the_prior(x64):
+    X = jnp.linspace(0.0, 1.0, 5)[:, None]
+    kernel = sgp.kernels.RBF(0.5)
+    q = CLASSES["PseudoDataGP"](kernel, X, X[:3], jnp.ones(3), jnp.full(3, 1e12))
+    np.testing.assert_allclose(kl_divergence(q, sgp.LatentGP(kernel, X)), 0.0, atol=1e-9)
+    np.testing.assert_allclose(q.variance, 1.0)
