@@ -9,7 +9,7 @@
 covariance. `compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same
 process, a sparse GP here for some steps, then residual points for the mean: their weights by
 `solve_mean`, the noise at its optimum given the mean and the variances, twice over. With
-`--subset`, all hyperparameters come from an exact GP on so many neighboring rows, and stay: then
+`--subset`, all hyperparameters come from an exact GP on as many neighboring rows, and stay: then
 there is one solve.
 
 `stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points grow

@@ -31,8 +31,8 @@ from numpyro.infer import SVI, Trace_ELBO
 from sparse import score
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.log_determinants.learned import FitRecord, norms
 from numpyro_scalegp.log_determinants.log_determinant import Batch
+from numpyro_scalegp.log_determinants.state import FitRecord, norms
 
 WIDTH = 128
 TREATMENTS = {
@@ -68,7 +68,7 @@ def positive(name, value):
 
 
 def feature_map(num_in, width, rbf):
-    """The network's outputs, or so many random features of an RBF kernel on top of them."""
+    """The network's outputs, or random features of an RBF kernel on top of them."""
     mapped = functools.partial(outputs, network(num_in, width))
     if not rbf:
         return mapped
@@ -106,7 +106,7 @@ def nothing(*args, **kwargs):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6), donate_argnums=2)
 def trained(svi, num_steps, state, X, y, batch_size, logdet):
-    """Take so many steps in one compiled loop."""
+    """Take the steps in one compiled loop."""
 
     def step(state, _):
         return svi.update(state, X, y, batch_size=batch_size, logdet=logdet)

@@ -143,7 +143,7 @@ def fit(arguments):
 
 
 class Steps:
-    """Steps of `RowSVI` on some rows and so many features."""
+    """Steps of `RowSVI` on some rows and a given number of features."""
 
     def __init__(self, X, y, num_features, rank, num_set):
         d = X.shape[1]
@@ -232,14 +232,14 @@ def variance(arguments):
     phi = features(8, m, start["lengthscale"])
     phi = phi.with_kernel(sgp.kernels.RBF(start["lengthscale"], start["variance"]))
     mu_key, p_key, draw_key = jax.random.split(jax.random.key(0), 3)
-    law = Chevron(jax.random.normal(mu_key, (m,)), jnp.ones(m), jnp.zeros((m, 0)))
+    weights = Chevron(jax.random.normal(mu_key, (m,)), jnp.ones(m), jnp.zeros((m, 0)))
     support = X[jax.random.permutation(p_key, n)]
     noise = start["noise"] ** 2
 
     def objective(loc, key, control):
         row_key, set_key = jax.random.split(key)
         batch = X[jax.random.randint(row_key, (num,), 0, n)]
-        rows = weight_rows(draw_sets(set_key, m, num), loc, *law[1:])
+        rows = weight_rows(draw_sets(set_key, m, num), loc, *weights[1:])
         i, j = views(phi, batch, rows).projected[..., 0]
         total = (n / num) * i.dot(j)
         if control is not None:
@@ -254,11 +254,11 @@ def variance(arguments):
             rows = support[: 5 * rank]
             points = sgp.features.kmeans_points(jax.random.key(1), rows, rank)
             zero = jnp.zeros(len(rows))
-            control = ControlVariate.fit(phi, points, rows, zero, law, dense_precision=False)
+            control = ControlVariate.fit(phi, points, rows, zero, weights, dense_precision=False)
         draw = jax.jit(jax.value_and_grad(functools.partial(objective, control=control)))
         values, total, squares = [], np.zeros(m), np.zeros(m)
         for key in jax.random.split(draw_key, 1000):
-            value, gradient = draw(law.loc, key)
+            value, gradient = draw(weights.loc, key)
             values.append(float(value))
             gradient = np.asarray(gradient, np.float64)
             total, squares = total + gradient, squares + gradient**2

@@ -214,7 +214,7 @@ def main():
         num = min(block, total - done)
         for run, times in zip(runs, spent, strict=True):
             if isinstance(run, Ours) and num != block:
-                run.run(num)  # another length compiles anew: not timed
+                run.run(num)  # another length is compiled again: not timed
                 continue
             start = time.perf_counter()
             run.run(num)

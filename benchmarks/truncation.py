@@ -52,7 +52,7 @@ def roulette(arguments, expected, n):
 
 
 def truncated(arguments, iterations):
-    """Plain CG that stops after so many iterations, converged or not."""
+    """Plain CG that stops after a given number of iterations, converged or not."""
     solver = sgp.solvers.ConjugateGradients(
         0.0, iterations, preconditioner(arguments), arguments.group_size
     )

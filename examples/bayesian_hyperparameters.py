@@ -3,7 +3,7 @@
 Elevators from the UCI collection (New York flights where no UCI folder is given). NumPyro's stock
 guides and BlackJAX's SGLD see a log marginal likelihood whose gradient is unbiased: random probes
 for the trace, conjugate gradients under Russian roulette for the solves. On a few hundred rows NUTS
-on the exact density says what they are worth; then the same code goes on with thousands of rows.
+on the exact density shows what they are worth; then the same code goes on with thousands of rows.
 
     SCALEGP_DATA=path/to/uci python examples/bayesian_hyperparameters.py --num-rows 1000
 """

@@ -2,8 +2,8 @@
 
     python examples/checkpoint.py [--steps 2000] [--every 200] [--output outputs/checkpoint]
 
-Starts the training of a sparse GP in a process of its own, which saves a checkpoint every so many
-steps, and kills it in the middle. Then it goes on here, in another process, from the last
+Starts the training of a sparse GP in a process of its own, which saves a checkpoint every
+`--every` steps, and kills it in the middle. Then it goes on here, in another process, from the last
 checkpoint, and compares the parameters with those of a training without interruption.
 """
 

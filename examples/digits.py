@@ -1,4 +1,4 @@
-"""Odd or even: handwritten digits told apart by a GP with 100,000 random Fourier features.
+"""Odd or even: handwritten digits classified by a GP with 100,000 random Fourier features.
 
     python examples/digits.py [--num-features 100000] [--num-steps 1500]
 

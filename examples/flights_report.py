@@ -38,7 +38,7 @@ def baselines(data, rows=None):
         weights, *_ = np.linalg.lstsq(X, data.y_train, rcond=None)
         sd = np.std(data.y_train - X @ weights)
         error = (data.y_test[:rows] - Xs @ weights) / sd
-        half_widths = np.array([0.67449, 1.64485])  # of the normal law's central 50 % and 90 %
+        half_widths = np.array([0.67449, 1.64485])  # central 50 % and 90 % of a normal
         scores.append(
             Score(
                 name,

@@ -64,7 +64,7 @@ def model(X, y=None, size=ROWS):
 
 
 def follow(guide, batches, every, held):
-    """Train on a stream; the test error after every so many batches."""
+    """Train on a stream; the test errors on the way."""
     svi = SVI(guide.model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
     update = jax.jit(svi.update)
 

@@ -2,7 +2,6 @@
 
 from numpyro_scalegp import (
     datasets,
-    distributions,
     estimators,
     families,
     features,
@@ -28,7 +27,8 @@ from numpyro_scalegp.families import (
     SparseGP,
     WeightSpaceGP,
 )
-from numpyro_scalegp.infer import posterior, relevance_vectors
+from numpyro_scalegp.families.relevance import relevance_vectors
+from numpyro_scalegp.infer.conditioning import posterior
 from numpyro_scalegp.saving import load, save
 from numpyro_scalegp.solvers import preconditioners
 
@@ -43,7 +43,6 @@ __all__ = [
     "SparseGP",
     "WeightSpaceGP",
     "datasets",
-    "distributions",
     "estimators",
     "families",
     "features",

@@ -38,7 +38,7 @@ _WEATHER = {
     "pressure": "pressure",
     "visib": "visibility",
 }
-# One reading of the table says 1048 mph; every other one is below 50.
+# One reading of the table is 1048 mph; every other one is below 50.
 _MAX_WIND_SPEED = 200.0
 
 
@@ -264,7 +264,7 @@ def _uci_folder(path: str | os.PathLike[str] | None) -> Path:
 
 
 def _import_extra(module: str) -> Any:
-    """Import a module of the `examples` extra, or say how to install it."""
+    """Import a module of the `examples` extra, or raise with how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -301,7 +301,7 @@ def _flight_schedule(pandas: Any, flights: Any, airports: Any) -> dict[str, np.n
     arrival = flights["sched_arr_time"].to_numpy()  # 2359 means 23:59
     arrival = arrival // 100 + (arrival % 100) / 60.0
     # The table gives each airport's standard time and whether it ever changes; the hour in New York
-    # and in UTC say whether it is summer.
+    # and in UTC give whether it is summer.
     utc_hour = pandas.to_datetime(flights["time_hour"], utc=True).dt.hour.to_numpy(np.float64)
     origin_offset = (hour - utc_hour + 12.0) % 24.0 - 12.0
     unchanging = [*airports["faa"][airports["dst"] == "N"], *_MISSING_AIRPORTS]

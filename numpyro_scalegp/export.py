@@ -36,7 +36,7 @@ def to_arviz(
 
     Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
     `log_likelihood` (pointwise; for a `GaussianProcess` or `FeatureSpaceGP` site the leave-one-out
-    densities log p(y_i | y_-i, parameters), which PSIS leave-one-out asks for; entries that a mask
+    densities log p(y_i | y_-i, parameters), which PSIS leave-one-out takes; entries that a mask
     hides are left out, and the others of a site `y` stand along `y_counted`), `observed_data`,
     `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver states, `residual`,
     `probe_residual`, `epochs`, `converged` and `standard_error` over steps; MCMC: divergences and
@@ -49,7 +49,7 @@ def to_arviz(
         guide: for SVI, the guide.
         key: a typed JAX key.
         model_args: the model's positional arguments, observations included; for MCMC those of its
-            run by default. The model must see all the rows to export: no mini-batches.
+            run by default. The model must get all the rows to export: no mini-batches.
         model_kwargs: the model's keyword arguments, likewise.
         num_samples: for SVI, draws from the guide.
         sites: latent and deterministic sites to keep in `posterior`; None for all. A function at
@@ -68,7 +68,7 @@ def to_arviz(
     Raises:
         ImportError: if ArviZ is not installed.
         ValueError: if the model or the guide is missing, a name in `sites` or `dims` is unknown,
-            a site has fewer axes than `dims` or another length than `coords` says, or the model
+            a site has fewer axes than `dims` or another length than in `coords`, or the model
             subsamples its rows.
 
     References:
@@ -237,7 +237,7 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     """Which entries of each observed site no mask hides.
 
     Raises:
-        ValueError: if the model draws mini-batches: each draw would see rows of its own.
+        ValueError: if the model draws mini-batches: each draw would have rows of its own.
     """
 
     # Compiled, since of the model then nothing is computed but the masks.

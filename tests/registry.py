@@ -22,6 +22,7 @@ from numpyro_scalegp.guides import AbstractGPGuide
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
+from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
 from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner
@@ -345,7 +346,7 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ),
     (
         "outputs",
-        lambda kernel, X: sgp.posteriors.OutputsPosterior(
+        lambda kernel, X: OutputsPosterior(
             jax.tree_util.Partial(sgp.LatentGP.condition, sgp.LatentGP(kernel, X)),
             jnp.stack([jnp.sin(X[:, 0]), jnp.cos(X[:, 0])]),
         ),

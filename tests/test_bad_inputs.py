@@ -19,6 +19,7 @@ import pytest
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.core.linalg import Factor
+from numpyro_scalegp.kernels import kernel as C
 from numpyro_scalegp.solvers import stopping as truncation
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -175,14 +176,14 @@ KERNELS: list[Row] = [
     ("odd columns", lambda: K.MultiscaleRBF(1.0).diag(X), "`MultiscaleRBF` needs inputs with"),
     ("scale text", lambda: rbf * "a", "`scale` must be a number or an array of numbers, got 'a'"),
     ("scale negative", lambda: -2.0 * rbf, "`scale` must be positive and finite, got -2"),
-    ("scale vector", lambda: K.Scaled(rbf, np.ones(2)), r"`scale` must have shape \(\), got"),
-    ("scaled text", lambda: K.Scaled("a", 1.0), "`kernel` must be one of `sgp.kernels`"),
-    ("scaled class", lambda: K.Scaled(K.RBF, 1.0), r"`kernel` must .* `RBF`: write `RBF\(...\)`"),
-    ("left None", lambda: K.Sum(None, rbf), "`left` must be one of `sgp.kernels` .* got None"),
-    ("right class", lambda: K.Sum(rbf, K.RBF), "`right` must be an instance, got the class `RBF`"),
-    ("left number", lambda: K.Product(2.0, rbf), "`left` must be one of `sgp.kernels` .* got 2.0"),
-    ("right solver", lambda: K.Product(rbf, CG), "`right` must be one of `sgp.kernels`"),
-    ("dims of a class", lambda: K.ActiveDims(K.RBF, (0,)), "`kernel` must be an instance"),
+    ("scale vector", lambda: C.Scaled(rbf, np.ones(2)), r"`scale` must have shape \(\), got"),
+    ("scaled text", lambda: C.Scaled("a", 1.0), "`kernel` must be one of `sgp.kernels`"),
+    ("scaled class", lambda: C.Scaled(K.RBF, 1.0), r"`kernel` must .* `RBF`: write `RBF\(...\)`"),
+    ("left None", lambda: C.Sum(None, rbf), "`left` must be one of `sgp.kernels` .* got None"),
+    ("right class", lambda: C.Sum(rbf, K.RBF), "`right` must be an instance, got the class `RBF`"),
+    ("left number", lambda: C.Product(2.0, rbf), "`left` must be one of `sgp.kernels` .* got 2.0"),
+    ("right solver", lambda: C.Product(rbf, CG), "`right` must be one of `sgp.kernels`"),
+    ("dims of a class", lambda: C.ActiveDims(K.RBF, (0,)), "`kernel` must be an instance"),
     ("mask of dims", lambda: rbf.on((True, False)), "`dims` must be a sequence of integers"),
     ("text of dims", lambda: rbf.on("a"), "`dims` must be a sequence of integers"),
     ("no dims", lambda: rbf.on(()), "`dims` must name at least one column"),

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from tests.conformance import (
     Compiled,
     assert_all_finite,

@@ -175,9 +175,7 @@ def test_flights_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_relevance_vectors(tmp_path: Path) -> None:
-    number, error = load("relevance_vectors").main(
-        200, num_steps=15_000, learning_rate=0.005, folder=tmp_path
-    )
+    number, error = load("relevance_vectors").main(200, num_steps=10_000, folder=tmp_path)
     # One function cannot follow the sinc; those of all 200 rows do not make a sparse model.
     assert 5 <= number <= 20
     assert error < 0.05

@@ -17,13 +17,9 @@ EXCEPTIONS = {
     "what others return": (
         "datasets.Dataset",
         "estimators.Audit",
-        "estimators.Estimate",
         "estimators.SolverState",
-        "guides.SolvedMean",
         "infer.Draws",
         "infer.LogDeterminantDiagnostics",
-        "solvers.Coefficients",
-        "solvers.RepresenterWeights",
         "solvers.Solution",
         "solvers.StopReason",
     ),

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
+from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.solvers import ConjugateGradients
 from numpyro_scalegp.solvers.preconditioners import PivotedCholesky
 from tests.registry import ESTIMATORS, KERNELS, NUM_COLUMNS
@@ -50,7 +51,7 @@ def deep() -> sgp.kernels.AbstractKernel:
 
 
 @functools.cache
-def pathwise() -> tuple[sgp.posteriors.PathwisePosterior, SolverState]:
+def pathwise() -> tuple[PathwisePosterior, SolverState]:
     """A posterior with a deep kernel, and the state that its fit left."""
     X, y, _ = data()
 

@@ -219,8 +219,8 @@ def instance(name: str, value: T, kind: type | tuple[type, ...], expected: str =
     Args:
         name: of the argument.
         value: what it got.
-        kind: its class, or several; a base class of this package is told by its namespace.
-        expected: what to say of `kind` instead.
+        kind: its class, or several; a base class of this package is described by its namespace.
+        expected: how to describe `kind` instead.
 
     Raises:
         TypeError: if it is none, and with a hint if it is a class of that kind.

@@ -89,7 +89,7 @@ batching.primitive_batchers[_call] = _batch_call
 
 
 def refuse_derivatives(refusal: str, tree: Any) -> Any:
-    """Pass a pytree through, and raise a TypeError that says `refusal` where it is differentiated.
+    """Pass a pytree through, and raise a TypeError of text `refusal` where it is differentiated.
 
     In the gradient of a value that holds something fixed, this refuses second derivatives.
     """
@@ -107,7 +107,7 @@ def once_differentiable(function: Callable, refusal: str) -> Callable:
 
     Args:
         function: of positional pytrees of arrays. What it closes over counts as constant.
-        refusal: what the error says.
+        refusal: the error's text.
     """
     once = lasting_jvp(function)
     once.defjvp(
@@ -128,7 +128,7 @@ def with_pullback(
     Args:
         pullback: maps `inputs`, `fixed` and the cotangent of the value to the cotangents of
             `inputs`, in their structure.
-        refusal: what the error says in forward mode.
+        refusal: the error's text in forward mode.
         value: the value; derivatives of its own are left out.
         inputs: a pytree of floating-point arrays.
         fixed: what else the pullback needs, a pytree of arrays.

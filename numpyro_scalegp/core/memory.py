@@ -1,4 +1,4 @@
-"""Whether dense matrices fit into memory, told before they are made."""
+"""Whether dense matrices fit into memory, checked before they are made."""
 
 import os
 import warnings

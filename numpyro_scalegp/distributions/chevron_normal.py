@@ -23,10 +23,10 @@ from numpyro_scalegp.features.chevron import dense_columns, sparse_diagonal
 class ChevronNormal(Distribution):
     """N(loc, C C') with C lower triangular: k dense columns, then a diagonal.
 
-    Between mean field (k = 0) and a full Cholesky factor (k = m): m (k + 2) numbers, correlations
+    Mean field for k = 0, a full Cholesky factor for k = m; m (k + 2) parameters, with correlations
     through the first k weights. It is a distribution like any other: a guide's, with
     `numpyro.infer.Trace_ELBO`, or with `TraceMeanField_ELBO` and a prior
-    `dist.Normal(...).to_event(1)`, of which it knows the divergence.
+    `dist.Normal(...).to_event(1)`, for which the divergence is registered.
 
     Args:
         loc: the mean, shape (m,).

@@ -16,11 +16,9 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
-from numpyro_scalegp.log_determinants import AbstractLogDeterminant
-from numpyro_scalegp.log_determinants.learned import learned, not_started
-from numpyro_scalegp.log_determinants.log_determinant import Batch
-from numpyro_scalegp.posteriors import FeaturePosterior
-from numpyro_scalegp.posteriors.feature import feature_posterior
+from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant, Batch
+from numpyro_scalegp.log_determinants.state import placeholder, updated_state
+from numpyro_scalegp.posteriors.feature import FeaturePosterior, feature_posterior
 
 
 class FeatureSpaceGP(Distribution):
@@ -124,8 +122,8 @@ class FeatureSpaceGP(Distribution):
                 "`logdet` must be one of `sgp.log_determinants`: `Variational`, `Compositional`, "
                 f"`Minimax` or `MiniBatch`, got {type(logdet).__name__}."
             )
-        learner = logdet.learner
-        if is_key_frozen() and (learner is not None or num < num_data):
+        stateful = logdet.stateful
+        if is_key_frozen() and (stateful is not None or num < num_data):
             raise ValueError(
                 "a `FeatureSpaceGP` under NUTS, HMC and other users of a potential energy, or in a "
                 "line search such as that of `numpyro.optim.Minimize`, takes "
@@ -137,19 +135,19 @@ class FeatureSpaceGP(Distribution):
         self.logdet = logdet
         self.evaluated: Array | None = None
         self.state: Any = None
-        if learner is not None and num < num_data:
+        if stateful is not None and num < num_data:
             self.evaluated = self._phi()
         Phi = jax.eval_shape(lambda: self.batch.features)
         checks.shape("weights", self.weights, Phi.shape[1:], why="one weight for each feature")
-        if learner is not None:
+        if stateful is not None:
             # Here, since NumPyro collects mutable sites before it first calls `log_prob`. What a
             # run gets of them is a copy of the dictionary. Features of all rows are left to
             # `log_prob`: `condition` never has them at once.
-            site = mutable(learner.name, {})
+            site = mutable(stateful.name, {})
             if num < num_data:
-                self.state = learned(learner, self.batch, site)
+                self.state = updated_state(stateful, self.batch, site)
             elif not site:
-                site["learned"] = not_started(learner, Phi.shape[1], Phi.dtype)
+                site["state"] = placeholder(stateful, Phi.shape[1], Phi.dtype)
         super().__init__((), (num,), validate_args=validate_args)
 
     def _phi(self) -> Float[Array, "b d"]:
@@ -160,7 +158,7 @@ class FeatureSpaceGP(Distribution):
 
     @property
     def batch(self) -> Batch:
-        """The batch as log-determinants see it."""
+        """The batch for log-determinants."""
         Phi = self._phi()
         dtype = jnp.result_type(Phi, self.noise_variance, self.weights)
         return Batch(Phi.astype(dtype), self.noise_variance.astype(dtype), self.num_data)
@@ -230,7 +228,7 @@ class FeatureSpaceGP(Distribution):
     def condition(self, y: Float[ArrayLike, " n"]) -> FeaturePosterior:
         """The exact posterior of f given the observations of all rows.
 
-        Three passes over the rows, in chunks, of which two refine the mean; a warning says where
+        Three passes over the rows, in chunks, of which two refine the mean. It warns where
         that is not enough in this precision.
 
         Args:

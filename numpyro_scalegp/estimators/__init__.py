@@ -4,7 +4,6 @@ from numpyro_scalegp.estimators.audit import Audit, audit
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.hutchinson import Hutchinson
-from numpyro_scalegp.estimators.iterative import AbstractIterative, Estimate
 from numpyro_scalegp.estimators.pathwise import Pathwise
 from numpyro_scalegp.estimators.random_fourier import RandomFourier
 from numpyro_scalegp.estimators.single_sample_rff import SingleSampleRFF
@@ -12,10 +11,8 @@ from numpyro_scalegp.estimators.solver_state import SolverState
 
 __all__ = [
     "AbstractEstimator",
-    "AbstractIterative",
     "Audit",
     "Cholesky",
-    "Estimate",
     "Hutchinson",
     "Pathwise",
     "RandomFourier",

@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """The result of `audit`: numbers, a table and a plot."""
+    """The result of `audit`: values, a table and a plot."""
 
     rows: list[AuditRow]
     costs: dict[str, Cost]

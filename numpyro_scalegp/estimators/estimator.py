@@ -113,7 +113,7 @@ class AbstractEstimator(eqx.Module):
         )
 
     def required_key(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
-        """The key, or an error that says where to get one."""
+        """The key, or an error with where to get one."""
         if key is None:
             raise ValueError(
                 f"`{type(self).__name__}` draws at random: give the `GaussianProcess`, or its "

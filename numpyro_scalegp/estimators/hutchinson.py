@@ -18,7 +18,7 @@ class Hutchinson(AbstractIterative):
     `ConjugateGradients` from extra columns of the same solve, otherwise from a Lanczos process of
     its own, which costs at most `logdet_epochs` epochs. Each evaluation is random, so it is for
     stochastic optimizers, not for NUTS or line searches (under a constant key, NumPyro's samplers
-    would see one frozen draw).
+    would use one frozen draw).
 
     Args:
         solver: one of `sgp.solvers`.

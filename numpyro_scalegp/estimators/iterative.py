@@ -17,7 +17,7 @@ from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.lanczos import LogDeterminant, log_determinant, stopping_variance
 from numpyro_scalegp.estimators.solver_state import Memory, Records, SolverState
 from numpyro_scalegp.features.prior_draws import PriorDraws
-from numpyro_scalegp.posteriors import PathwisePosterior
+from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.solvers import (
     AbstractSolver,
     ConjugateGradients,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.solvers import Coefficients
+from numpyro_scalegp.solvers.solver import Coefficients
 
 
 class LogDeterminant(NamedTuple):

@@ -13,8 +13,7 @@ from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.features.linear_model import log_densities, statistics
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.posteriors import FeaturePosterior
-from numpyro_scalegp.posteriors.feature import feature_posterior
+from numpyro_scalegp.posteriors.feature import FeaturePosterior, feature_posterior
 from numpyro_scalegp.solvers import KernelOperator
 
 

@@ -15,7 +15,7 @@ from numpyro_scalegp.core.index_sampling import stratified_indices
 
 
 class InitialPoints:
-    """Where points start: where they are told to, or on the rows of the first mini-batch.
+    """Where points start: as given, or on the rows of the first mini-batch.
 
     Args:
         name: of the argument that gives the points, for messages.

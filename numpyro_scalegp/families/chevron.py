@@ -16,6 +16,7 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.distributions.chevron_normal import check_chevron
 from numpyro_scalegp.families.family import AbstractVariationalGP
+from numpyro_scalegp.families.relevance import relevance_vectors
 from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.families.weight_space import WeightSpaceGP
 from numpyro_scalegp.features import AbstractFeatures, InducingPoints
@@ -112,17 +113,26 @@ class ChevronPosterior(AbstractVariationalPosterior):
         augmentation = _Augmentation(self.features.kernel, X, noise)
         return dataclasses.replace(self, augmentation=augmentation)
 
-    def pruned(self, active: Bool[ArrayLike, " m"]) -> "ChevronPosterior":
+    def pruned(
+        self, active: Bool[ArrayLike, " m"] | Float[ArrayLike, " m"], threshold: float = 1e4
+    ) -> "ChevronPosterior":
         """The same with the weights of inactive features at zero for certain.
 
         Args:
-            active: such as `relevance_vectors` gives, shape (m,).
+            active: the prior precisions of the weights, of which `relevance_vectors` finds the
+                active ones; or True for each active feature, shape (m,).
+            threshold: precisions from here on are switched off.
 
         Returns:
             A posterior of the same shapes.
+
+        Raises:
+            ValueError: if `active` has another shape, or a precision is not positive.
         """
         active = jnp.asarray(active)
         checks.shape("active", active, self.loc.shape, why="one entry for each feature")
+        if active.dtype != bool:
+            active = relevance_vectors(active, threshold)
         # The covariance C C' loses rows and columns when C loses rows.
         return dataclasses.replace(
             self,
@@ -190,7 +200,7 @@ class ChevronGP(AbstractVariationalGP):
     """A variational Gaussian process f(X) = Phi w with w ~ N(loc, C C'), C a chevron.
 
     C is lower triangular with k dense columns and a diagonal, as in `ChevronNormal`. How the site
-    behaves in a model is told by `AbstractVariationalGP`; the prior is a `WeightSpaceGP`. Its
+    behaves in a model is described in `AbstractVariationalGP`; the prior is a `WeightSpaceGP`. Its
     moments and divergence cost O(n m (d + k)) and O(m k): with `QuadruplyStochasticELBO`, a step
     costs a fraction of that.
 

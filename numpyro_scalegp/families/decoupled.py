@@ -173,7 +173,7 @@ class DecoupledGP(AbstractVariationalGP):
 
     Mean k(x, P) a and covariance k(x, x') - k(x, Q) (B^-1 + K(Q, Q))^-1 k(Q, x') with B = L L',
     never more than the prior's: with L = 0 it is the prior's own. How the site behaves in a model
-    is told by `AbstractVariationalGP`.
+    is described in `AbstractVariationalGP`.
 
     With M = I + L'K(Q, Q) L, the divergence from the prior process is a'K(P, P) a / 2
     + (log|M| - tr(I - M^-1)) / 2. With `num_columns`, its first term is estimated from that many

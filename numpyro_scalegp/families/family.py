@@ -10,14 +10,14 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.distributions.rows import RowsDistribution
-from numpyro_scalegp.posteriors import AbstractVariationalPosterior
+from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
 
 
 class AbstractPriorGP(RowsDistribution):
     """A zero-mean Gaussian process at the rows of X, with an explicit covariance."""
 
     role = "prior"
-    made_of: ClassVar[str]  # besides X: its argument, by which guides know it
+    made_of: ClassVar[str]  # besides X: its argument, by which guides recognize it
 
     def covariance(self) -> Float[Array, "n n"]:
         """The covariance at the rows, jitter included, shape (n, n)."""
@@ -52,7 +52,7 @@ class AbstractVariationalGP(RowsDistribution):
     Weights with leading dimensions make it a batch of independent functions that share kernel and
     points: a plate over outputs.
 
-    Use it with an objective that knows the divergence between processes, `QuadratureELBO` or
+    Use it with an objective that takes the divergence between processes, `QuadratureELBO` or
     NumPyro's `TraceMeanField_ELBO`. The density at the rows of a mini-batch, which `Trace_ELBO`
     would use, bounds nothing.
     """

@@ -83,7 +83,7 @@ class HybridGP(AbstractVariationalGP):
 
     With Z the inducing points, K(Z, Z) = L L' and q(v) = N(loc, S S') over v = L^-1 f(Z), the mean
     is A'loc + k(x, R) a with A = L^-1 k(Z, x); the covariance is that of `SparseGP`, as is the
-    whole with a = 0. How the site behaves in a model is told by `AbstractVariationalGP`.
+    whole with a = 0. `AbstractVariationalGP` describes the site in a model.
 
     The divergence from the prior process is that of `SparseGP` plus loc'L^-1 K(Z, R) a
     + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from that many random columns

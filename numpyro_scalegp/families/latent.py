@@ -103,7 +103,7 @@ class LatentGP(AbstractPriorGP):
 
 
 def _as_kernel(value: Any) -> AbstractKernel:
-    """A kernel as it is; of a feature map the error says which prior takes it."""
+    """A kernel as it is; for a feature map the error names the prior that takes it."""
     if isinstance(value, AbstractFeatures):
         raise TypeError(
             f"`kernel` must be a kernel, got the feature map `{type(value).__name__}`: the latent "

@@ -23,7 +23,7 @@ def one_if_same(name: str, own: eqx.Module, prior: eqx.Module) -> Float[Array, "
     """What to multiply the divergence from a prior with: 1, or NaN where that is another one.
 
     A divergence between processes of other kernels is infinite, and formulas that take the kernels
-    to be the same say nothing of it. Functions, such as networks that are closures, are taken to be
+    to be the same do not apply. Functions, such as networks that are closures, are taken to be
     the same.
 
     Args:

@@ -93,7 +93,7 @@ class SparseGP(AbstractVariationalGP):
     v = L^-1 f(Z): f(x) has mean A'loc and variance k(x, x) - ||A||^2 + ||S'A||^2.
 
     The divergence from the prior process is (||S||_F^2 + ||loc||^2 - M - 2 sum log diag S) / 2. How
-    the site behaves in a model is told by `AbstractVariationalGP`.
+    the site behaves in a model is described in `AbstractVariationalGP`.
 
     Args:
         kernel: covariance function of the prior.

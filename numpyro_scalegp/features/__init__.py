@@ -1,4 +1,4 @@
-"""Finite descriptions of a function space, and where to put their points."""
+"""Finite feature maps, and the selection of inducing points."""
 
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.features.inducing_points import InducingPoints

@@ -144,7 +144,7 @@ def weight_rows(
 
 
 class Views(NamedTuple):
-    """The function at n rows as each set of features sees it."""
+    """The function at n rows from each set of features."""
 
     projected: Float[Array, "sets n one_plus_k"]  # s Phi_i [loc_i, C_i]
     diagonal: Float[Array, "sets n"]  # s sum_{r in i} phi_r^2 c_rr^2 besides the dense columns

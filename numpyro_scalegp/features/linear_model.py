@@ -23,7 +23,7 @@ _LARGE_ERROR = 0.1
 
 
 class Statistics(NamedTuple):
-    """What observations y = Phi w + e, e ~ N(0, D), say about the weights, for m data vectors."""
+    """The posterior of the weights given y = Phi w + e, e ~ N(0, D), for m data vectors."""
 
     gram: Float[Array, "p p"]  # Phi'D^-1 Phi
     moments: Float[Array, "p m"]  # Phi'D^-1 y
@@ -90,7 +90,7 @@ def refined(
         return w + matmul(W.T, white), jnp.linalg.norm(jax.lax.stop_gradient(white))
 
     mean, moves = jax.lax.scan(step, weights.mean, length=2)
-    # A third pass would move it by the same factor less.
+    # A third pass would change it by the same factor less.
     left = jnp.square(moves[1]) / jnp.maximum(moves[0], jnp.finfo(moves.dtype).tiny)
     far = left > _LARGE_ERROR
     jax.lax.cond(far, lambda: jax.debug.callback(_warn_of_mean, far), lambda: None)
@@ -139,7 +139,7 @@ def _warn_of_rounding(few: ArrayLike) -> None:
 def _warn_of_mean(far: ArrayLike) -> None:
     if far:
         warnings.warn(
-            "the posterior mean of features is off by a share of its standard deviation in this "
+            "the posterior mean of features is off by a part of its standard deviation in this "
             "precision: the data determine some weights too well beside the others. Work in "
             "float64 (numpyro.enable_x64()), or raise the noise variance.",
             RuntimeWarning,

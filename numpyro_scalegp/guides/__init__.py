@@ -4,15 +4,12 @@ from numpyro_scalegp.guides.chevron import AutoChevronGP
 from numpyro_scalegp.guides.decoupled import AutoDecoupledGP
 from numpyro_scalegp.guides.guide import AbstractGPGuide
 from numpyro_scalegp.guides.hybrid import AutoHybridGP
-from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, SolvedMean
 from numpyro_scalegp.guides.sparse import AutoSparseGP
 
 __all__ = [
-    "AbstractDecoupledGuide",
     "AbstractGPGuide",
     "AutoChevronGP",
     "AutoDecoupledGP",
     "AutoHybridGP",
     "AutoSparseGP",
-    "SolvedMean",
 ]

@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
-from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.runs import substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
 
@@ -32,7 +32,7 @@ class AbstractGPGuide(abc.ABC):
     """Guides that own one GP site; see `AutoSparseGP` for what they have in common.
 
     A call runs the rest's guide, then the model at those values to read kernel and rows off its GP
-    site, and samples the variational family there. So the family sees the model's kernel under the
+    site, and samples the variational family there. So the family has the model's kernel under the
     guide's hyperparameters, and the model's mini-batch.
     """
 
@@ -55,7 +55,7 @@ class AbstractGPGuide(abc.ABC):
     def family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:
         """Declare the parameters and return the variational family at the site's rows.
 
-        All that a guide of one's own has to say: take `site.kernel`, `site.X` and
+        The one method that a guide of one's own implements: take `site.kernel`, `site.X` and
         `site.batch_shape`, and declare parameters with `param`.
 
         Args:
@@ -279,9 +279,9 @@ class Given(Messenger):
 def set_up(
     guide: Guide, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Let a guide see the model's sites, if it has not run yet, as in a new process.
+    """Set a guide up for the model's sites, if it has not run yet, as in a new process.
 
-    NumPyro's guides learn what sites there are when they first run, and keep it. Here that happens
+    NumPyro's guides find the sites when they first run, and keep them. Here that happens
     outside of compiled code, where nothing traced is kept.
 
     Args:
@@ -317,7 +317,7 @@ def set_up(
 
 
 def _is_fresh(guide: Guide) -> bool:
-    """Whether a guide, or the rest of one, is to learn yet what sites the model has."""
+    """Whether a guide, or the rest of one, has not been set up for the model's sites."""
     return getattr(_innermost(guide), "prototype_trace", ()) is None
 
 

@@ -16,7 +16,7 @@ from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.families.bases import Basis, growing_bases
 from numpyro_scalegp.families.decoupled import expansion
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
-from numpyro_scalegp.solvers import RepresenterWeights, representer_weights
+from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
 from numpyro_scalegp.tracing.likelihood import ExpectedLikelihood, pseudo_observations
 from numpyro_scalegp.tracing.sites import GPSite, Model, WithoutSite
 
@@ -207,7 +207,7 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
 
         Args:
             params: the guide's parameters, as from `SVI.get_params`, with mutable state if any.
-            *args: the model's positional arguments, such that it sees all rows: no mini-batch.
+            *args: the model's positional arguments, such that it gets all rows: no mini-batch.
             num_newton_steps: 1 is exact for a Gaussian likelihood; positive.
             num_nodes: quadrature nodes for the likelihood's derivatives.
             tolerance: of the linear solve, see `representer_weights`.

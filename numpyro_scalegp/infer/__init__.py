@@ -1,6 +1,5 @@
 """Objectives for variational inference, and draws from its result."""
 
-from numpyro_scalegp.infer.conditioning import posterior
 from numpyro_scalegp.infer.initialization import initial_hyperparameters, median_distance
 from numpyro_scalegp.infer.joint import JointELBO
 from numpyro_scalegp.infer.log_determinants import (
@@ -12,7 +11,6 @@ from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
-from numpyro_scalegp.quadruply_stochastic.relevance import relevance_vectors
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
 from numpyro_scalegp.quadruply_stochastic.row_svi import RowSVI
 
@@ -29,8 +27,6 @@ __all__ = [
     "initial_pass",
     "log_determinant_diagnostics",
     "median_distance",
-    "posterior",
-    "relevance_vectors",
     "replace_params",
     "row_adagrad",
     "row_adam",

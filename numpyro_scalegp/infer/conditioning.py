@@ -17,7 +17,9 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
-from numpyro_scalegp.posteriors import AbstractPosterior, MixturePosterior, OutputsPosterior
+from numpyro_scalegp.posteriors.mixture import MixturePosterior
+from numpyro_scalegp.posteriors.outputs import OutputsPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, takes_part, traced
 from numpyro_scalegp.tracing.sites import StandIn
 

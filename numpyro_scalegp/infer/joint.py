@@ -21,7 +21,7 @@ class JointELBO(AbstractParticleELBO):
     of the likelihood depends on one row. (NumPyro's `TraceMeanField_ELBO` draws each row by itself:
     it is right for such likelihoods only.) All sites' divergences are as in `QuadratureELBO`.
 
-    The bound is that of the rows which the model sees. A likelihood that combines the rows of a
+    The bound is that of the rows which the model gets. A likelihood that combines the rows of a
     mini-batch is another one than that of all rows: give the model all of them.
 
     Args:

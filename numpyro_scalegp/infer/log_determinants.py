@@ -11,8 +11,8 @@ from numpyro.infer.svi import SVIState
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mutable_state import if_finite
 from numpyro_scalegp.distributions import FeatureSpaceGP
-from numpyro_scalegp.log_determinants.learned import Learned, started
-from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.log_determinants.log_determinant import AbstractStateful, Batch
+from numpyro_scalegp.log_determinants.state import LogDeterminantState, first_state
 from numpyro_scalegp.tracing.runs import Trace, traced
 
 
@@ -29,7 +29,7 @@ def initial_pass(
     Args:
         svi: an SVI, set up by `init`.
         svi_state: its state.
-        num_batches: at least 1; n / b of them see as many rows as there are.
+        num_batches: at least 1; n / b of them have as many rows as there are.
         *args: the model's positional arguments.
         **kwargs: the model's keyword arguments.
 
@@ -76,8 +76,8 @@ def initial_pass(
     begun = {}
     for name, (logdet, _) in sites.items():
         gram, count = total[name]
-        new = started(logdet.start(gram / count, num_batches), gram.dtype)
-        begun[name] = {"learned": if_finite(new, mutable[name]["learned"])}
+        new = first_state(logdet.start(gram / count, num_batches), gram.dtype)
+        begun[name] = {"state": if_finite(new, mutable[name]["state"])}
     return svi_state._replace(mutable_state={**mutable, **begun})
 
 
@@ -87,13 +87,13 @@ def _or_nothing(gram: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(good, gram, 0.0), good.astype(gram.dtype)
 
 
-def _with_state(trace: Trace) -> dict[str, tuple[AbstractBound, Batch]]:
+def _with_state(trace: Trace) -> dict[str, tuple[AbstractStateful, Batch]]:
     """The log-determinants that have a state, and their batches, by the names of their states."""
     found = (site.get("fn") for site in trace.values())
     return {
-        learner.name: (learner, fn.batch)
+        stateful.name: (stateful, fn.batch)
         for fn in found
-        if isinstance(fn, FeatureSpaceGP) and (learner := fn.logdet.learner) is not None
+        if isinstance(fn, FeatureSpaceGP) and (stateful := fn.logdet.stateful) is not None
     }
 
 
@@ -123,7 +123,7 @@ def log_determinant_diagnostics(svi_state: SVIState) -> dict[str, LogDeterminant
 
     Returns:
         The diagnostics by the names of the states (`name=` of the log-determinants); none for
-        `MiniBatch`, nor for what has seen batches of all rows alone, which are exact.
+        `MiniBatch`, nor after batches of all rows alone, which are exact.
 
     Example:
         >>> import jax
@@ -148,9 +148,9 @@ def log_determinant_diagnostics(svi_state: SVIState) -> dict[str, LogDeterminant
     """
     sites = svi_state.mutable_state or {}
     records = {
-        name: site["learned"].record
+        name: site["state"].record
         for name, site in sites.items()
-        if isinstance(site, dict) and isinstance(site.get("learned"), Learned)
+        if isinstance(site, dict) and isinstance(site.get("state"), LogDeterminantState)
     }
     return {
         name: LogDeterminantDiagnostics(

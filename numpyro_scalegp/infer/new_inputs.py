@@ -13,7 +13,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.infer.fitted_runs import is_gp
-from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.runs import Trace, is_latent
 
 

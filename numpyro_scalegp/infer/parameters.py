@@ -57,7 +57,7 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
     new = {name: jnp.asarray(value, old[name].dtype) for name, value in new.items()}
     mutable = state.mutable_state
     if mutable:
-        # A control variate no longer knows the weights: NaN until `RowSVI` refits it.
+        # A control variate of other weights is invalid: NaN until `RowSVI` refits it.
         mutable = {
             name: _stale(value) if isinstance(value, ControlVariate) else value
             for name, value in mutable.items()

@@ -24,7 +24,7 @@ from numpyro_scalegp.infer.new_inputs import (
     data_of_first_run,
     draw,
 )
-from numpyro_scalegp.posteriors import AbstractPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
 from numpyro_scalegp.tracing.runs import Trace, substituted, traced

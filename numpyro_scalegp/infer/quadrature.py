@@ -26,7 +26,7 @@ class QuadratureELBO(AbstractParticleELBO):
     NumPyro likelihood whose entries each depend on one row of f works, a mini-batch scaled by its
     plate included, and a Gaussian one is exact from two nodes. One that combines rows (a cumulative
     sum, a difference from the mean) raises, once, where a step is compiled: `JointELBO` is for it.
-    Other sites are sampled, with their analytic divergences where NumPyro knows them; the GP sites'
+    Other sites are sampled, with their analytic divergences where NumPyro has them; the GP sites'
     divergence is that of the processes. Functions in a plate share the nodes, so that each must
     have a likelihood of its own: one that combines them (a difference, a softmax, a mixing matrix)
     needs a GP site for each.

@@ -1,6 +1,6 @@
 """Covariance functions and their spectral densities."""
 
-from numpyro_scalegp.kernels.kernel import AbstractKernel, ActiveDims, Product, Scaled, Sum
+from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.matern import Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.multiscale import MultiscaleRBF
 from numpyro_scalegp.kernels.nonstationary import FeatureMapped, Linear
@@ -11,7 +11,6 @@ __all__ = [
     "RBF",
     "AbstractKernel",
     "AbstractStationary",
-    "ActiveDims",
     "Constant",
     "FeatureMapped",
     "Linear",
@@ -20,8 +19,5 @@ __all__ = [
     "Matern52",
     "MultiscaleRBF",
     "Periodic",
-    "Product",
     "RationalQuadratic",
-    "Scaled",
-    "Sum",
 ]

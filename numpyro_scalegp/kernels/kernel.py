@@ -23,7 +23,7 @@ class AbstractKernel(AbstractSpectrum):
     """A covariance function k(x, z) with array hyperparameters.
 
     `k(X, Z)` is the matrix of all pairs and `k.diag(X)` its diagonal. Kernels compose with `+`, `*`
-    and positive scalars, and `k.on((0, 3))` lets a kernel see some of the input columns only.
+    and positive scalars, and `k.on((0, 3))` restricts a kernel to some of the input columns.
     Hyperparameters are arrays without priors or constraints: those belong to the model.
 
     A kernel of one's own implements `evaluate` and `evaluate_diag`; where random features are
@@ -182,7 +182,7 @@ class AbstractComposite(AbstractKernel):
 class Sum(AbstractComposite):
     """The sum of two kernels, k(x, z) = k_1(x, z) + k_2(x, z).
 
-    `active` says which of the terms count: both, unless it is a `component` of another sum.
+    `active` selects the terms that count: both, unless it is a `component` of another sum.
     """
 
     left: AbstractKernel
@@ -338,7 +338,7 @@ class Scaled(AbstractComposite):
 
 
 class ActiveDims(AbstractComposite):
-    """A kernel that sees the input columns `dims` only, k(x, z) = k_1(x[dims], z[dims]).
+    """A kernel of the input columns `dims` only, k(x, z) = k_1(x[dims], z[dims]).
 
     Raises:
         TypeError: if `dims` is not a sequence of integers.

@@ -49,7 +49,7 @@ class AbstractStationary(AbstractKernel):
         Every correlation that is valid in all dimensions is such a mixture (Schoenberg, 1938).
         """
         raise ValueError(
-            f"`{type(self).__name__}` does not say how its frequencies are drawn: implement "
+            f"`{type(self).__name__}` does not define how its frequencies are drawn: implement "
             "`sample_precisions`, or use inducing points or an exact estimator instead."
         )
 

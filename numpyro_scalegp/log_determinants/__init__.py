@@ -1,9 +1,8 @@
 """Log-determinants of finite feature maps from mini-batches, for `FeatureSpaceGP`."""
 
 from numpyro_scalegp.log_determinants.compositional import Compositional
-from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant
 from numpyro_scalegp.log_determinants.mini_batch import MiniBatch
 from numpyro_scalegp.log_determinants.minimax import Minimax
 from numpyro_scalegp.log_determinants.variational import Variational
 
-__all__ = ["AbstractLogDeterminant", "Compositional", "MiniBatch", "Minimax", "Variational"]
+__all__ = ["Compositional", "MiniBatch", "Minimax", "Variational"]

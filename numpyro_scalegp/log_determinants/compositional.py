@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import inverse_cholesky
 from numpyro_scalegp.log_determinants.log_determinant import (
-    AbstractBound,
+    AbstractStateful,
     Batch,
     at_step,
     within_spread,
@@ -25,7 +25,7 @@ class RunningAverage(NamedTuple):
     num_batches: Int[Array, ""]
 
 
-class Compositional(AbstractBound):
+class Compositional(AbstractStateful):
     """log|F| through a running average A of the batches' estimates of F.
 
     The estimate log|A| + tr(A^-1 F_batch) - d has the gradient <A^-1, dF_batch>, unbiased for

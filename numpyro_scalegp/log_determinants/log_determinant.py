@@ -80,7 +80,7 @@ class AbstractLogDeterminant(eqx.Module):
     """An estimator of log N(y; 0, Phi Phi' + noise I) from mini-batches, by its log|F|."""
 
     @property
-    def learner(self) -> "AbstractBound | None":
+    def stateful(self) -> "AbstractStateful | None":
         """Itself, if it learns F from batch to batch in a mutable state."""
         return None
 
@@ -94,7 +94,7 @@ class AbstractLogDeterminant(eqx.Module):
         """
 
 
-class AbstractBound(AbstractLogDeterminant):
+class AbstractStateful(AbstractLogDeterminant):
     """One whose estimate of log|F| is a sum over rows, given an estimate of F from earlier batches.
 
     That is its mutable state, a pytree of arrays in the NumPyro mutable site `name` of a
@@ -107,7 +107,7 @@ class AbstractBound(AbstractLogDeterminant):
         checks.instance("name", self.name, str, "a string")
 
     @property
-    def learner(self) -> "AbstractBound":
+    def stateful(self) -> "AbstractStateful":
         """Itself."""
         return self
 

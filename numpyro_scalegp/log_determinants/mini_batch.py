@@ -26,7 +26,7 @@ class MiniBatch(AbstractLogDeterminant):
         Chen et al. (2020), Stochastic Gradient Descent in Correlated Settings: A Study on Gaussian
         Processes. Time O(b d min(b, d)) for each step: it works with b x b or d x d matrices,
         whichever are smaller, so that little noise costs no more digits than it must. A warning
-        says where too few are left.
+        is raised where too few are left.
     """
 
     def log_prob(

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul, triangular_outer
-from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch, within_spread
+from numpyro_scalegp.log_determinants.log_determinant import AbstractStateful, Batch, within_spread
 from numpyro_scalegp.log_determinants.variational import multiplied
 
 # How far below the noise A may be before it is projected: projections take a decomposition.
@@ -25,7 +25,7 @@ class Saddle(NamedTuple):
     penalty: Float[Array, ""]
 
 
-class Minimax(AbstractBound):
+class Minimax(AbstractStateful):
     """log|F| as the minimum over A of log|A| + penalty sqrt(d) |A - F|, the norm as a maximum.
 
     The estimate is above log|F| for the best B alone, not for any: it is no bound.
@@ -36,7 +36,7 @@ class Minimax(AbstractBound):
     |A - F| / |A|, it is exact from about the condition number of F on; below, A falls to the
     smallest that is allowed.)
 
-    A step moves A by one half of a batch and then B by the other half, and the hyperparameters'
+    A step updates A by one half of a batch and then B by the other half, and the hyperparameters'
     gradient takes both as they were before the batch: so no mean of a product is taken for a
     product of means. |B| <= 1 and A >= noise I are kept by projections. Where B reaches its limit,
     the penalty does not hold A at F, and rises.
@@ -76,7 +76,7 @@ class Minimax(AbstractBound):
     def start_from(
         self, F: Float[Array, "d d"], W: Float[Array, "d d"], num_batches: int
     ) -> Saddle:
-        """The state with A = F and the B that holds it there; a step sees to |B| <= 1."""
+        """The state with A = F and the B that holds it there; a step keeps |B| <= 1."""
         eye = jnp.eye(F.shape[0], dtype=F.dtype)
         penalty = jnp.asarray(self.penalty, F.dtype)
         return Saddle(W, eye, penalty)

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import half, matmul, triangular_product
 from numpyro_scalegp.log_determinants.log_determinant import (
-    AbstractBound,
+    AbstractStateful,
     Batch,
     at_step,
     within_spread,
@@ -33,7 +33,7 @@ class Whitening(NamedTuple):
     step: Int[Array, ""]
 
 
-class Variational(AbstractBound):
+class Variational(AbstractStateful):
     """log|F| = min over A of log|A| + tr(A^-1 F) - d, minimized along with all else.
 
     With A^-1 = W'W and W lower triangular, the bound and its gradients from mini-batches have no
@@ -49,7 +49,7 @@ class Variational(AbstractBound):
     which is a tenth at most: steps are such that step_size times the spread between batches is at
     most 0.2 (see `sgp.infer.log_determinant_diagnostics`). So with Gaussian rows A averages
     over 5 d of them or more, and over up to all rows where a few are far longer than others. It is
-    biased where hyperparameters move faster than that.
+    biased where hyperparameters change faster than that.
 
     Args:
         step_size: 0 < step_size <= 1, or a schedule, a function of the step: by default

@@ -16,7 +16,7 @@ from numpyro_scalegp.features.linear_model import Weights, posterior, refined, s
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
-# A leverage is told from one by its distance from it, in units of rounding: 1 % of accuracy.
+# The least distance of a leverage from one, in units of rounding: 1 % of accuracy.
 _LOST_DIGITS = 100.0
 
 
@@ -91,14 +91,14 @@ class FeaturePosterior(AbstractConditioned):
 
         Returns:
             A `numpyro.distributions.Normal` of batch shape (n,), in O(n p^2). Where the features
-            fit an observation nearly exactly, 1 - h_i has few digits, and a warning says so.
+            fit an observation nearly exactly, 1 - h_i has few digits, and there is a warning.
 
         References:
             Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
         """
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
         variance = self.variance(self.X)
-        # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may say otherwise.
+        # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may give less.
         eps = jnp.finfo(variance.dtype).eps
         rest = jnp.maximum(1.0 - variance / noise, eps)
         few = jnp.min(rest) < _LOST_DIGITS * eps

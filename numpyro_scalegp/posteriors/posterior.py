@@ -145,7 +145,7 @@ class AbstractPosterior(eqx.Module):
 
         Raises:
             ValueError: if `noise_variance` has another shape, or a negative entry; if it is not
-                given, and the posterior knows of none, or of one for each training row.
+                given, and the posterior has none, or one for each training row.
         """
         noise_variance = self._noise_or_raise() if noise_variance is None else noise_variance
         noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
@@ -198,7 +198,7 @@ class AbstractConditioned(AbstractPosterior):
     @property
     @abc.abstractmethod
     def _row_width(self) -> int:
-        """Numbers at once for each row of inputs that is worked on."""
+        """Entries of intermediate arrays for each row of inputs in a chunk."""
 
     @abc.abstractmethod
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:

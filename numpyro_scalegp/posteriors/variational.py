@@ -1,4 +1,4 @@
-"""What posteriors that are summarized by basis functions share."""
+"""The base class of posteriors that are summarized by basis functions."""
 
 import abc
 import math
@@ -25,7 +25,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
     @property
     @abc.abstractmethod
     def _row_width(self) -> int:
-        """Numbers at once for each row of inputs that is worked on."""
+        """Entries of intermediate arrays for each row of inputs in a chunk."""
 
     @abc.abstractmethod
     def _weights(self) -> tuple[Any, ...]:

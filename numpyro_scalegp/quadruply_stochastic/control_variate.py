@@ -72,7 +72,7 @@ class ControlVariate(eqx.Module):
     def views(
         self, features: AbstractFeatures, rows: WeightRows
     ) -> Float[Array, "sets r one_plus_k"]:
-        """What each set sees at the support rows, s Phi_p,i [loc_i, C_i]."""
+        """The projections of each set at the support rows, s Phi_p,i [loc_i, C_i]."""
         return views(self._features(features), self.X, rows).projected
 
     def some_columns(self, columns: Int[Array, " c"]) -> "ControlVariate":

@@ -250,7 +250,7 @@ class QuadruplyStochasticELBO(AbstractParticleELBO):
 
 
 def _check_fixed(p: WeightSpaceGP, key: Array, pair: Pair) -> None:
-    """Raise unless the prior is that of features which no parameter moves."""
+    """Raise unless the prior is that of features without learned parameters."""
 
     def features(params: dict[str, Any]) -> list[Array]:
         q = find_family(params, pair.guide, key, pair.args, pair.kwargs)[1]

@@ -160,8 +160,17 @@ def row_adagrad(
     return by_rows(optax.scale_by_rss(initial_accumulator, epsilon), learning_rate)
 
 
+def decaying_rate(step: Int[Array, ""]) -> Float[Array, ""]:
+    """The default rate of `row_adam`, 0.01 / sqrt(1 + step / 1000)."""
+    return 0.01 / jnp.sqrt(1.0 + step / 1000)
+
+
 def row_adam(
-    learning_rate: Schedule = 1e-3, *, b1: float = 0.9, b2: float = 0.999, epsilon: float = 1e-8
+    learning_rate: Schedule = decaying_rate,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    epsilon: float = 1e-8,
 ) -> RowOptimizer:
     """Adam in its lazy form: the moments of a row are updated only when the row is touched.
 
@@ -169,7 +178,7 @@ def row_adam(
     rows, this is Adam.
 
     Args:
-        learning_rate: a number, or a function of the step.
+        learning_rate: a number, or a function of the step; by default 0.01 / sqrt(1 + step / 1000).
         b1: decay of the mean of gradients, in touches.
         b2: decay of the mean of squares, in touches.
         epsilon: added to the root.

@@ -23,7 +23,7 @@ from numpyro_scalegp.quadruply_stochastic.problem import find_family
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
     RowOptimizer,
     all_finite,
-    row_adagrad,
+    row_adam,
     update_rows,
     where,
 )
@@ -51,10 +51,10 @@ class RowSVI(SVI):
         model: a NumPyro model with a `WeightSpaceGP` site.
         guide: a guide with a `ChevronGP` there, such as `AutoChevronGP`.
         optim: an optax optimizer for the parameters without rows.
-        loss: a `QuadruplyStochasticELBO`.
+        loss: a `QuadruplyStochasticELBO`; None for the default one, with sets of 2,000 features.
         row_optim: the optimizer of parameters with rows, `row_adagrad` or `row_adam`; or a function
-            from a parameter's name to its optimizer. Dense columns are small beside the
-            mean, and want a smaller learning rate.
+            from a parameter's name to its optimizer; None for `row_adam()`. Dense columns are
+            small beside the mean, and need a smaller learning rate.
         warmup_steps: during these first steps the parameters without rows stay as they are, so that
             hyperparameters wait for the weights.
         refresh_every: steps of `run` after which the control variate is fitted again, with the
@@ -95,7 +95,7 @@ class RowSVI(SVI):
         model: Callable,
         guide: Callable,
         optim: optax.GradientTransformation,
-        loss: QuadruplyStochasticELBO,
+        loss: QuadruplyStochasticELBO | None = None,
         *,
         row_optim: RowOptimizer | Callable[[str], RowOptimizer] | None = None,
         warmup_steps: int = 0,
@@ -103,6 +103,7 @@ class RowSVI(SVI):
         **static_kwargs: Any,
     ) -> None:
         checks.instance("optim", optim, optax.GradientTransformation, "an optax optimizer")
+        loss = QuadruplyStochasticELBO() if loss is None else loss
         if not isinstance(loss, QuadruplyStochasticELBO):
             raise TypeError(
                 f"`loss` must be a `QuadruplyStochasticELBO`, got {type(loss).__name__}: other "
@@ -110,7 +111,7 @@ class RowSVI(SVI):
             )
         super().__init__(model, guide, optim, loss, **static_kwargs)
         self.dense_optim = optax.with_extra_args_support(optim)
-        row_optim = row_adagrad() if row_optim is None else row_optim
+        row_optim = row_adam() if row_optim is None else row_optim
         if isinstance(row_optim, type) or not (
             callable(row_optim) or isinstance(row_optim, RowOptimizer)
         ):

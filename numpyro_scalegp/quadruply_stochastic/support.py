@@ -17,7 +17,7 @@ from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.problem import Problem, find_family, trace_problem
 
-# Rows from which a control variate learns what its support says, for each support point.
+# Rows to which a control variate is fitted, for each support point.
 _DATA_ROWS = 5
 
 
@@ -93,7 +93,7 @@ class ControlVariates(NamedTuple):
     def _support(
         self, given: dict[str, Any], problem: Problem, key: Key[Array, ""]
     ) -> tuple[Float[Array, "r d"], Float[Array, "s d"], Float[Array, " s"]]:
-        """Support points, rows of mini-batches that the model draws, and what f is seen as there.
+        """Support points, rows of mini-batches that the model draws, and the targets of f there.
 
         Centers of the rows' clusters vary with more of the data than as many rows.
         """

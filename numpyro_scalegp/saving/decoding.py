@@ -77,7 +77,7 @@ class Decoder:
         stored = self.arrays[code["name"]]
         if list(stored.shape) != code["shape"]:
             raise ValueError(f"the array at {at(path)} has shape {stored.shape} in the file.")
-        # What NumPy does not know lies there as unsigned integers.
+        # Types that NumPy lacks are stored as unsigned integers.
         known = code["dtype"][0] in "<>|="
         dtype = np.dtype(code["dtype"]) if known else jnp.dtype(code["dtype"])
         array = stored if known else stored.view(dtype)

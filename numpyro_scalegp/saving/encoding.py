@@ -44,7 +44,7 @@ def fields_of(of: type[Distribution]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def is_node(of: type) -> bool:
-    """Whether a class says itself how its objects are flattened."""
+    """Whether a class defines how its objects are flattened."""
     flattens = hasattr(of, "tree_flatten") or hasattr(of, "tree_flatten_with_keys")
     return flattens and hasattr(of, "tree_unflatten")
 

@@ -49,7 +49,7 @@ def iterate(
 ) -> tuple[Any, Course]:
     """Iterate until the residuals are within the tolerance, or nothing is left to do.
 
-    What a recursion says of its residual drifts away from the truth with rounding errors. So
+    The residual of a recursion drifts away from the true one with rounding errors. So
     wherever it would end, the residual is computed from the solution, in one more epoch. If that is
     above the tolerance after all, the iteration starts again from there, as long as at least half
     of what it claims is true; otherwise it is at the limit of the precision.

@@ -64,7 +64,7 @@ def advance(
     """One iteration of each group, given H S, or a start at the residuals `fresh`.
 
     The step minimizes over the span of S, so that errors never grow, whatever rounding or dependent
-    columns do to the factors; S'Q, which is the identity in exact arithmetic, sees to that.
+    columns do to the factors; S'Q, the identity in exact arithmetic, corrects that.
 
     It works unless rounding leaves no positive curvature: then the groups stay as they are. Where
     the product is not finite, or the curvature too negative for rounding, the next state is NaN.

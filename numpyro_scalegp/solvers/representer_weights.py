@@ -70,7 +70,7 @@ def representer_weights(
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Returns:
-        The weights. `converged` says whether their residual, relative to that of zero weights, is
+        The weights. `converged` is whether their residual, relative to that of zero weights, is
         at most `tolerance`: it is not where the iterations ended first, or rounding stands against
         it, as with little noise in float32.
 

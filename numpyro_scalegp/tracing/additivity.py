@@ -33,7 +33,7 @@ def check_additive(
 
     Only then its expectation follows from the marginals of f. With f = p in some rows and q in the
     others, and the converse, such a term adds up to what it is at p and at q. Rows are parted by
-    the digits of their number, which tell any two of them apart. Both signs and several sizes of p
+    the binary digits of their indices, of which any two differ. Both signs and several sizes of p
     and q are tried.
 
     It runs on the host, once where a step is compiled, with `standing_in`.
@@ -79,7 +79,7 @@ def _refuse(name: str, site: str) -> NoReturn:
 
 
 def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether an entry is no sum over rows; what is not finite says nothing."""
+    """Whether an entry is no sum over rows; what is not finite is no evidence."""
     eps = float(np.finfo(at_p.dtype).eps)
     at_p, at_q, one, other = (array.astype(float) for array in (at_p, at_q, one, other))
     with np.errstate(invalid="ignore", over="ignore"):

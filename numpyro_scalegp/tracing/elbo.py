@@ -1,4 +1,4 @@
-"""What this package's objectives share."""
+"""The base class of this package's objectives."""
 
 import abc
 from collections.abc import Callable

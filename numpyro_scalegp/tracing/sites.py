@@ -57,7 +57,7 @@ class GPSite(NamedTuple):
     """A GP site of a model, as the model made it under given hyperparameters."""
 
     name: str
-    prior: Any  # of the class that the guide wants
+    prior: Any  # of the class that the guide is for
     batch_shape: tuple[int, ...]  # of independent functions, by plates
     plates: tuple[CondIndepStackFrame, ...]
     partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements

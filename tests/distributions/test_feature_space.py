@@ -16,6 +16,7 @@ from numpyro.infer import SVI, Trace_ELBO
 import numpyro_scalegp as sgp
 from numpyro_scalegp.log_determinants import Compositional, MiniBatch, Minimax, Variational
 from numpyro_scalegp.log_determinants.log_determinant import Batch
+from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from tests.compilation import largest_array
 from tests.feature_problem import BATCH, D, N, best_weights, data, exact, features
 
@@ -141,20 +142,20 @@ def test_svi_carries_the_state(x64):
     logdet = Variational(name="volume")
     svi = SVI(model, nothing, optax.adam(0.05), Trace_ELBO())
     state = svi.init(KEY, X, y, logdet, BATCH)
-    before = state.mutable_state["volume"]["learned"].state
+    before = state.mutable_state["volume"]["state"].state
     state, _ = jax.jit(lambda state: svi.update(state, X, y, logdet, BATCH))(state)
-    after = state.mutable_state["volume"]["learned"].state
+    after = state.mutable_state["volume"]["state"].state
     assert after.step == before.step + 1
     assert not jnp.allclose(after.W, before.W)
     # What is not finite is not kept, as `stable_update` does not keep parameters.
     broken = sgp.infer.replace_params(svi, state, {"log_scale": jnp.full(D, 400.0)})
     kept, _ = svi.stable_update(broken, X, y, logdet, BATCH)
-    np.testing.assert_array_equal(kept.mutable_state["volume"]["learned"].state.W, after.W)
+    np.testing.assert_array_equal(kept.mutable_state["volume"]["state"].state.W, after.W)
     # Nor does an evaluation write to the state that it is given.
     given = {**svi.get_params(state), **state.mutable_state}
     for batch_size in (BATCH, None):
         Trace_ELBO().loss(KEY, given, model, nothing, X, y, logdet, batch_size)
-    assert state.mutable_state["volume"]["learned"].state is after
+    assert state.mutable_state["volume"]["state"].state is after
 
 
 @pytest.mark.parametrize("logdet", [Variational(), Compositional(), Minimax()])
@@ -167,7 +168,7 @@ def test_an_initial_pass_starts_the_state_from_many_batches(logdet, x64):
     F = Phi.T @ Phi + params["noise"] * jnp.eye(D)
 
     def looseness(state: Any) -> Array:
-        held = state.mutable_state["log_determinant"]["learned"].state
+        held = state.mutable_state["log_determinant"]["state"].state
         return logdet.estimate(Batch(Phi, params["noise"], N), held) - jnp.linalg.slogdet(F)[1]
 
     begun = sgp.infer.initial_pass(svi, state, 400, X, y, logdet, BATCH)
@@ -254,7 +255,7 @@ def test_conditioning_never_has_the_features_of_all_rows(logdet):
     assert largest_array(jax.make_jaxpr(mean)(*shapes)) < n * d / 2
 
 
-def given_features(Phi: Array, y: Array, noise: Any) -> sgp.posteriors.FeaturePosterior:
+def given_features(Phi: Array, y: Array, noise: Any) -> FeaturePosterior:
     """The posterior for inputs that are features."""
     zero, num = jnp.zeros(Phi.shape[1], Phi.dtype), len(Phi)
     gp = sgp.FeatureSpaceGP(lambda X: X, Phi, noise, zero, num_data=num, logdet=MiniBatch())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import numpyro_scalegp as sgp
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from tests.distributions.test_gaussian_process import assert_within_standard_errors, data
 from tests.families.test_latent import dense_sparse, sparse
 
@@ -76,4 +76,4 @@ def test_many_rows_by_default(x64):
 
 def test_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
-        sgp.posteriors.AbstractPosterior()
+        AbstractPosterior()

@@ -145,6 +145,11 @@ def test_pruned_weights_are_zero(unchecked):
     np.testing.assert_allclose(posterior.mean(q.X), Phi @ q.loc, rtol=1e-8)
     wanted = jnp.diagonal(Phi @ C @ C.T @ Phi.T)
     np.testing.assert_allclose(posterior.variance(q.X), wanted, rtol=1e-8)
+    precision = jnp.where(active, 2.0, 1e5)
+    for again in (q.posterior().pruned(precision), q.posterior().pruned(precision / 100, 100.0)):
+        np.testing.assert_array_equal(again.mean(q.X), posterior.mean(q.X))
+    with pytest.raises(ValueError, match=r"`precision` must be positive, got -2\.0 at 0"):
+        q.posterior().pruned(-precision)
     with pytest.raises(ValueError, match=r"`active` must have shape \(14,\), got \(3,\)"):
         q.posterior().pruned(jnp.ones(3, bool))
 

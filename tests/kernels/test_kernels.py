@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from sklearn.gaussian_process import kernels as sklearn_kernels
 
-import numpyro_scalegp as sgp
 from numpyro_scalegp.kernels import (
     RBF,
     Constant,
@@ -22,6 +21,7 @@ from numpyro_scalegp.kernels import (
     Periodic,
     RationalQuadratic,
 )
+from numpyro_scalegp.kernels.kernel import Sum
 
 # Correlations written as functions of the scaled squared distance, in float64.
 PROFILES = {
@@ -483,7 +483,7 @@ def test_only_kernels_and_numbers_compose(unchecked):
             operator.add(RBF(1.0), other)
         with pytest.raises(TypeError):
             operator.add(other, RBF(1.0))
-    assert isinstance(sum([RBF(1.0), Linear()], start=Constant(1.0)), sgp.kernels.Sum)
+    assert isinstance(sum([RBF(1.0), Linear()], start=Constant(1.0)), Sum)
 
 
 @pytest.mark.parametrize("kernel", [RBF(0.02), Matern32(0.02)], ids=["rbf", "matern32"])

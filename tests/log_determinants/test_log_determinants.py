@@ -13,9 +13,9 @@ from jaxtyping import Array
 import numpyro_scalegp as sgp
 from numpyro_scalegp.log_determinants import Compositional, MiniBatch, Minimax, Variational
 from numpyro_scalegp.log_determinants.compositional import RunningAverage
-from numpyro_scalegp.log_determinants.learned import FitRecord, norms
 from numpyro_scalegp.log_determinants.log_determinant import Batch
 from numpyro_scalegp.log_determinants.minimax import Saddle
+from numpyro_scalegp.log_determinants.state import FitRecord, norms
 from numpyro_scalegp.log_determinants.variational import Whitening, multiplied
 from tests.feature_problem import BATCH, D, N, best_weights, data, exact, features
 

@@ -12,6 +12,7 @@ from numpyro import handlers
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
+from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.solvers import (
     AlternatingProjections,
     ConjugateGradients,
@@ -58,12 +59,12 @@ def exact(per_row: bool = False) -> sgp.posteriors.ExactPosterior:
     return process(estimator, PER_ROW if per_row else NOISE).condition(data()[1])
 
 
-def posterior(num_samples: int = MANY, per_row: bool = False) -> sgp.posteriors.PathwisePosterior:
+def posterior(num_samples: int = MANY, per_row: bool = False) -> PathwisePosterior:
     return conditioned(num_samples, per_row)
 
 
 @functools.cache
-def conditioned(num_samples: int, per_row: bool) -> sgp.posteriors.PathwisePosterior:
+def conditioned(num_samples: int, per_row: bool) -> PathwisePosterior:
     # Each 16 samples share features: with fewer, samples are further apart than their number says.
     estimator = pathwise(num_features=1000 if num_samples == MANY else 2000)
     gp = process(estimator, PER_ROW if per_row else NOISE)
@@ -286,7 +287,7 @@ def step(estimator: Any, noise: Array, y: Array, key: Array = KEY) -> SolverStat
 @functools.partial(jax.jit, static_argnames="num_samples")
 def condition(
     estimator: Any, noise: Array, y: Array, state: Any = None, num_samples: int | None = None
-) -> sgp.posteriors.PathwisePosterior:
+) -> PathwisePosterior:
     with handlers.substitute(data={"solver": state}):
         gp = process(estimator, noise, key=KEY, state=None if state is None else "solver")
     return gp.condition(y, num_samples=num_samples)

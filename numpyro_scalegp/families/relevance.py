@@ -9,12 +9,12 @@ from numpyro_scalegp.core import checks
 def relevance_vectors(
     precision: Float[ArrayLike, " m"], threshold: float = 1e4
 ) -> Bool[Array, " m"]:
-    """Tell the features that matter from those that the prior switches off.
+    """Find the features that the prior does not switch off.
 
     A weight with a large prior precision is zero for all that its feature could do. The mask has a
-    fixed shape, so it may be computed under `jit`; `ChevronPosterior.pruned` takes it. Train until
-    the precisions lie well to either side of the threshold: a feature that has only just crossed it
-    still matters.
+    fixed shape, so it may be computed under `jit`. `ChevronPosterior.pruned` takes the mask, or
+    computes it from the precisions. Train until the precisions lie well to either side of the
+    threshold: a feature that has only just crossed it still matters.
 
     Args:
         precision: prior precisions s of the weights, in units of one over the function squared

@@ -11,13 +11,13 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mutable_state import if_finite
-from numpyro_scalegp.log_determinants.log_determinant import AbstractBound, Batch
+from numpyro_scalegp.log_determinants.log_determinant import AbstractStateful, Batch
 
 # Running means are over about 1,000 batches, or those of an epoch, if they are more.
 _WINDOW = 1000
 
 
-# A batch for which A is this far off has less weight, or means would remember it for too long.
+# A batch for which A is this far off has less weight, or running means would be off for too long.
 _LARGEST_SIZE = 100.0
 
 
@@ -26,7 +26,7 @@ _TOLERANCE, _SURE, _FIRST_CHECK = 0.2, 4.0, 2048
 
 
 class FitRecord(NamedTuple):
-    """Running means over batches, each of them judged by an A that has not seen it yet."""
+    """Running means over batches, each of them compared with an A from earlier batches."""
 
     num_batches: Int[Array, ""]
     eigenvalue: Float[Array, ""]  # of tr(A^-1 F) / d: 1 if A^-1 has no bias
@@ -79,7 +79,7 @@ class FitRecord(NamedTuple):
         return record
 
 
-class Learned(NamedTuple):
+class LogDeterminantState(NamedTuple):
     """What a mutable site holds: the state of a log-determinant, and the record of its fit."""
 
     state: Any
@@ -87,43 +87,49 @@ class Learned(NamedTuple):
     num_starts: Int[Array, ""]  # 1, or 0 before the first finite batch
 
 
-def started(state: Any, dtype: jnp.dtype) -> Learned:
+def first_state(state: Any, dtype: jnp.dtype) -> LogDeterminantState:
     """A state that was estimated from batches, and an empty record."""
-    return Learned(state, FitRecord.empty(dtype), jnp.ones((), jnp.int32))
+    return LogDeterminantState(state, FitRecord.empty(dtype), jnp.ones((), jnp.int32))
 
 
-def not_started(logdet: AbstractBound, num_features: int, dtype: jnp.dtype) -> Learned:
+def placeholder(
+    logdet: AbstractStateful, num_features: int, dtype: jnp.dtype
+) -> LogDeterminantState:
     """A placeholder, for which the next finite mini-batch is the first."""
     nothing = Batch(jnp.zeros((1, num_features), dtype), jnp.ones((), dtype), 1)
-    held = started(logdet.start_from_scale(nothing), dtype)
+    held = first_state(logdet.start_from_scale(nothing), dtype)
     return held._replace(num_starts=jnp.zeros((), jnp.int32))
 
 
-def learned(logdet: AbstractBound, batch: Batch, site: dict[str, Learned]) -> Any:
+def updated_state(
+    logdet: AbstractStateful, batch: Batch, site: dict[str, LogDeterminantState]
+) -> Any:
     """The state for a mini-batch, from those before it; the next one's goes into `site`.
 
     A batch that is not finite leaves what the site holds, or a placeholder if that is nothing.
     """
     batch = Batch(*jax.lax.stop_gradient(batch[:2]), batch.num_data)
-    state, held, new = _learn(logdet, batch, site.get("learned"))
-    site["learned"] = if_finite(new, held)
+    state, held, new = _update(logdet, batch, site.get("state"))
+    site["state"] = if_finite(new, held)
     return state
 
 
 @eqx.filter_jit  # without a step around it, as in `SVI.init`, one program in the place of a hundred
-def _learn(logdet: AbstractBound, batch: Batch, held: Any) -> tuple[Any, Learned, Learned]:
+def _update(
+    logdet: AbstractStateful, batch: Batch, held: Any
+) -> tuple[Any, LogDeterminantState, LogDeterminantState]:
     """The state for the batch, what was held, and what is to be held, finite or not."""
     d = batch.features.shape[1]
     if held is None:
         state = logdet.start(batch.first_gram())
-        held = not_started(logdet, d, batch.features.dtype)
+        held = placeholder(logdet, d, batch.features.dtype)
     else:
         keep = lambda old, new: jnp.where(held.num_starts > 0, old, new)  # noqa: E731
         state = jax.tree.map(keep, held.state, logdet.start_from_scale(batch))
     eigenvalue = logdet.trace(batch, state) / d
     record = held.record.updated(eigenvalue, norms(batch, state.W), batch.scale)
     after = logdet.advance(batch, state, held.record.spread)
-    return state, held, Learned(after, record, jnp.ones((), jnp.int32))
+    return state, held, LogDeterminantState(after, record, jnp.ones((), jnp.int32))
 
 
 def norms(batch: Batch, W: Float[Array, "d d"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
