@@ -22,7 +22,7 @@ flags = [
     "--xla_cpu_parallel_codegen_split_count=1",  # there is one core for each process
 ]
 # The emitters that take long, too, can still be done without on JAX 0.10; newer lines end the
-# process at a flag that they do not know.
+# process at an unknown flag.
 if version("jaxlib").startswith("0.10."):
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])

@@ -1,7 +1,7 @@
 """Every object of a layer that the conformance suite runs: adding one means adding one line here.
 
-Each list holds pairs of an id and a factory. Factories build anew at each call, so that the default
-type of the running test applies.
+Each list holds pairs of an id and a factory, which builds a new object at each call, so that the
+default type of the running test applies.
 """
 
 import functools

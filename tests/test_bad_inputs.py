@@ -1,4 +1,4 @@
-"""What every public name says to arguments that it cannot take: a table of calls and messages.
+"""The errors of every public name for arguments that it cannot take: a table of calls and messages.
 
 A row is a name, a call and a pattern that its message must match, with the argument in backticks.
 The calls run nothing: a check comes before any work.

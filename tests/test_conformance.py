@@ -311,7 +311,7 @@ def test_bad_hyperparameters_under_jit_give_nan(factory):
         broken = good[name].at[(3,) * good[name].ndim].set(number)
         (value, after), gradient = evaluate({**good, name: broken}, state)
         assert np.isnan(value), (name, number)
-        # Of the inputs and the observations, an estimator may know which ones are good.
+        # Of the inputs and the observations, an estimator may evaluate the finite ones.
         for leaf in ("lengthscale", "variance", "noise", name):
             assert np.isnan(gradient[leaf]).any(), (name, number, leaf)
         if site is not None:

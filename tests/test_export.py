@@ -252,7 +252,7 @@ def test_sites_to_keep():
     options = {"key": KEY, "model_args": data(), "num_samples": 3}
     kept = sgp.to_arviz(result.params, latent, guide, sites=["lengthscale"], **options)
     assert {str(name) for name in kept["posterior"].data_vars} == {"lengthscale"}
-    assert "sample_stats" not in groups(kept)  # parameters alone know no losses
+    assert "sample_stats" not in groups(kept)  # parameters alone have no losses
     with pytest.raises(ValueError, match=r"`sites` has \['g'\], the model has \['f', 'length"):
         sgp.to_arviz(result, latent, guide, sites=["g", "f"], **options)
 

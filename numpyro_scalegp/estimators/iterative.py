@@ -87,7 +87,7 @@ class AbstractIterative(AbstractEstimator):
         checks.count("num_records", self.num_records)
 
     def check_frozen_key(self) -> None:
-        """Warn of one frozen draw, and refuse a value without its log-determinant.
+        """Warn of one frozen draw, and raise for a value without its log-determinant.
 
         Raises:
             ValueError: if `num_logdet_probes` is 0.

@@ -27,7 +27,7 @@ class WeightSpaceGP(AbstractPriorGP):
     The latent GP of a kernel is `LatentGP`, the collapsed one of features `FeatureSpaceGP`.
     The precision S is the identity for random Fourier and learned features, K(Z, Z) for inducing
     points, or a diagonal given as `precision`: a positive number for each feature, as a parameter
-    the heart of a relevance vector machine.
+    that of a relevance vector machine.
 
     In variational inference `sgp.guides.AutoChevronGP` stands in for it, as a guide does for
     `LatentGP`; the site stays outside of the plate of the data.

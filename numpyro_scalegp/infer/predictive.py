@@ -32,7 +32,7 @@ from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
 class Draws(NamedTuple):
-    """What a model gives for draws of its latent sites; arrays with a leading axis of draws."""
+    """The sites of a model for draws of its latent sites; arrays with a leading axis of draws."""
 
     sites: dict[str, Any]  # latent and deterministic sites
     predictive: dict[str, Any]  # replicates of the observed sites

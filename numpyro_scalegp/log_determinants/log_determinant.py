@@ -81,7 +81,7 @@ class AbstractLogDeterminant(eqx.Module):
 
     @property
     def stateful(self) -> "AbstractStateful | None":
-        """Itself, if it learns F from batch to batch in a mutable state."""
+        """Itself, if it has a mutable state with an estimate of F from earlier batches."""
         return None
 
     @abc.abstractmethod
@@ -182,7 +182,7 @@ class AbstractStateful(AbstractLogDeterminant):
 
 
 def within_spread(rate: Float[ArrayLike, ""], spread: Float[ArrayLike, ""]) -> Float[Array, ""]:
-    """The rate at which a state learns, or less where the spread between batches is large.
+    """The rate of a state's updates, or less where the spread between batches is large.
 
     A then varies by about `_VARIANCE` / 2, relative to itself and for each feature. As the spread
     is that of batches before, the rate does not depend on the batch, and adds no bias.

@@ -161,7 +161,7 @@ class AbstractPosterior(eqx.Module):
     def _noise_or_raise(self) -> Float[Array, "..."]:
         if self.noise_variance is None:
             raise ValueError(
-                "`noise_variance` must be given: this posterior knows of no Gaussian noise. "
+                "`noise_variance` must be given: this posterior has no Gaussian noise. "
                 "`sgp.posterior(model, ...)` finds it where the likelihood is Gaussian around f; "
                 "for any other take `sgp.infer.Predictive`."
             )

@@ -84,7 +84,7 @@ def load(
     Raises:
         FileNotFoundError: if there is no file.
         ValueError: if the file is damaged; if it names what is not trusted, lacks a field of a
-            class or has one too many, or holds what its class refuses; or if it does not fit
+            class or has one too many, or holds what its class does not take; or if it does not fit
             `like`. The message names the file and the path in the object.
     """
     decoder_trust = Trusted(trusted)

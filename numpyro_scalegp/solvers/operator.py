@@ -190,7 +190,7 @@ class KernelOperator(eqx.Module):
                 return eqx.combine(kernel, rest)(Xi, Xj).astype(self.dtype)
 
             _, pullback = jax.vjp(gram, kernel, blocks.X[i], blocks.X[j])
-            # H_ij and H_ji' are the same numbers: both sides' weights at once.
+            # H_ij and H_ji' are equal: one block multiplies both sides' weights.
             lefts = jnp.concatenate([left[i], right[i]], axis=1)
             rights = jnp.concatenate([right[j], left[j]], axis=1)
             dkernel, dXi, dXj = pullback(matmul(lefts, rights.T))

@@ -1,4 +1,4 @@
-"""Argument checks: what they let through, and what their messages say."""
+"""Argument checks: what passes, and the messages."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_rows_that_merge_in_float32(kind):
     for value in (seconds, np.concatenate([seconds, seconds]), seconds.tolist()):
         with pytest.warns(RuntimeWarning, match=message):
             checks.inputs("X", value)
-    # Rows that another column tells apart, equal ones, and what loses digits but no rows, are fine:
+    # Rows that differ in another column, equal ones, and what loses digits but no rows, are fine:
     # warnings are errors here.
     checks.inputs("X", np.concatenate([seconds, np.arange(12)[:, None]], axis=1))
     checks.inputs("X", np.repeat(seconds[:1], 12, axis=0))
@@ -114,8 +114,8 @@ def test_traced_values_that_are_not_positive_become_nan():
     expected = np.array([np.nan, np.nan, np.nan, np.nan, 2.0])
     np.testing.assert_array_equal(convert(values), expected)
     # A gradient of zero would pass for a maximum.
-    slope = jax.jit(jax.grad(lambda v: jnp.sum(checks.as_positive(v))))(values)
-    np.testing.assert_array_equal(slope, np.where(np.isnan(expected), np.nan, 1.0))
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(checks.as_positive(v))))(values)
+    np.testing.assert_array_equal(gradient, np.where(np.isnan(expected), np.nan, 1.0))
     zero_too = jax.jit(lambda v: checks.as_positive(v, or_zero=True))(values)
     np.testing.assert_array_equal(zero_too, np.where(values == 0.0, 0.0, expected))
     np.testing.assert_array_equal(

@@ -15,10 +15,10 @@ from numpyro_scalegp.core.derivatives import (
 V = jnp.arange(3.0)
 
 
-def pull_back(inputs, fixed, slope):
+def pull_back(inputs, fixed, cotangent):
     a, b = refuse_derivatives("second derivatives", inputs)
     scale, _ = fixed
-    return scale * slope * a, 3.0 * slope * b
+    return scale * cotangent * a, 3.0 * cotangent * b
 
 
 def value(a, b):
@@ -75,8 +75,8 @@ def test_a_rule_lasts_in_second_derivatives_inside_of_a_loop(over):
 
 
 def test_value_and_pullback():
-    slopes = jax.jit(jax.value_and_grad(jax.jit(value), argnums=(0, 1)))(2.0, 1.0)
-    assert jax.tree.map(float, slopes) == (21.0, (10.0, 3.0))
+    gradients = jax.jit(jax.value_and_grad(jax.jit(value), argnums=(0, 1)))(2.0, 1.0)
+    assert jax.tree.map(float, gradients) == (21.0, (10.0, 3.0))
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
@@ -134,7 +134,7 @@ def test_refusals_hold_inside_of_a_loop():
 
 
 def test_derivatives_by_what_the_gradient_does_not_depend_on():
-    """By another variable, or by the slope alone, second derivatives are right."""
+    """By another variable, or by the cotangent alone, second derivatives are right."""
     assert jax.grad(lambda t: t * jax.grad(value)(2.0, 1.0))(3.0) == 10.0
     assert jax.grad(lambda t: jax.grad(lambda a: t * value(a, 1.0))(2.0))(3.0) == 10.0
 

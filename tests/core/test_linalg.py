@@ -128,7 +128,7 @@ DERIVATIVES = [
 
 
 def symmetrized(gradient):
-    """The part of a gradient in K that symmetric directions see."""
+    """The part of a gradient in K along symmetric directions."""
     dK, dy = gradient
     return 0.5 * (dK + dK.T), dy
 

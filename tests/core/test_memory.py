@@ -1,4 +1,4 @@
-"""Matrices that do not fit are told of before they are made."""
+"""Matrices that do not fit raise before they are made."""
 
 import jax
 import jax.numpy as jnp

@@ -87,10 +87,10 @@ def test_second_derivatives(over, x64):
         if over == "forward":
             return jax.jvp(gradient, args, direction)[1]
 
-        def slope(*a: Array) -> Array:
+        def derivative(*a: Array) -> Array:
             return sum(jnp.vdot(g, d) for g, d in zip(gradient(*a), direction, strict=True))
 
-        return jax.grad(slope, EVERYTHING)(*args)
+        return jax.grad(derivative, EVERYTHING)(*args)
 
     products, expected = jax.jit(lambda a: (product(moments, a), product(dense, a)))(args)
     for name, one, other in zip(NAMES, products, expected, strict=True):
@@ -114,14 +114,18 @@ def test_variance_that_rounding_made_negative_is_lifted():
 
     @jax.jit
     def both(S: Array) -> Any:
-        slope = jax.grad(lambda d: moments(K, across, d, loc, S)[1].sum())(diagonal)
-        return moments(K, across, diagonal, loc, S)[1], dense(K, across, diagonal, loc, S)[1], slope
+        derivative = jax.grad(lambda d: moments(K, across, d, loc, S)[1].sum())(diagonal)
+        return (
+            moments(K, across, diagonal, loc, S)[1],
+            dense(K, across, diagonal, loc, S)[1],
+            derivative,
+        )
 
-    variance, unlifted, slope = both(jnp.zeros((2, 2)))
+    variance, unlifted, derivative = both(jnp.zeros((2, 2)))
     assert unlifted[0] < 0
     assert variance[0] == 0
     np.testing.assert_allclose(variance[1], 1 - 0.36, rtol=1e-6)
-    np.testing.assert_array_equal(slope, np.ones(2))
+    np.testing.assert_array_equal(derivative, np.ones(2))
     np.testing.assert_allclose(both(0.1 * jnp.eye(2))[0][0], 0.01 * (1 + 1e-6), rtol=1e-5)
 
 

@@ -55,12 +55,14 @@ def test_all_rows_give_the_exact_value_and_gradient(logdet, n, noise, x64):
         return gp.log_prob(y)
 
     value, gradient = ours(log_scale, jnp.array(noise))
-    wanted, slopes = jax.value_and_grad(exact, argnums=(0, 1))(log_scale, jnp.array(noise), X, y)
-    # The inverse of F knows as many digits less as its condition number has.
+    wanted, derivatives = jax.value_and_grad(exact, argnums=(0, 1))(
+        log_scale, jnp.array(noise), X, y
+    )
+    # The inverse of F loses as many digits as its condition number has.
     accuracy = 1e-8 if noise > 1e-3 else 1e-6
     np.testing.assert_allclose(value, wanted, rtol=accuracy)
-    for found, slope in zip(gradient, slopes, strict=True):
-        np.testing.assert_allclose(found, slope, rtol=accuracy, atol=accuracy * abs(wanted))
+    for found, derivative in zip(gradient, derivatives, strict=True):
+        np.testing.assert_allclose(found, derivative, rtol=accuracy, atol=accuracy * abs(wanted))
 
 
 @pytest.mark.parametrize("logdet", [Variational(), Compositional(), Minimax(penalty=0.3)])
@@ -81,10 +83,10 @@ def test_training_with_all_rows_stays_exact(logdet, x64):
 
     at = (params["log_scale"], params["noise"])
     found, gradient = jax.value_and_grad(log_prob, argnums=(0, 1))(*at)
-    wanted, slopes = jax.value_and_grad(exact, argnums=(0, 1))(*at, X, y)
+    wanted, derivatives = jax.value_and_grad(exact, argnums=(0, 1))(*at, X, y)
     np.testing.assert_allclose(found, wanted, rtol=1e-10)
-    for one, slope in zip(gradient, slopes, strict=True):
-        np.testing.assert_allclose(one, slope, rtol=1e-8, atol=1e-8 * abs(wanted))
+    for one, derivative in zip(gradient, derivatives, strict=True):
+        np.testing.assert_allclose(one, derivative, rtol=1e-8, atol=1e-8 * abs(wanted))
 
 
 @pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
@@ -107,9 +109,9 @@ def test_single_precision_with_little_noise(logdet, x64):
 
     at = jnp.log(jnp.array([1.0, noise]))
     value, gradient = jax.value_and_grad(log_prob)(at, "float32")
-    wanted, slopes = jax.value_and_grad(log_prob)(at, "float64")
+    wanted, derivatives = jax.value_and_grad(log_prob)(at, "float64")
     np.testing.assert_allclose(value, wanted, rtol=0.01)
-    np.testing.assert_allclose(gradient, slopes, rtol=0.05)
+    np.testing.assert_allclose(gradient, derivatives, rtol=0.05)
 
 
 def trained(logdet: Any, batch_size: int | None) -> Array:

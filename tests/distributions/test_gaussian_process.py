@@ -128,7 +128,7 @@ def test_key_and_state(estimator, x64):
     evaluate = jax.jit(lambda gp: (gp.log_prob(y), gp.state))
     value, after = evaluate(gp)
     assert [int(s.memory.step) for s in (state, after)] == [0, 1]
-    # The state holds the probes' seed: the key no longer matters.
+    # The state holds the probes' seed: the key does not matter.
     again, _ = evaluate(with_state(state, key=jax.random.key(2)))
     assert again == value
     value, after = evaluate(with_state(after))

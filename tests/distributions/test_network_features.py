@@ -134,9 +134,9 @@ def test_random_features_of_a_network_make_a_deep_kernel(x64):
         K = sgp.kernels.RBF(lengthscale)(Z, Z) + NOISE * jnp.eye(N)
         return multivariate_normal.logpdf(y, jnp.zeros(N), K)
 
-    (value, gradient), (wanted, slopes) = ours(at), exact(at)
+    (value, gradient), (wanted, derivatives) = ours(at), exact(at)
     np.testing.assert_allclose(value, wanted, rtol=0.03)
-    ours_flat, wanted_flat = (ravel_pytree(g)[0] for g in (gradient, slopes))
+    ours_flat, wanted_flat = (ravel_pytree(g)[0] for g in (gradient, derivatives))
     error = jnp.linalg.norm(ours_flat - wanted_flat) / jnp.linalg.norm(wanted_flat)
     assert error < 0.2
 

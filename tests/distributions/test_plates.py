@@ -187,7 +187,7 @@ def test_no_array_has_the_size_of_the_data():
         return jax.make_jaxpr(run)(jax.random.key(0))
 
     assert largest_array(draw(sgp.plate)) <= 4 * subsample_size
-    # NumPyro's own permutes all rows: the check must see it.
+    # NumPyro's own permutes all rows: the check must find it.
     assert largest_array(draw(numpyro.plate)) >= size
 
 

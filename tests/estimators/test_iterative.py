@@ -149,7 +149,7 @@ KERNELS = {
 }
 
 
-# What a solve is made by knows nothing of the kernel, so that each takes turns.
+# The parts of a solve are independent of the kernel, so that each takes turns.
 TURNS = [
     (kernel, estimator, list(SOLVERS)[(i + j) % len(SOLVERS)])
     for i, kernel in enumerate(KERNELS)
@@ -269,19 +269,19 @@ def test_without_probes_for_it_the_log_determinant_is_left_out(estimator, solver
 @every_estimator
 def test_batch_of_observations_equals_single_ones(estimator, x64):
     p = parameters()
-    slopes = jnp.array([1.0, 2.0, -0.5])
+    cotangents = jnp.array([1.0, 2.0, -0.5])
     batch = {**p, "y": jnp.stack([p["y"], jnp.cos(p["y"]), 3 * p["y"] - 1])}
 
-    def weighted(p: dict[str, Any], slopes: Array) -> tuple[Array, Array]:
+    def weighted(p: dict[str, Any], cotangents: Array) -> tuple[Array, Array]:
         # A group shares its Krylov space: the number of steps would differ.
         one = make(estimator, dataclasses.replace(CG, group_size=1))
         values = log_prob(p, one, KEY)
-        return jnp.sum(slopes * values), values
+        return jnp.sum(cotangents * values), values
 
     evaluate = jax.jit(jax.grad(weighted, has_aux=True))
-    gradient, values = evaluate(batch, slopes)
+    gradient, values = evaluate(batch, cotangents)
     assert values.shape == (3,)
-    singles = [evaluate({**p, "y": batch["y"][i]}, slopes[i]) for i in range(3)]
+    singles = [evaluate({**p, "y": batch["y"][i]}, cotangents[i]) for i in range(3)]
     np.testing.assert_allclose(values, [single[1] for single in singles], rtol=1e-8)
     for name in ("kernel", "noise", "X", "level"):
         total = jax.tree.map(lambda *g: sum(g), *(single[0][name] for single in singles))

@@ -181,7 +181,7 @@ def test_derivatives_of_one_draw_that_mislead_are_refused(derivative):
 @pytest.mark.monte_carlo
 def test_single_sample_is_unbiased():
     estimator = SingleSampleRFF(16, 22)
-    # As many features again as its mean leave a bias that the same check sees.
+    # As many features again as its mean leave a bias that the same check finds.
     sizes = np.append(estimator.sizes(N)[1:], N)
     mean = 2 * round(float(estimator.distribution(N).probabilities @ sizes) / 2)
     found, biased = scores(estimator), scores(RandomFourier(mean))
@@ -311,6 +311,6 @@ def test_posterior_is_differentiable_in_hyperparameters():
         return gp.condition(p["y"]).mean(data()[0][:1])[0]
 
     step = 1e-5
-    slope = jax.jit(jax.grad(mean))(1.0)
+    derivative = jax.jit(jax.grad(mean))(1.0)
     differences = (mean(1.0 + step) - mean(1.0 - step)) / (2.0 * step)
-    np.testing.assert_allclose(slope, differences, rtol=1e-4)
+    np.testing.assert_allclose(derivative, differences, rtol=1e-4)

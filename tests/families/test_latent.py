@@ -24,7 +24,7 @@ from tests.distributions.test_gaussian_process import (
     rbf,
 )
 
-JITTER = 1e-3  # large enough that tests see it
+JITTER = 1e-3  # large enough for tests to find
 
 
 def prior(**kwargs: Any) -> sgp.LatentGP:

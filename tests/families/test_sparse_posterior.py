@@ -58,7 +58,7 @@ def test_memory_follows_the_chunk():
 
         return max(sizes(jax.make_jaxpr(moments)(jnp.zeros((n, 2))).jaxpr))
 
-    assert largest(n) >= n * M, "the count must see what a single chunk forms"
+    assert largest(n) >= n * M, "the count must include what a single chunk forms"
     # The padded inputs, and a chunk's differences of all columns, are the largest.
     assert largest(chunk_size) <= max(2 * (n + chunk_size), 2 * M * chunk_size)
 

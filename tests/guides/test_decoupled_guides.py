@@ -95,17 +95,17 @@ def test_the_solved_mean_is_where_the_bound_is_flat(name, model, x64):
     params = svi.get_params(state)
     steps = 1 if model is fixed else 8
     solved = guide.solve_mean(params, X, y, num_newton_steps=steps, tolerance=1e-7).params
-    if name == "hybrid":  # what the inducing points say stays, and counts
+    if name == "hybrid":  # the inducing points' part stays, and counts
         params["f_auto_loc"] = jnp.array([0.4, -0.3, 0.2, 0.5, 0.1])
     weights = [key for key in params if key.endswith("weights")]
 
     @jax.jit
-    def slopes(params: Any) -> Any:
+    def derivatives(params: Any) -> Any:
         return jax.grad(lambda some: svi.loss.loss(KEY, {**params, **some}, model, guide, X, y))(
             {key: params[key] for key in weights}
         )
 
-    before, after = (jax.tree.leaves(slopes(p)) for p in (params, solved))
+    before, after = (jax.tree.leaves(derivatives(p)) for p in (params, solved))
     # The jitter of the solve is not in the bound of all guides.
     for one, other in zip(before, after, strict=True):
         assert np.max(np.abs(other)) < 1e-4 * max(1.0, np.max(np.abs(one)))

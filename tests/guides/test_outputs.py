@@ -85,10 +85,10 @@ def test_a_batch_is_each_function_alone(name, x64):
     _, loss_alone = loss_of(alone, single)
     alones = [jax.jit(loss_alone)(one_of(params, i), X, Y[i]) for i in range(P)]
     np.testing.assert_allclose(jax.jit(loss)(params, X, Y), sum(alones), rtol=1e-10)
-    slope = jax.jit(jax.grad(loss))(params, X, Y)
-    slopes = [jax.jit(jax.grad(loss_alone))(one_of(params, i), X, Y[i]) for i in range(P)]
-    for key, value in slope.items():
-        parts = [one[key] for one in slopes]
+    gradient = jax.jit(jax.grad(loss))(params, X, Y)
+    gradients = [jax.jit(jax.grad(loss_alone))(one_of(params, i), X, Y[i]) for i in range(P)]
+    for key, value in gradient.items():
+        parts = [one[key] for one in gradients]
         expected = sum(parts) if "points" in key else jnp.stack(parts)
         np.testing.assert_allclose(value, expected, rtol=1e-7, atol=1e-9)
 

@@ -116,7 +116,7 @@ def test_reaches_the_exact_posterior(loss, x64):
 
 
 def argument_model(X: Array, y: Array | None, size: int) -> None:
-    """Mini-batches from outside: the model sees rows and the size of the data."""
+    """Mini-batches from outside: the model gets rows and the size of the data."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.5, 0.5))
     noise = numpyro.sample("noise", dist.LogNormal(-1.5, 0.5))
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))

@@ -117,7 +117,7 @@ def test_of_one_of_two_sites():
     inner = guide.rest.posterior(params, X, Y)
     found = sgp.posterior(model, guide, params, X, Y, site="g")
     assert_same(found, inner)
-    with pytest.raises(ValueError, match="knows of no Gaussian noise"):
+    with pytest.raises(ValueError, match="has no Gaussian noise"):
         found.predictive(XS)
 
 
@@ -435,7 +435,7 @@ def test_noise_that_is_not_known(kind):
             numpyro.sample("z", dist.Delta(jnp.zeros(len(X))).to_event(1))
 
     found = sgp.posterior(model, guide, {}, X, jnp.ones(len(X), int))
-    with pytest.raises(ValueError, match="knows of no Gaussian noise"):
+    with pytest.raises(ValueError, match="has no Gaussian noise"):
         found.predictive(XS)
 
 

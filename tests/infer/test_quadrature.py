@@ -26,7 +26,7 @@ N, M = 8, 4
 KEY = jax.random.key(0)
 
 
-# JAX remembers what type a NumPy array became, across changes of the default type: so each use
+# JAX caches the type that a NumPy array became, across changes of the default type: so each use
 # makes its own.
 def inputs() -> Array:
     return jnp.linspace(-1.5, 1.5, N)[:, None]
@@ -75,7 +75,7 @@ def guide() -> None:
 
 
 def expected_log_likelihood(num_nodes: int, likelihood: Any, y: Array) -> Array:
-    """What the bound says, without the divergence."""
+    """The bound without the divergence."""
 
     @jax.jit
     def value() -> Array:
@@ -297,9 +297,9 @@ def test_gradient_against_finite_differences(x64):
     for name in params:
         step = 1e-5 * direction[name]
         ends = [loss({**params, name: params[name] + sign * step}) for sign in (1, -1)]
-        slope = jnp.vdot(gradient[name], direction[name])
-        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5, err_msg=name)
-        assert abs(slope) > 1e-3
+        derivative = jnp.vdot(gradient[name], direction[name])
+        np.testing.assert_allclose(derivative, (ends[0] - ends[1]) / 2e-5, rtol=1e-5, err_msg=name)
+        assert abs(derivative) > 1e-3
 
 
 # Mutable state

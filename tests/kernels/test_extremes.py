@@ -41,9 +41,9 @@ def evaluate(kernel, X):
         gram = kernel(X, X)
         return jnp.sum(gram * jnp.arange(1.0, 17.0).reshape(4, 4)), gram
 
-    slope, gram = jax.grad(weighed, argnums=(0, 1), has_aux=True)(kernel, X)
+    gradient, gram = jax.grad(weighed, argnums=(0, 1), has_aux=True)(kernel, X)
     tangent = jax.jvp(lambda X: kernel(X, X), (X,), (jnp.ones_like(X),))[1]
-    return gram, slope, tangent
+    return gram, gradient, tangent
 
 
 @pytest.mark.parametrize("d", [1, 5])
@@ -54,7 +54,7 @@ def test_distances_of_any_size(name, d, dtype):
             X = rows(d, unit)
             if name == "multiscale":
                 X = MultiscaleRBF.with_unit_scales(X)
-            gram, slope, tangent = evaluate(KINDS[name](jnp.asarray(scale)), X)
+            gram, gradient, tangent = evaluate(KINDS[name](jnp.asarray(scale)), X)
             if expected[0, 1] == 0:
                 expected[[0, 3], [3, 0]] = 1.0  # the same row
             if name == "periodic" and unit == 1e30:
@@ -63,7 +63,7 @@ def test_distances_of_any_size(name, d, dtype):
                 np.testing.assert_allclose(
                     gram, expected, rtol=0, atol=2e-4, err_msg=str((scale, unit))
                 )
-            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((slope, tangent)))
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((gradient, tangent)))
 
 
 @pytest.mark.parametrize("d", [1, 6])

@@ -31,9 +31,9 @@ PROFILES = {
     Matern52: lambda s: (1 + np.sqrt(5 * s) + 5 * s / 3) * np.exp(-np.sqrt(5 * s)),
 }
 ALPHA = 0.8
-# The steepest slope of each correlation in the scaled squared distance, at zero: what an error of
-# the distance is multiplied with. Matern12 has none, so it never uses matrix products.
-SLOPES = {RBF: 1 / 2, Matern12: 0.0, Matern32: 3 / 2, Matern52: 5 / 6}
+# The largest derivative of each correlation in the scaled squared distance, at zero: an error
+# of the distance is multiplied with it. Matern12 has none, so it never uses matrix products.
+STEEPEST = {RBF: 1 / 2, Matern12: 0.0, Matern32: 3 / 2, Matern52: 5 / 6}
 
 
 def rows(n, d, seed=0):
@@ -312,13 +312,13 @@ def far_rows(d, offset=1e3, size=2.0):
 def error_bound(kind, X, lengthscale):
     """What a few roundings of a squared distance do to the kernel.
 
-    From matrix products: some eps times the squared spread, times the kernel's slope. From
+    From matrix products: some eps times the squared spread, times its derivative. From
     differences: some eps times the distance itself, on which the correlations depend weakly.
     """
     eps = np.finfo(np.float32).eps
     by_products = X.shape[1] > 3
     spread = np.sum(np.square((X - X.mean(axis=0)) / lengthscale), axis=1).max()
-    return eps * (4.0 + 4.0 * by_products * SLOPES[kind] * spread)
+    return eps * (4.0 + 4.0 * by_products * STEEPEST[kind] * spread)
 
 
 @pytest.mark.parametrize("d", [1, 2, 8])
@@ -445,7 +445,7 @@ def test_active_dims_that_are_no_numbers_of_columns(unchecked):
     for dims in ((True, False), np.array([True, False]), (0.0, 1.0), "01", 0, None):
         with pytest.raises(TypeError, match=r"`dims` must be a sequence of integers such as"):
             RBF(1.0).on(dims)
-    # A repeated column would count twice, with frequencies that know of it once.
+    # A repeated column would count twice, with frequencies for it once.
     with pytest.raises(ValueError, match=r"`dims` must name each column once, got \(0, 0\)"):
         RBF(1.0).on((0, 0))
     assert RBF(1.0).on(np.array([2, 0])).dims == (2, 0)

@@ -29,7 +29,7 @@ def each(registry):
 
 
 class WithoutFeatures(AbstractKernel):
-    """A user's kernel, k(x, z) = exp(x'z), that says nothing of features."""
+    """A user's kernel, k(x, z) = exp(x'z), without features."""
 
     def evaluate(self, X, Z):
         return jnp.exp(X @ Z.T)

@@ -85,15 +85,15 @@ def test_steps_with_all_rows_find_the_exact_value_and_gradient(logdet, x64):
     batch = Batch(features(at[0], X), at[1], N)
     start = logdet.start(jnp.linalg.inv(far_off().T @ far_off()))
     assert jnp.abs(log_prob(at, start) - exact(*at, X, y)) > 1.0
-    if isinstance(logdet, Minimax):  # a side sees half of the rows: here both see all of them
+    if isinstance(logdet, Minimax):  # a side takes half of the rows: here both take all of them
         batch = Batch(jnp.concatenate([batch.features, batch.features]), at[1], N)
     advance = lambda _, state: logdet.advance(batch, state)  # noqa: E731
     state = jax.jit(lambda state: jax.lax.fori_loop(0, 6000, advance, state))(start)
     value, gradient = jax.value_and_grad(log_prob)(at, state)
-    wanted, slopes = jax.value_and_grad(exact, argnums=(0, 1))(*at, X, y)
+    wanted, derivatives = jax.value_and_grad(exact, argnums=(0, 1))(*at, X, y)
     np.testing.assert_allclose(value, wanted, rtol=1e-8)
-    np.testing.assert_allclose(gradient[0], slopes[0], rtol=1e-8, atol=1e-6)
-    np.testing.assert_allclose(gradient[1], slopes[1], rtol=1e-8)
+    np.testing.assert_allclose(gradient[0], derivatives[0], rtol=1e-8, atol=1e-6)
+    np.testing.assert_allclose(gradient[1], derivatives[1], rtol=1e-8)
     if isinstance(logdet, Minimax) and logdet.penalty < 1.0:
         assert state.penalty > 0.99  # too small to hold A at F before
 
@@ -106,7 +106,7 @@ def test_steps_are_cut_where_a_batch_has_few_rows(size, x64):
     state = Variational().start(jnp.eye(d))
     after = Variational(step_size=1.0).advance(Batch(Z, jnp.array(1e-3), b), state)
     inverse = np.linalg.eigvalsh(after.W.T @ after.W)
-    lowest = 0.5 if size == 1.0 else 0.0  # typical rows, and rows that are longer than F says
+    lowest = 0.5 if size == 1.0 else 0.0  # typical rows, and rows that are longer than those of F
     assert abs(inverse[0] - lowest) < 0.3
     assert jnp.all(jnp.diagonal(after.W) > 0.0)
     # A direction of zero goes nowhere, and not to NaN.
@@ -158,7 +158,7 @@ def test_minimax_keeps_its_sides_where_they_may_be(x64):
 
 @functools.partial(jax.jit, static_argnums=0)
 def steady_state(logdet: Any, Z: Array, heeded: Array) -> tuple[Array, FitRecord]:
-    """The mean of tr(Q F) / d over steps, <Q, dF> the gradient, and what batches say of it."""
+    """The mean of tr(Q F) / d over steps, <Q, dF> the gradient, and its estimate from batches."""
     (n, d), noise = Z.shape, jnp.array(0.1)
     whole = Batch(Z, noise, n)
 
@@ -184,7 +184,7 @@ def test_rows_of_unequal_length_leave_little_bias(logdet, bias, x64):
     found, record = steady_state(logdet, jnp.array(Z), jnp.array(1.0))
     assert jnp.abs(found - 1.0) < bias
     assert jnp.abs(record.eigenvalue - found) < 4.0 * record.standard_error + 0.05
-    # Without regard to how much batches differ, the bias is large, and batches tell of it.
+    # Without regard to how much batches differ, the bias is large, and batches show it.
     found, record = steady_state(logdet, jnp.array(Z), jnp.array(0.0))
     assert found > 2.0
     assert record.eigenvalue - 4.0 * record.standard_error > 1.2

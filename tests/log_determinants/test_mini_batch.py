@@ -46,7 +46,7 @@ def errors(logdet: AbstractLogDeterminant, b: int, d: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("b", "d"), [(32, 128), (128, 32)])  # fewer rows than features, and more
 def test_little_noise_in_single_precision(b, d, x64):
-    """Without jitter, of which a warning would tell."""
+    """Without jitter, for which there would be a warning."""
     assert np.max(errors(MiniBatch(), b, d)) < (1e-5 if b < d else 5e-4)
 
 

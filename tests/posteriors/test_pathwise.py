@@ -65,7 +65,7 @@ def posterior(num_samples: int = MANY, per_row: bool = False) -> PathwisePosteri
 
 @functools.cache
 def conditioned(num_samples: int, per_row: bool) -> PathwisePosterior:
-    # Each 16 samples share features: with fewer, samples are further apart than their number says.
+    # Each 16 samples share features: with fewer, samples vary more than independent ones.
     estimator = pathwise(num_features=1000 if num_samples == MANY else 2000)
     gp = process(estimator, PER_ROW if per_row else NOISE)
     y = data()[1]
@@ -258,7 +258,7 @@ def test_dtype_follows_the_inputs(dtype):
 
 
 class Counted(AlternatingProjections):
-    """A solver that tells when it runs, not when it is traced."""
+    """A solver that counts when it runs, not when it is traced."""
 
     def run(self, *args: Any, **kwargs: Any) -> Solution:
         jax.debug.callback(lambda: CALLS.append(None))
@@ -352,7 +352,7 @@ def test_another_number_of_samples_takes_a_solve(x64):
 
 
 def test_a_fit_by_hutchinson_conditions(x64):
-    """Its probes are no samples: they are solved for anew, the data's column is kept."""
+    """Its probes are no samples: they are solved for again, the data's column is kept."""
     _, y, Xs = data()
     noise = jnp.array(NOISE)
     estimator = hutchinson(COUNTED)

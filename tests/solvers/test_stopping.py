@@ -64,7 +64,7 @@ def test_a_truncated_sum_is_unbiased(x64):
     stops = distribution.sample(jax.random.key(2), (4000,))
     sums = distribution.roulette_weights(stops) @ terms
     singles = terms[stops - 1] * distribution.single_sample_weight(stops)
-    # The single terms never see those before the least index.
+    # The single terms leave out those before the least index.
     for draws, whole in ((sums, terms.sum()), (singles, terms[3:].sum())):
         error = np.mean(draws) - whole
         assert abs(error) < 4 * np.std(draws) / math.sqrt(draws.size)
