@@ -95,6 +95,21 @@ def test_sparse_updates_are_dense_updates_with_the_same_gradients(optimizer):
             np.testing.assert_allclose(params_of(state)[name], dense[name], rtol=1e-9, atol=1e-12)
 
 
+def test_default_loss_and_row_optimizer():
+    X, y = data()
+    guide = sgp.guides.AutoChevronGP(model)
+    written_out = RowSVI(
+        model, guide, optax.adam(0.01), QuadruplyStochasticELBO(2000),
+        row_optim=row_adam(lambda step: 0.01 / jnp.sqrt(1.0 + step / 1000)),
+    )  # fmt: skip
+    results = [
+        svi.run(KEY, 3, X, y, progress_bar=False)
+        for svi in (RowSVI(model, guide, optax.adam(0.01)), written_out)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, results[0].params, results[1].params)
+    assert results[0].params["f_auto_scale_columns"].shape == (M, 0)  # mean field
+
+
 def test_lazy_adam_that_touches_all_rows_is_adam():
     X, y = data()
     loss = QuadruplyStochasticELBO(M)
