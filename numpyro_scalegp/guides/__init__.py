@@ -1,4 +1,4 @@
-"""Guides that own a GP site."""
+"""Guides for one GP site of a model."""
 
 from numpyro_scalegp.guides.chevron import AutoChevronGP
 from numpyro_scalegp.guides.decoupled import AutoDecoupledGP

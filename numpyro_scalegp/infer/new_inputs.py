@@ -36,7 +36,7 @@ def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPos
         if drawn is None or not in_fit:
             raise ValueError(
                 f"the GP site `{name}` has neither observations nor draws at these inputs, and its "
-                "prior knows nothing of the data: give `sgp.infer.Predictive(..., data=(X, y))`, "
+                "prior does not depend on the data: give `sgp.infer.Predictive(..., data=(X, y))`, "
                 "the model's arguments in the fit."
             )
 
