@@ -1,4 +1,4 @@
-"""Training that goes on from a file, in the same process and in another."""
+"""Training resumed from a file, in the same process and in another."""
 
 import os
 import subprocess
