@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 
 
 def model(X, y, features, batch_size=None):
-    """A GP in weight space with normal noise; the kernel's lengthscales tell what matters."""
+    """A GP in weight space with normal noise; the kernel's lengthscales show what matters."""
     prior = dist.LogNormal(jnp.log(3.0), 1.0).expand([X.shape[1]]).to_event(1)
     lengthscale = numpyro.sample("lengthscale", prior)
     variance = numpyro.sample("variance", dist.LogNormal(-0.7, 1.0))

@@ -97,7 +97,7 @@ def main(
 ):
     """Follow the stream with both guides, and draw their errors."""
     X, y = next(stream(seed=0))
-    # 64 points cannot tell a short lengthscale, nor little noise; the first batch, fitted exactly,
+    # 64 points cannot fit a short lengthscale, nor little noise; the first batch, fitted exactly,
     # can.
     start = sgp.infer.initial_hyperparameters(
         jax.random.key(0), exact_model, X, y, num_subsets=1, subset_size=len(y)

@@ -112,7 +112,7 @@ def factorize(
 def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: ArrayLike) -> None:
     """Warn on the host, once for each message under Python's default filter.
 
-    The ratio to the noise is told as a power of ten, so that there are few messages.
+    The ratio to the noise is given as a power of ten, so that there are few messages.
     """
     if not works:
         warnings.warn(

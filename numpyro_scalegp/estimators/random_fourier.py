@@ -54,7 +54,7 @@ class RandomFourier(AbstractEstimator):
         Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; for the bias,
         Potapczynski et al. (2021), theorem 2. Time O(n p^2 + p^3), memory O(n d + p^2). Its
         quadratic form is a difference of terms of size y'y / noise, and where float32 has too few
-        digits for it, a warning says so: for little noise, or very many rows, in float64.
+        digits for it, there is a warning: for little noise, or very many rows, in float64.
 
     Example:
         >>> import numpyro_scalegp as sgp

@@ -97,7 +97,7 @@ class AbstractPosterior(eqx.Module):
 
         Returns:
             Draws of f without observation noise, shape (num_samples, m), or
-            (num_samples, *batch, m). Cost O(m^3), unless the class says otherwise.
+            (num_samples, *batch, m). Cost O(m^3), unless the class documents another.
 
         Raises:
             ValueError: if `num_samples` is below 1, or `Xs` is not a finite matrix of d columns.

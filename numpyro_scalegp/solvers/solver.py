@@ -124,7 +124,7 @@ class AbstractSolver(eqx.Module):
                 residuals, as those of an estimator's probes do; every other column counts alone.
 
         Returns:
-            A `Solution`; `converged` is False where it ended above the tolerance, `reason` says
+            A `Solution`; `converged` is False where it ended above the tolerance, `reason` is
             why, and values are NaN where H is not positive definite.
 
         Raises:
