@@ -44,7 +44,8 @@ class GaussianProcess(RowsDistribution):
             `SVI.run`, `update` and `stable_update` keep it in `SVIState.mutable_state`, with arrays
             as its leaves, so that a saved state resumes; `handlers.substitute` puts it into a model
             or a call. Outside of a model without one, the distribution has a new state of its own,
-            as its attribute `state`. It serves one computation: no `num_particles > 1`.
+            as its attribute `state`. It serves one computation: no `num_particles > 1`, and another
+            name for each further site.
 
     Raises:
         TypeError: if an argument has the wrong type.

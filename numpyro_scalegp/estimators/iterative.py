@@ -289,6 +289,7 @@ class AbstractIterative(AbstractEstimator):
             draws=draws,
         )
 
+    @eqx.filter_jit
     def _solution(
         self,
         solver: AbstractSolver,

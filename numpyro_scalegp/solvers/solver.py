@@ -125,7 +125,7 @@ class AbstractSolver(eqx.Module):
 
         Returns:
             A `Solution`; `converged` is False where it ended above the tolerance, `reason` is
-            why, and values are NaN where H is not positive definite.
+            the cause, and values are NaN where H is not positive definite.
 
         Raises:
             ValueError: if `B` or `guess` has the wrong shape, `num_averaged` is out of range, or
@@ -295,6 +295,7 @@ _WARNINGS = {
 }
 
 
+@jax.jit
 def warn_unless_converged(solution: Solution) -> None:
     """Warn on the host, once under Python's default filter, that a result rests on bad solves."""
     jax.lax.cond(

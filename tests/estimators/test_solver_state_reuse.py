@@ -155,3 +155,20 @@ def test_a_state_serves_one_model(change):
     )
     with pytest.raises(ValueError, match=message):
         process(make(), p, trained()).log_prob(p["y"])
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_a_second_posterior_traces_no_solve(with_state, monkeypatch):
+    calls, run = [], Cholesky.run
+
+    def counted(self, *args):
+        calls.append(self)
+        return run(self, *args)
+
+    monkeypatch.setattr(Cholesky, "run", counted)
+    p = data()
+    gp = process(make(), p, trained() if with_state else SolverState())
+    gp.condition(p["y"])
+    first = len(calls)
+    gp.condition(2.0 * p["y"])
+    assert len(calls) == first
