@@ -128,11 +128,13 @@ def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> No
         )
 
 
-def returned(hook: str, value: Any, shape: tuple[int, ...]) -> Any:
-    """What a hook returned, which must have the shape that its class promises."""
+def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call a method that users implement; it must return an array of the promised shape."""
+    value = getattr(owner, hook)(*args, **kwargs)
     if jnp.shape(value) != shape:
         raise ValueError(
-            f"`{hook}` must return an array of shape {shape}, got one of shape {jnp.shape(value)}."
+            f"`{type(owner).__name__}.{hook}` must return an array of shape {shape}, got one of "
+            f"shape {jnp.shape(value)}."
         )
     return value
 

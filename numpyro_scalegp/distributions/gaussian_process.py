@@ -150,8 +150,9 @@ class GaussianProcess(RowsDistribution):
             ValueError: if `value` has the wrong length, or holds NaN or infinity.
         """
         residual = checks.observations(value, self.event_shape, "X") - self.mean
-        value = self.estimator.log_prob(self._operator(), residual, key=self.key, state=self.state)
-        return checks.returned(self._hook("log_prob"), value, residual.shape[:-1])
+        shape, arguments = residual.shape[:-1], (self._operator(), residual)
+        options = {"key": self.key, "state": self.state}
+        return checks.call_hook(self.estimator, "log_prob", shape, *arguments, **options)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -168,8 +169,8 @@ class GaussianProcess(RowsDistribution):
             O(n num_features) a draw.
         """
         count, key = math.prod(sample_shape), checks.as_key(key)
-        draws = self.estimator.sample_prior(self._operator(), key, count)
-        checks.returned(self._hook("sample_prior"), draws, (count, *self.event_shape))
+        shape, arguments = (count, *self.event_shape), (self._operator(), key, count)
+        draws = checks.call_hook(self.estimator, "sample_prior", shape, *arguments)
         return self.mean + draws.reshape(*sample_shape, *self.event_shape)
 
     def condition(
@@ -218,9 +219,6 @@ class GaussianProcess(RowsDistribution):
             num_samples=num_samples,
             max_epochs=max_epochs,
         )
-
-    def _hook(self, name: str) -> str:
-        return f"{type(self.estimator).__name__}.{name}"
 
     def _operator(self) -> KernelOperator:
         return KernelOperator(self.kernel, self.X, self.noise_variance)

@@ -47,8 +47,7 @@ class AbstractFeatures(eqx.Module):
             ValueError: if `X` is not of rank 2, or holds NaN or infinity.
         """
         X, index = checks.inputs("X", X), checks.as_index(index)
-        hook = f"{type(self).__name__}.evaluate"
-        return checks.returned(hook, self.evaluate(X, index), (X.shape[0], index.shape[0]))
+        return checks.call_hook(self, "evaluate", (X.shape[0], index.shape[0]), X, index)
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """Evaluate all features, shape (n, m)."""

@@ -52,14 +52,12 @@ class AbstractKernel(AbstractSpectrum):
         """
         X = checks.inputs("X", X, may_be_empty=True)
         Z = checks.inputs("Z", Z, width=X.shape[1], may_be_empty=True)
-        hook = f"{type(self).__name__}.evaluate"
-        return checks.returned(hook, self.evaluate(X, Z), (X.shape[0], Z.shape[0]))
+        return checks.call_hook(self, "evaluate", (X.shape[0], Z.shape[0]), X, Z)
 
     def diag(self, X: Float[ArrayLike, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""
         X = checks.inputs("X", X, may_be_empty=True)
-        hook = f"{type(self).__name__}.evaluate_diag"
-        return checks.returned(hook, self.evaluate_diag(X), X.shape[:1])
+        return checks.call_hook(self, "evaluate_diag", X.shape[:1], X)
 
     def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
         """The matrix K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (n, n)."""
@@ -224,10 +222,7 @@ class Sum(AbstractComposite):
             def features() -> Array:
                 return kernel.evaluate_features(key, X, max(2, num_features // 2), origin)
 
-            if is_active:
-                return features()
-            shape = jax.eval_shape(features)
-            return jnp.zeros(shape.shape, shape.dtype)
+            return features() if is_active else jnp.zeros_like(jax.eval_shape(features))
 
         terms = zip((self.left, self.right), self.active, jax.random.split(key), strict=True)
         return jnp.concatenate([of_term(*term) for term in terms], axis=1)

@@ -92,8 +92,8 @@ class AbstractStationary(AbstractKernel):
         dtype = self.lengthscale.dtype
         normal = jax.random.normal(normal_key, (num, d), dtype)
         # One scale for a whole vector: the density is isotropic in d dimensions, not a product.
-        precisions = self.sample_precisions(precision_key, num, dtype)
-        checks.returned(f"{type(self).__name__}.sample_precisions", precisions, (num,))
+        arguments = precision_key, num, dtype
+        precisions = checks.call_hook(self, "sample_precisions", (num,), *arguments)
         scale = jnp.sqrt(precisions)[:, None]
         return scale * normal / jnp.broadcast_to(self.lengthscale, (1, d))
 
