@@ -141,6 +141,7 @@ PRECONDITIONERS: list[tuple[str, Callable[[], AbstractPreconditioner]]] = [
     ("identity", sgp.preconditioners.Identity),
     ("pivoted_cholesky", lambda: sgp.preconditioners.PivotedCholesky(3)),
     ("pivoted_cholesky_of_all", sgp.preconditioners.PivotedCholesky),
+    ("randomly_pivoted_cholesky", lambda: sgp.preconditioners.RandomlyPivotedCholesky(3)),
     ("own", CLASSES["Jacobi"]),
 ]
 

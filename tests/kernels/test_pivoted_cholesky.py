@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numpyro_scalegp.kernels import RBF, Linear, Matern12, Matern32
-from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
+from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky, randomly_pivoted_cholesky
 
 # Kernels with equal variances, with unequal ones, rough and of low rank.
 KERNELS = {
@@ -16,6 +16,7 @@ KERNELS = {
     "linear": lambda: Linear(1.0, 0.3),
 }
 factorize = jax.jit(pivoted_cholesky, static_argnums=2)
+randomly_factorize = jax.jit(randomly_pivoted_cholesky, static_argnums=2)
 
 
 def rows(n, seed=0):
@@ -104,3 +105,76 @@ def test_no_loop_is_unrolled():
         return str(jaxpr).count("\n")
 
     assert equations(3) == equations(30)
+
+
+@pytest.mark.parametrize("rank", [1, 9, 30])
+@pytest.mark.parametrize("name", ["rbf", "matern12", "sum"])
+def test_random_pivots_give_the_projection_on_them(name, rank, x64):
+    kernel, X = KERNELS[name](), rows(30)
+    factor, pivots = randomly_factorize(kernel, X, rank, jax.random.key(0))
+    pivots = np.asarray(pivots)
+    assert len(set(pivots.tolist())) == rank
+    K = np.asarray(kernel(X, X))
+    projection = (
+        K[:, pivots] @ np.linalg.lstsq(K[np.ix_(pivots, pivots)], K[pivots], rcond=1e-14)[0]
+    )
+    np.testing.assert_allclose(factor.T @ factor, projection, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(np.tril(np.asarray(factor[:, pivots]), -1), 0, atol=1e-12)
+
+
+def pivot_pairs(K):
+    """The probability of each first and second pivot."""
+    first = np.diagonal(K) / np.trace(K)
+    pairs = np.zeros_like(K)
+    for i in range(len(K)):
+        left = np.maximum(np.diagonal(K) - K[i] ** 2 / K[i, i], 0.0)
+        pairs[i] = first[i] * left / left.sum()
+    return pairs
+
+
+@pytest.mark.monte_carlo
+def test_random_pivots_follow_the_remaining_variances(x64):
+    kernel, X, num = Matern32(1.5) + Linear(0.4, 0.2), rows(5), 20_000
+    keys = jax.random.split(jax.random.key(1), num)
+    pivots = jax.jit(jax.vmap(lambda key: randomly_pivoted_cholesky(kernel, X, 2, key)[1]))(keys)
+    found = np.zeros((5, 5))
+    np.add.at(found, tuple(np.asarray(pivots).T), 1 / num)
+    expected = pivot_pairs(np.asarray(kernel(X, X)))
+    error = np.sqrt(expected * (1 - expected) / num)
+    assert np.all(np.abs(found - expected) <= 4 * error)
+    # The variances a priori, without those of the first pivot left out, are told apart.
+    prior = np.diagonal(kernel(X, X)) / np.trace(kernel(X, X))
+    apart = prior[:, None] * prior / (1 - prior)[:, None]
+    np.fill_diagonal(apart, 0)
+    assert np.any(np.abs(found - apart) > 8 * error)
+
+
+def test_random_pivots_end_where_nothing_is_left(x64):
+    kernel, X = Linear(1.0, 0.3), rows(30)
+    factor, pivots = randomly_factorize(kernel, X, 9, jax.random.key(0))
+    assert np.sum(np.asarray(pivots) >= 0) == 3
+    np.testing.assert_array_equal(factor[3:], 0)
+    np.testing.assert_allclose(factor.T @ factor, kernel(X, X), rtol=0, atol=1e-12)
+
+
+def test_random_pivots_are_not_outliers():
+    """A few far rows take all greedy pivots, and explain nothing of the others."""
+    rng = np.random.default_rng(0)
+    far = 20.0 * rng.normal(size=(20, 2))
+    X = jnp.array(np.concatenate([rng.normal(size=(200, 2)), far]), jnp.float32)
+    kernel = RBF(2.0)
+    greedy, _ = factorize(kernel, X, 20)
+    factor, _ = randomly_factorize(kernel, X, 20, jax.random.key(0))
+    left = [220.0 - float(jnp.sum(jnp.square(one))) for one in (factor, greedy)]
+    assert left[0] < 0.5 * left[1]
+
+
+def test_random_pivots_end_at_the_rounding_errors_of_float32():
+    X = jnp.linspace(0.0, 1.0, 300, dtype=jnp.float32)[:, None]
+    factor, pivots = randomly_factorize(RBF(0.5), X, 100, jax.random.key(0))
+    pivots = np.asarray(pivots)
+    found = pivots[pivots >= 0]
+    assert 4 < len(found) < 60 and len(set(found.tolist())) == len(found)
+    np.testing.assert_allclose(factor.T @ factor, RBF(0.5)(X, X), rtol=0, atol=1e-4)
+    of_nan = jax.jit(lambda scale: randomly_pivoted_cholesky(RBF(scale), X, 9, jax.random.key(0)))
+    assert np.all(of_nan(jnp.nan)[1] == -1)  # and the loop ends
