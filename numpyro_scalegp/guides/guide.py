@@ -19,7 +19,7 @@ from numpyro.primitives import Messenger
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.runs import substituted, traced
+from numpyro_scalegp.tracing.runs import is_latent, substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
 
 Guide = Callable[..., Any]
@@ -118,7 +118,7 @@ class AbstractGPGuide(abc.ABC):
         trace = getattr(self.rest, "prototype_trace", None)
         if trace is None:
             return self.rest.median(params)
-        latent = {n for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+        latent = {name for name, site in trace.items() if is_latent(site)}
         if not latent:
             return {}  # nothing is left for the rest's guide, and NumPyro's own would raise
         # NumPyro's own have deterministic sites as well, at a function of zeros.

@@ -339,9 +339,9 @@ def as_draws(samples: Mapping[str, Any], argument: str) -> tuple[dict[str, Any],
     Raises:
         ValueError: if there is none.
     """
-    listed = {name for name, value in samples.items() if isinstance(value, list | tuple)}
     samples = {
-        name: np.asarray(value) if name in listed else value for name, value in samples.items()
+        name: np.asarray(value) if isinstance(value, list | tuple) else value
+        for name, value in samples.items()
     }
     shapes = {
         name: np.shape(leaf) for name, value in samples.items() for leaf in jax.tree.leaves(value)

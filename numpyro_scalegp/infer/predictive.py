@@ -27,7 +27,7 @@ from numpyro_scalegp.infer.new_inputs import (
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
-from numpyro_scalegp.tracing.runs import Trace, substituted, traced
+from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, substituted, traced
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
@@ -258,11 +258,9 @@ class Predictive:
             check_functions(trace, given, posteriors)
         draws = Draws({}, {}, {}, {}, {})
         for number, (name, site) in enumerate(trace.items()):
-            if site["type"] == "deterministic" or (
-                site["type"] == "sample" and not site["is_observed"]
-            ):
+            if site["type"] == "deterministic" or is_latent(site):
                 draws.sites[name] = site["value"]
-            elif site["type"] == "sample":
+            elif is_observed(site):
                 key = jax.random.fold_in(replicate_key, number)
                 _replicate(draws, key, name, trace, posteriors.get(name), joint=self.joint)
         return draws
@@ -307,7 +305,7 @@ def _parts(site: dict[str, Any]) -> list[Array]:
 
 def _check_names(trace: dict[str, Any], sample: dict[str, Any]) -> None:
     """Raise if a draw has values of none of the model's sites."""
-    latent = {n for n, s in trace.items() if s["type"] == "sample" and not s["is_observed"]}
+    latent = {name for name, site in trace.items() if is_latent(site)}
     if latent and not set(sample) & set(trace):
         raise ValueError(
             f"`posterior_samples` has {sorted(sample)}, and the model none of these: its latent "
