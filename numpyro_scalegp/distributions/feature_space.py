@@ -225,7 +225,9 @@ class FeatureSpaceGP(Distribution):
         draws = f + jnp.sqrt(self.noise_variance) * normal[:, d:]
         return draws.reshape(*sample_shape, num)
 
-    def condition(self, y: Float[ArrayLike, " n"]) -> FeaturePosterior:
+    def condition(
+        self, y: Float[ArrayLike, " n"], *, progress_bar: bool = True
+    ) -> FeaturePosterior:
         """The exact posterior of f given the observations of all rows.
 
         Three passes over the rows, in chunks, of which two refine the mean. It warns where
@@ -233,6 +235,7 @@ class FeatureSpaceGP(Distribution):
 
         Args:
             y: observations, shape (n,).
+            progress_bar: unused: nothing is solved for iteratively.
 
         Returns:
             A `FeaturePosterior`, in time O(n d^2 + d^3) and memory O(d^2) besides a chunk;

@@ -180,8 +180,15 @@ class GaussianProcess(RowsDistribution):
         key: Array | None = None,
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
+        start: AbstractConditioned | None = None,
+        progress_bar: bool = True,
     ) -> AbstractConditioned:
         """The posterior of f given observations.
+
+        With an iterative estimator it is solved for, which may take minutes and can be gone on
+        with: `start` is a posterior before, such as one that the budget ended or that
+        `sgp.load` has read, for other observations or hyperparameters, or for the first rows of
+        these data. With a `state`, the last posterior conditioned with it is the default.
 
         Args:
             y: observations, shape (n,).
@@ -191,18 +198,24 @@ class GaussianProcess(RowsDistribution):
                 `num_probes`.
             max_epochs: budget of the solve with an iterative estimator, by default the solver's: a
                 budget that suits a step of training may be too small for the final result.
+            start: a `PathwisePosterior` at whose solution the solve with an iterative estimator
+                starts, and whose samples are kept, unless `num_samples` is another number. Its
+                inputs are the first rows of X, and new rows start at zero.
+            progress_bar: whether a solve that takes longer than a few seconds shows its epochs,
+                residual and time on the standard error; it never does where something is traced.
 
         Returns:
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorization in
             O(n^3); with `RandomFourier` a `FeaturePosterior`. With an iterative estimator a
-            `PathwisePosterior`: from the state's last solution, with no further solve, if that is
-            the one for these hyperparameters, inputs and observations and this estimator, and
-            within the solver's tolerance; otherwise from one batched solve, which starts at the
-            state's solution where there is a state.
+            `PathwisePosterior`: from the solution of `start` or the state, with no further solve,
+            if that is the one for these hyperparameters, inputs, observations and samples, and
+            within the solver's tolerance; otherwise from one batched solve, which starts there.
 
         Raises:
             ValueError: if `y` has the wrong length, or holds NaN or infinity, or an estimator that
-                draws at random has neither a key nor a state.
+                draws at random has neither a key nor a state nor a start; if X does not begin with
+                the rows of `start`, or, where it has more rows, with those of the state.
+            TypeError: if `start` is no `PathwisePosterior`, with an iterative estimator.
         """
         y = checks.observations(y, self.event_shape, "X")
         if (y - self.mean).ndim != 1:
@@ -218,6 +231,8 @@ class GaussianProcess(RowsDistribution):
             state=self.state,
             num_samples=num_samples,
             max_epochs=max_epochs,
+            start=start,
+            progress_bar=checks.instance("progress_bar", progress_bar, bool, "True or False"),
         )
 
     def _operator(self) -> KernelOperator:

@@ -2,7 +2,7 @@
 
 import abc
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float, Key
@@ -56,6 +56,8 @@ class AbstractEstimator(eqx.Module):
         state: SolverState | None = None,
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
+        start: Any = None,
+        progress_bar: bool = True,
     ) -> AbstractConditioned:
         """The posterior of f given observations y ~ N(m(X), H), from what the density rests on.
 
@@ -67,6 +69,8 @@ class AbstractEstimator(eqx.Module):
             state: the state of the steps before, for estimators that have one.
             num_samples: number of posterior samples to store, for estimators that store some.
             max_epochs: budget of a solve, for estimators that make one.
+            start: a posterior of this estimator that the solve starts from.
+            progress_bar: whether a solve may show how far it is.
 
         Returns:
             One of `sgp.posteriors`.

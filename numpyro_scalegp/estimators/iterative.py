@@ -3,19 +3,26 @@
 import abc
 import math
 import zlib
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, UInt
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
+from numpyro_scalegp.core.comparison import begins_with
+from numpyro_scalegp.core.derivatives import refuse_derivatives
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.estimators.estimate import (
+    Estimate,
+    differentiable,
+    stopping_variance,
+)
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
-from numpyro_scalegp.estimators.lanczos import LogDeterminant, log_determinant, stopping_variance
+from numpyro_scalegp.estimators.lanczos import LogDeterminant, log_determinant
 from numpyro_scalegp.estimators.solver_state import Memory, Records, SolverState
+from numpyro_scalegp.estimators.starts import Start, check_start, from_posterior
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.solvers import (
@@ -25,7 +32,8 @@ from numpyro_scalegp.solvers import (
     Solution,
     StopReason,
 )
-from numpyro_scalegp.solvers.solver import prepare, warn_unless_converged
+from numpyro_scalegp.solvers.progress import watched
+from numpyro_scalegp.solvers.solver import prepare, solved, warn_unless_converged
 
 _FIXED = (
     "the posterior of an iterative estimator has derivatives in the inputs that it is evaluated "
@@ -33,22 +41,6 @@ _FIXED = (
     "that of `sgp.estimators.Cholesky()`, or wrap the arguments of `condition` in "
     "`jax.lax.stop_gradient`."
 )
-_REFUSAL = (
-    "`Hutchinson` and `Pathwise` have first derivatives in reverse mode alone (`jax.grad`): the "
-    "solutions that these rest on are held fixed in them, and second derivatives would be wrong. "
-    "For `jax.hessian`, `jax.jvp` or a Laplace approximation take `sgp.estimators.Cholesky()`, "
-    "or `RandomFourier` where the data are too many."
-)
-
-
-class Estimate(NamedTuple):
-    """A log marginal likelihood for each of m data vectors, and what it rests on."""
-
-    value: Float[Array, " m"]
-    standard_error: Float[Array, ""]  # of the value, the largest where there are several
-    solution: Solution  # m columns for the data, then those of the probes
-    left: Float[Array, "n s"]  # tr(H^-1 dH) ~ sum_j left_j'dH right_j / s
-    right: Float[Array, "n s"]
 
 
 class AbstractIterative(AbstractEstimator):
@@ -141,7 +133,7 @@ class AbstractIterative(AbstractEstimator):
         fit = jnp.sum(residual * solution.value[:, :m], axis=0)
         value = -0.5 * (fit + logdet.value + operator.size * math.log(2.0 * math.pi))
         # What stops at random adds to the errors: in both terms, and not independently.
-        stopping = jnp.sqrt(_stopping_variance(solution, residual)) + logdet.stopping_error
+        stopping = jnp.sqrt(stopping_variance(solution, residual)) + logdet.stopping_error
         error = 0.5 * jnp.hypot(logdet.standard_error, jnp.max(stopping))
         failed = ~jnp.all(jnp.isfinite(value)) | (solution.reason == StopReason.FAILED)
         solution = solution.failed_where(failed)
@@ -230,9 +222,7 @@ class AbstractIterative(AbstractEstimator):
                 found.standard_error,
             )
             state.write(operator, self._fingerprint(), solution.value, rows[0], record, key)
-        differentiable, rest = eqx.partition(operator, eqx.is_inexact_array)
-        inputs, fixed = (differentiable, rows), (rest, found)
-        value = with_pullback(_pull_back, _REFUSAL, found.value, inputs, fixed)
+        value = differentiable(found, operator, rows)
         return value.reshape(residual.shape[:-1]), found.solution
 
     def prepare(
@@ -257,28 +247,45 @@ class AbstractIterative(AbstractEstimator):
         state: SolverState | None = None,
         num_samples: int | None = None,
         max_epochs: int | float | None = None,
+        start: PathwisePosterior | None = None,
+        progress_bar: bool = True,
     ) -> PathwisePosterior:
         """Solve H [v, u_1 .. u_s] = [y - m(X), xi_1 .. xi_s] for pathwise posterior samples.
 
-        A state whose solution belongs to these very hyperparameters, inputs, observations and
-        draws, and is within the solver's tolerance, is taken as it is; any other state is where the
-        solve starts. A solution above its tolerance warns once. By default s is `num_probes`, and
-        the budget the solver's own; see `AbstractEstimator.condition`.
+        A solution that belongs to these very hyperparameters, inputs, observations and draws, and
+        is within the solver's tolerance, is taken as it is, be it that of `start`, of the state's
+        last posterior or of its last step; any other is where the solve starts, with zeros for rows
+        that were appended to its own. A solution above its tolerance warns once. By default s is
+        `num_probes`, or that of `start`, and the budget the solver's own; see
+        `AbstractEstimator.condition`.
 
         Raises:
-            ValueError: if there is neither a key nor a state.
+            ValueError: if there is neither a key nor a state nor a start, or the inputs do not
+                begin with those of the start.
             TypeError: where the posterior is differentiated in hyperparameters or observations.
         """
-        if state is not None and not (self.fresh_probes and key is not None):
+        if start is not None:
+            check_start(start, operator.X)
+            key = start.draws.key if key is None else key
+        elif state is not None and not (self.fresh_probes and key is not None):
             key = state.memory.key()
         probe_key, _, solver_key = jax.random.split(self.required_key(key), 3)
-        count = self.num_probes if num_samples is None else num_samples
-        draws = PriorDraws.from_key(probe_key, count, self.num_features)
+        if start is not None and num_samples in (None, start.num_samples):
+            draws = start.draws
+        else:
+            count = self.num_probes if num_samples is None else num_samples
+            draws = PriorDraws.from_key(probe_key, count, self.num_features)
         solver = self.solver.to_tolerance.with_budget(max_epochs)
         H, residual = refuse_derivatives(_FIXED, (operator, y - mean_function(operator.X)))
-        solution = self._solution(solver, H, residual, draws, solver_key, state)
+        system = H, residual.astype(H.dtype), draws
+        begin = self._start(system, state, start, getattr(solver, "tolerance", 0.0))
+        solution = watched(
+            lambda progress: self._solution(solver, *system, solver_key, begin, progress),
+            operator.size,
+            progress_bar=progress_bar and checks.is_concrete((system, solver_key, begin)),
+        )
         warn_unless_converged(solution)
-        return PathwisePosterior(
+        posterior = PathwisePosterior(
             kernel=operator.kernel,
             X=operator.X,
             y=y,
@@ -288,38 +295,80 @@ class AbstractIterative(AbstractEstimator):
             solution=solution,
             draws=draws,
         )
+        if state is not None:
+            state.keep(posterior)
+        return posterior
 
     @eqx.filter_jit
     def _solution(
         self,
         solver: AbstractSolver,
         operator: KernelOperator,
-        residual: Float[Array, " n"],
+        target: Float[Array, " n"],
         draws: PriorDraws,
         solver_key: Key[Array, ""],
-        state: SolverState | None,
+        start: Start | None,
+        progress: Int[Array, ""] | None,
     ) -> Solution:
-        """The state's last solution, if it is the one for all this, or another solve."""
-        residual = residual.astype(operator.dtype)
+        """The solution that is there, if it is the one for all this, or another solve."""
 
         def solve(guess: Array | None) -> Solution:
             xi = draws.observations(operator.kernel, operator.X, operator.noise())
-            B = jnp.concatenate([residual[:, None], xi.astype(operator.dtype)], axis=1)
-            count = draws.num_draws
-            return solver.solve(operator, B, guess=guess, key=solver_key, num_averaged=count)
+            B = jnp.concatenate([target[:, None], xi.astype(operator.dtype)], axis=1)
+            return solver.solve(
+                operator,
+                B,
+                guess=guess,
+                key=solver_key,
+                num_averaged=draws.num_draws,
+                progress=progress,
+            )
 
-        if state is None:
+        if start is None:
             return solve(None)
+        return jax.lax.cond(start.is_solution, lambda: start.last, lambda: solve(start.candidates))
+
+    def _start(
+        self,
+        system: tuple[KernelOperator, Float[Array, " n"], PriorDraws],
+        state: SolverState | None,
+        start: PathwisePosterior | None,
+        tolerance: float,
+    ) -> Start | None:
+        """Where a posterior's solve starts: `start`, the state's last posterior, or its memory."""
+        if start is not None:
+            return from_posterior(start, *system, tolerance)
+        if state is None:
+            return None
+        found = self._start_from_memory(state, *system, tolerance)
+        last = state.posterior
+        if last is None or not begins_with(system[0].X, last.X):
+            return found
+        begin = from_posterior(last, *system, tolerance)
+        return begin._replace(candidates=found.candidates.at[0].set(begin.candidates[0]))
+
+    def _start_from_memory(
+        self,
+        state: SolverState,
+        operator: KernelOperator,
+        target: Float[Array, " n"],
+        draws: PriorDraws,
+        tolerance: float,
+    ) -> Start:
+        if state.memory.X.shape[0] < operator.size:
+            state = state.with_rows(operator.X)
         memory = state.read((operator.size, 1 + self.num_probes), last=True)
         has_samples = self.stores_samples and self.solver.to_tolerance is self.solver
         if not has_samples or self.fresh_probes or draws.num_draws != self.num_probes:
-            guess = jnp.zeros((operator.size, 1 + draws.num_draws), operator.dtype)
-            return solve(guess.at[:, 0].set(memory.solutions[0, :, 0]))
-        guess = self._of_same_probes(memory).astype(operator.dtype)
-        same, last = state.last(operator, residual)
+            value = jnp.zeros((operator.size, 1 + draws.num_draws), operator.dtype)
+            value = value.at[:, 0].set(memory.solutions[0, :, 0])
+            residual = jnp.full(1 + draws.num_draws, jnp.inf, value.dtype)
+            return Start(value[None], jnp.zeros((), bool), solved(value, residual))
+        candidates = self._of_same_probes(memory).astype(operator.dtype)
+        same, last = state.last(operator, target)
         same &= memory.estimator == self._fingerprint()
-        same &= jnp.max(last.residual[:2]) <= getattr(solver, "tolerance", 0.0)
-        return jax.lax.cond(same, lambda: last, lambda: solve(guess))
+        same &= jnp.max(last.residual[:2]) <= tolerance
+        return Start(candidates, same, last)
 
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
@@ -342,37 +391,3 @@ class AbstractIterative(AbstractEstimator):
         is_random = self.solver.to_tolerance is not self.solver
         parts = kind.__module__, kind.__qualname__, self.num_probes, self.num_features, is_random
         return jnp.asarray(zlib.crc32(repr(parts).encode()), jnp.uint32)
-
-
-def _stopping_variance(solution: Solution, residual: Float[Array, "n m"]) -> Float[Array, " m"]:
-    """The variance that a random stopping index gives y'v, without bias in the mean, or zero.
-
-    With s_r = y'v_r for the iterates v_r, both y'v = sum_r w_r s_r and its square's mean,
-    E[sum_r w_r s_r^2] = (y'H^-1 y)^2, are at hand.
-    """
-    if solution.weights is None or solution.vectors is None:
-        return jnp.zeros(residual.shape[1], residual.dtype)
-    terms = jnp.einsum("nm,rnm->rm", residual, solution.vectors[..., : residual.shape[1]])
-    return stopping_variance(solution.weights, terms)
-
-
-def _pull_back(
-    inputs: tuple[KernelOperator, Array], fixed: tuple[KernelOperator, Estimate], cotangent: Array
-) -> tuple[KernelOperator, Array]:
-    """The estimator's gradient with respect to the operator and the data, shape (m, n)."""
-    (operator, _), (rest, found) = inputs, fixed
-    operator = refuse_derivatives(_REFUSAL, eqx.combine(operator, rest))
-    m, s = cotangent.size, found.left.shape[1]
-    left, right = found.solution.outer_products(m)
-    sides = (
-        (0.5 * cotangent * left, -0.5 / s * jnp.sum(cotangent) * found.left),
-        (right, found.right),
-    )
-    gradient = operator.bilinear_gradient(*(_side_by_side(*side) for side in sides))
-    gradient = eqx.filter(gradient, eqx.is_inexact_array)
-    return gradient, -(cotangent * found.solution.value[:, :m]).T
-
-
-def _side_by_side(squares: Float[Array, "r n m"], probes: Float[Array, "n s"]) -> Array:
-    columns = jnp.moveaxis(squares, 0, 1).reshape(len(probes), -1)
-    return jnp.concatenate([columns, probes], axis=1)

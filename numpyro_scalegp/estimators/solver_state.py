@@ -4,11 +4,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, UInt
 
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.comparison import begins_with, is_alike, is_same
 from numpyro_scalegp.core.mutable_state import refuse_batches
+from numpyro_scalegp.features.prior_draws import rows_stay
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.solvers import KernelOperator, Solution, StopReason
+from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
+from numpyro_scalegp.solvers import KernelOperator, Solution
+from numpyro_scalegp.solvers.solver import solved
 
 
 class Records(NamedTuple):
@@ -53,6 +58,9 @@ class SolverState:
     what it was given, and what it wrote is what the object flattens to. So a model can be traced
     any number of times with one and the same state.
 
+    The object, and not what it flattens to, also has the last posterior that was conditioned with
+    it: there the next one starts, and the memory of the training stays what it is.
+
     Args:
         memory: what the state holds; None until an estimator gives it its shape.
     """
@@ -60,6 +68,7 @@ class SolverState:
     def __init__(self, memory: Memory | None = None) -> None:
         self.begin = memory
         self._written: Memory | None = None
+        self.posterior: PathwisePosterior | None = None
 
     @property
     def _newest(self) -> Memory | None:
@@ -83,7 +92,7 @@ class SolverState:
         """The inverse of flattening."""
         state = object.__new__(cls)
         (state.begin,) = children
-        state._written = None
+        state._written = state.posterior = None
         return state
 
     def prepare(
@@ -132,6 +141,46 @@ class SolverState:
             records,
         )
 
+    def with_rows(self, X: Float[ArrayLike, "n d"]) -> "SolverState":
+        """The state for the same data with new rows after them.
+
+        The solutions start at zero for the new rows; hyperparameters, probes and records stay.
+
+        Args:
+            X: all inputs, shape (n, d): those of the state, in their order, and the new ones.
+
+        Returns:
+            A new state; this one stays what it is.
+
+        Raises:
+            ValueError: if the state is empty, or X does not begin with its rows.
+        """
+        memory, rows = self.memory, checks.inputs("X", X)
+        if not begins_with(rows, memory.X):
+            raise ValueError(
+                f"the solver state holds a solution for inputs of shape {memory.X.shape}, and `X`, "
+                f"of shape {rows.shape}, does not begin with these rows: append new rows after "
+                "those of the state, in their order, or begin with a new state."
+            )
+        before, num_new = memory.X.shape[0], rows.shape[0] - memory.X.shape[0]
+        noise = memory.noise_variance
+        if noise.ndim:
+            noise = jnp.concatenate([noise, jnp.broadcast_to(noise[-1], (num_new,))])
+        solutions = jnp.pad(memory.solutions, ((0, 0), (0, num_new), (0, 0)))
+        if num_new and not rows_stay():
+            solutions = solutions.at[:, :, 1:].set(0.0)
+        # No observation is infinite: nobody takes the solution for that of all rows.
+        target = jnp.pad(memory.target, (0, num_new), constant_values=jnp.inf)
+        rows = rows.astype(memory.X.dtype).at[:before].set(memory.X)
+        return SolverState(
+            memory._replace(solutions=solutions, target=target, noise_variance=noise, X=rows)
+        )
+
+    def keep(self, posterior: PathwisePosterior) -> None:
+        """Keep a posterior for the next one to start from, unless it is being traced."""
+        if checks.is_concrete(posterior):
+            self.posterior = posterior
+
     def read(self, shape: tuple[int, int], *, last: bool = False) -> Memory:
         """What the step starts from or, if `last`, what the last step wrote.
 
@@ -143,7 +192,8 @@ class SolverState:
             raise ValueError(
                 f"the solver state holds a solution of shape {memory.solutions.shape[1:]}, but the "
                 f"data and the estimator ask for {shape} (rows, 1 + num_probes): a state serves "
-                "one data set and one estimator."
+                "one data set and one estimator. For rows appended to the data, take "
+                "`state.with_rows(X)`."
             )
         return memory
 
@@ -173,7 +223,7 @@ class SolverState:
         begin = _present(self.begin)
         system = operator.kernel, operator.noise_variance, operator.X
         before = begin.kernel, begin.noise_variance, begin.X
-        if not _is_alike(system, before):
+        if not is_alike(system, before):
             raise ValueError(
                 f"the solver state was made with {_described(before)}, and is used with "
                 f"{_described(system)}: a state serves one model. Give this one a state of its own."
@@ -198,6 +248,7 @@ class SolverState:
             **dict(zip(names, kept, strict=True)), step=begin.step + 1, records=records
         )
         self._written, _ = refuse_batches(jax.lax.stop_gradient((memory, key)))
+        self.posterior = None
 
     def last(
         self, operator: KernelOperator, target: Float[Array, " n"]
@@ -206,21 +257,13 @@ class SolverState:
         memory = self.memory
         system = operator.kernel, operator.noise_variance, operator.X, target
         before = memory.kernel, memory.noise_variance, memory.X, memory.target
-        same = memory.step > 0
-        if _is_alike(system, before) and memory.solutions.dtype == operator.dtype:
-            for a, b in zip(jax.tree.leaves(system), jax.tree.leaves(before), strict=True):
-                same &= (a.dtype == b.dtype) & jnp.all(a == b)
-        else:
-            same = jnp.zeros((), bool)
+        same = (memory.step > 0) & is_same(system, before)
+        same &= memory.solutions.dtype == operator.dtype
         place = (memory.step - 1) % memory.num_records
         record = jax.tree.map(lambda ring: ring[place], memory.records)
         newest = memory.solutions[0].astype(operator.dtype)
         residual = jnp.full(newest.shape[1], record.probe_residual, newest.dtype)
-        residual = residual.at[0].set(record.residual)
-        zero = jnp.zeros((), newest.dtype)
-        reason = jnp.full((), StopReason.CONVERGED, int)
-        none = jnp.zeros((), int)
-        return same, Solution(newest, residual, none, zero, jnp.ones((), bool), reason)
+        return same, solved(newest, residual.at[0].set(record.residual))
 
     def history(self) -> dict[str, Array]:
         """The records of the steps made, oldest first; concrete states only.
@@ -243,15 +286,6 @@ def _present(memory: Memory | None) -> Memory:
     if memory is None:
         raise ValueError("the solver state is empty: no `GaussianProcess` was built with it.")
     return memory
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two pytrees have the same structure, and their leaves the same shapes."""
-
-    def described(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-        return jax.tree.structure(tree), [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
-
-    return described(one) == described(other)
 
 
 def _described(system: tuple[AbstractKernel, Array, Array]) -> str:

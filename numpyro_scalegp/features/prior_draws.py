@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, UInt
+from jaxtyping import Array, Bool, Float, Key, UInt
 
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.linalg import matmul
@@ -11,6 +11,14 @@ from numpyro_scalegp.kernels import AbstractKernel
 
 # Draws that share their frequencies: their covariance given these is that of the features.
 _GROUP = 16
+
+
+def rows_stay() -> bool:
+    """Whether rows of random numbers are the same where an array has more rows after them.
+
+    JAX's random bits do not depend on the shape if this setting is on, as it is by default.
+    """
+    return getattr(jax.config, "jax_threefry_partitionable", True)
 
 
 class PriorDraws(eqx.Module):
@@ -33,9 +41,19 @@ class PriorDraws(eqx.Module):
         """Take the seed from a key."""
         return cls(jax.random.bits(key, (2,), jnp.uint32), num_draws, num_features)
 
+    def is_same(self, other: "PriorDraws") -> Bool[Array, ""]:
+        """Whether the draws are the same, given the same kernel, inputs and noise."""
+        counts = self.num_draws == other.num_draws and self.num_features == other.num_features
+        return counts & jnp.all(self.seed == other.seed)
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        """The key of all that is drawn."""
+        return jax.random.wrap_key_data(self.seed, impl="threefry2x32")
+
     def _keys(self) -> Key[Array, " 2"]:
         """Keys for the functions and the noise."""
-        return jax.random.split(jax.random.wrap_key_data(self.seed, impl="threefry2x32"))
+        return jax.random.split(self.key)
 
     def __call__(
         self, kernel: AbstractKernel, X: Float[Array, "n d"], origin: Float[Array, " d"]

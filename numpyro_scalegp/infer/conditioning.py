@@ -20,7 +20,14 @@ from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
 from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, takes_part, traced
+from numpyro_scalegp.tracing.runs import (
+    Trace,
+    is_latent,
+    is_observed,
+    mutable_values,
+    takes_part,
+    traced,
+)
 from numpyro_scalegp.tracing.sites import StandIn
 
 
@@ -32,6 +39,8 @@ def posterior(
     key: Key[Array, ""] | None = None,
     num_samples: int | None = None,
     max_epochs: int | float | None = None,
+    start: AbstractPosterior | None = None,
+    progress_bar: bool = True,
     **kwargs: Any,
 ) -> AbstractPosterior:
     """The posterior over a function of a model that has been fitted.
@@ -49,7 +58,12 @@ def posterior(
         site: the name of the GP site; None if the model has only one.
         key: after SVI, None for the guide's medians, or a typed JAX key for one draw.
         num_samples: of a `GaussianProcess` with an iterative estimator, posterior samples to store.
-        max_epochs: of such a one, the budget of the solve.
+        max_epochs: of such a one, the budget of the solve. After SVI with a `state`, a second call
+            with the same result goes on where the first ended.
+        start: of such a one, the posterior whose solution it starts from, as of
+            `GaussianProcess.condition`; not after NUTS.
+        progress_bar: whether a solve that takes longer than a few seconds shows how far it is; not
+            after NUTS.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -84,9 +98,14 @@ def posterior(
     """
     checks.function("model", model)
     key = key if key is None else checks.as_key(key)
-    options = {"num_samples": num_samples, "max_epochs": max_epochs}
+    options = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(fit, Mapping):
+        if start is not None:
+            raise ValueError(
+                "`start` is for one posterior, and after NUTS there is one for each draw: leave "
+                "`start` out."
+            )
         return _of_draws(model, dict(fit), args, kwargs, site, key, options)
     if hasattr(fit, "get_samples"):
         raise TypeError(
@@ -113,8 +132,8 @@ def posterior(
             "sgp.posterior(model, guide.sample_posterior(key, params, sample_shape=(1000,)), X, y),"
             " or a `key` for a single one."
         )
-    given = _Conditioner(model, name, args, kwargs, tuple(options.items()))
-    return given({**params, **values})
+    trace = run_model(model, {**params, **values}, args, kwargs)
+    return conditioned(trace, name, params, progress_bar=progress_bar, **options)
 
 
 def parameters_of(result: Any) -> dict[str, Any]:
@@ -171,8 +190,16 @@ class _Conditioner(eqx.Module):
         return conditioned(trace, self.site, **dict(self.options))
 
 
-def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
+def conditioned(
+    trace: Trace, name: str, params: Mapping[str, Any] | None = None, **options: Any
+) -> AbstractPosterior:
     """The posterior at a GP site of a model's trace, given the site's value.
+
+    Args:
+        trace: of the model.
+        name: of the site.
+        params: the fit's own parameters and mutable state; the trace has copies of it.
+        options: of the family's `condition`.
 
     Raises:
         ValueError: if a collapsed site has no observations, or a wrapper around it.
@@ -192,6 +219,9 @@ def conditioned(trace: Trace, name: str, **options: Any) -> AbstractPosterior:
             f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` "
             "around it: write a site for each function."
         )
+    for own, value in mutable_values(trace).items():
+        if value is fn.state and params is not None:
+            fn.state = params.get(own, value)
     return fn.condition(site["value"], **options)
 
 

@@ -179,6 +179,7 @@ def iterate_blocks(
         epochs_per_iteration=1.0,
         tolerance=settings.tolerance,
         can_check=blocks.num_columns > 0,
+        progress=system.progress,
     )
     return blocks.solution(state, course), blocks.coefficients(state), state.record
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.solvers.operator import KernelOperator
+from numpyro_scalegp.solvers.progress import report
 from numpyro_scalegp.solvers.solver import Course, Solution, StopReason, System, finish
 
 
@@ -46,6 +47,7 @@ def iterate(
     epochs_per_iteration: float,
     tolerance: float | Float[Array, ""],
     can_check: bool = True,
+    progress: Int[Array, ""] | None = None,
 ) -> tuple[Any, Course]:
     """Iterate until the residuals are within the tolerance, or nothing is left to do.
 
@@ -64,6 +66,7 @@ def iterate(
         epochs_per_iteration: what one costs.
         tolerance: what the size is to get down to.
         can_check: whether there is a solution to compute residuals from.
+        progress: the number of a progress bar, which is told of every epoch.
 
     Returns:
         The last state and how it went.
@@ -78,6 +81,23 @@ def iterate(
     def goes_on(loop: _Loop) -> Array:
         # No comparison with NaN may be taken for a solution.
         return jnp.isfinite(loop.size) & ~(ends(loop) & loop.checked)
+
+    def epochs_of(loop: _Loop) -> Float[Array, ""]:
+        dtype = loop.size.dtype
+        return epochs_per_iteration * loop.iteration.astype(dtype) + loop.checks.astype(dtype)
+
+    def tell(loop: _Loop) -> None:
+        if progress is not None:
+            limit = jnp.asarray(max_iterations)
+            has_end = limit < jnp.iinfo(jnp.int32).max
+            budget = jnp.where(has_end, epochs_per_iteration * limit, jnp.inf)
+            report(progress, epochs_of(loop), loop.size, budget, tolerance)
+
+    def watched(loop: _Loop) -> _Loop:
+        after = body(loop)
+        is_next = jnp.floor(epochs_of(after)) > jnp.floor(epochs_of(loop))
+        jax.lax.cond(is_next, lambda: tell(after), lambda: None)
+        return after
 
     def body(loop: _Loop) -> _Loop:
         check = ends(loop) & can_check
@@ -97,14 +117,13 @@ def iterate(
 
     size, zero, no = size_of(state), jnp.zeros((), int), jnp.zeros((), bool)
     loop = _Loop(state, zero, zero, size, ~no, size, no)
-    loop = jax.lax.while_loop(goes_on, body, loop)
+    tell(loop)
+    loop = jax.lax.while_loop(goes_on, body if progress is None else watched, loop)
     spent = loop.iteration >= max_iterations
     reason = jnp.where(spent, StopReason.BUDGET, StopReason.PRECISION)
     reason = jnp.where(loop.size <= tolerance, StopReason.CONVERGED, reason)
     reason = jnp.where(jnp.isfinite(loop.size), reason, StopReason.FAILED)
-    epochs = epochs_per_iteration * loop.iteration.astype(size.dtype)
-    epochs += loop.checks.astype(size.dtype)
-    return loop.state, Course(loop.iteration, epochs, reason.astype(int))
+    return loop.state, Course(loop.iteration, epochs_of(loop), reason.astype(int))
 
 
 def descend(
@@ -147,6 +166,7 @@ def descend(
         max_iterations=num_iterations(max_epochs, system, epochs_per_iteration),
         epochs_per_iteration=epochs_per_iteration,
         tolerance=tolerance,
+        progress=system.progress,
     )
     return finish(system, state.value, norms(state), course)
 

@@ -110,6 +110,7 @@ class AbstractSolver(eqx.Module):
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
+        progress: Int[Array, ""] | None = None,
     ) -> Solution:
         """Solve H V = B.
 
@@ -122,6 +123,7 @@ class AbstractSolver(eqx.Module):
             key: a typed JAX key, for solvers that draw at random; others ignore it.
             num_averaged: how many of the last columns count together, by the mean of their relative
                 residuals, as those of an estimator's probes do; every other column counts alone.
+            progress: the number of a progress bar, which `GaussianProcess.condition` makes.
 
         Returns:
             A `Solution`; `converged` is False where it ended above the tolerance, `reason` is
@@ -131,7 +133,8 @@ class AbstractSolver(eqx.Module):
             ValueError: if `B` or `guess` has the wrong shape, `num_averaged` is out of range, or
                 there is no `key` for a solver that needs one.
         """
-        return self.run(*prepare(operator, B, guess), key, num_averaged)
+        operator, system = prepare(operator, B, guess)
+        return self.run(operator, system._replace(progress=progress), key, num_averaged)
 
     @abc.abstractmethod
     def run(
@@ -202,6 +205,7 @@ class System(NamedTuple):
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
     epochs: int  # what the initial residual has cost
+    progress: Int[Array, ""] | None = None  # the number of a progress bar, to which a loop reports
 
 
 def prepare(
@@ -273,12 +277,20 @@ def finish(
     )
 
 
+def solved(value: Float[Array, "n k"], residual: Float[Array, " k"]) -> Solution:
+    """A solution that was there already, within the tolerance."""
+    none, zero = jnp.zeros((), int), jnp.zeros((), value.dtype)
+    reason = jnp.full((), StopReason.CONVERGED, int)
+    return Solution(value, residual, none, zero, jnp.ones((), bool), reason)
+
+
 _WARNINGS = {
     StopReason.BUDGET: (
         "a linear solve ended above its tolerance, and a result rests on it: the budget ended "
-        "first. Raise the solver's `max_epochs`, give the `GaussianProcess` a `state=`, use a "
-        "stronger preconditioner, or keep the noise variance from becoming very small (a prior "
-        "does that). Residuals are in the posterior's `diagnostics` and the state's `history()`."
+        "first. Raise the solver's `max_epochs`, go on with the posterior as `start=` of "
+        "`condition`, give the `GaussianProcess` a `state=`, use a stronger preconditioner, or "
+        "keep the noise variance from becoming very small (a prior does that). Residuals are in "
+        "the posterior's `diagnostics` and the state's `history()`."
     ),
     StopReason.PRECISION: (
         "a linear solve ended above its tolerance, and a result rests on it: rounding errors leave "
