@@ -88,16 +88,8 @@ def iterate(
 
     def tell(loop: _Loop) -> None:
         if progress is not None:
-            limit = jnp.asarray(max_iterations)
-            has_end = limit < jnp.iinfo(jnp.int32).max
-            budget = jnp.where(has_end, epochs_per_iteration * limit, jnp.inf)
+            budget = epochs_per_iteration * jnp.asarray(max_iterations, float)
             report(progress, epochs_of(loop), loop.size, budget, tolerance)
-
-    def watched(loop: _Loop) -> _Loop:
-        after = body(loop)
-        is_next = jnp.floor(epochs_of(after)) > jnp.floor(epochs_of(loop))
-        jax.lax.cond(is_next, lambda: tell(after), lambda: None)
-        return after
 
     def body(loop: _Loop) -> _Loop:
         check = ends(loop) & can_check
@@ -105,7 +97,7 @@ def iterate(
         size = size_of(state)
         claimed, gained = loop.reference - loop.size, loop.reference - size
         stalled = gained <= jnp.maximum(0.5 * claimed, 0.0)
-        return _Loop(
+        after = _Loop(
             state,
             loop.iteration + (~check & works).astype(int),
             loop.checks + check.astype(int),
@@ -114,11 +106,15 @@ def iterate(
             jnp.where(check, size, loop.reference),
             jnp.where(check, stalled, ~works),
         )
+        if progress is not None:
+            is_next = jnp.floor(epochs_of(after)) > jnp.floor(epochs_of(loop))
+            jax.lax.cond(is_next, lambda: tell(after), lambda: None)
+        return after
 
     size, zero, no = size_of(state), jnp.zeros((), int), jnp.zeros((), bool)
     loop = _Loop(state, zero, zero, size, ~no, size, no)
     tell(loop)
-    loop = jax.lax.while_loop(goes_on, body if progress is None else watched, loop)
+    loop = jax.lax.while_loop(goes_on, body, loop)
     spent = loop.iteration >= max_iterations
     reason = jnp.where(spent, StopReason.BUDGET, StopReason.PRECISION)
     reason = jnp.where(loop.size <= tolerance, StopReason.CONVERGED, reason)

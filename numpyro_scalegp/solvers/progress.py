@@ -23,6 +23,9 @@ from numpyro_scalegp.solvers.solver import Solution, StopReason
 _DELAY = 3.0
 _LEAST_ROWS = 1000
 
+# From here on a budget is none: a bar would not move.
+_MANY_EPOCHS = 1e5
+
 # A program that is compiled once reports to the bar of each of its calls, by a number.
 _bars: dict[int, "_Bar"] = {}
 _numbers = itertools.count()
@@ -80,7 +83,7 @@ def report(
         progress: the bar's number.
         epochs: spent by now.
         size: the largest residual, to get down to `tolerance`.
-        budget: epochs at most, infinite where there is no end.
+        budget: epochs at most.
         tolerance: relative residual.
     """
     jax.debug.callback(_report, progress, epochs, size, budget, tolerance)
@@ -120,7 +123,7 @@ class _Bar:
         self.tolerance = tolerance
         if self._seconds() < _DELAY:
             return
-        total = budget if math.isfinite(budget) else None
+        total = budget if budget < _MANY_EPOCHS else None
         done = epochs if total is None else min(epochs, total)
         of = "" if total is None else f"/{total:.0f}"
         text = f"{done:.0f}{of} epochs, residual {size:.2g} to {tolerance:.2g}{self._left(total)}"
