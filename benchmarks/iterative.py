@@ -6,13 +6,17 @@
     python benchmarks/iterative.py plot a.npz b.npz --out figure.svg  # what ratios wrote
     python benchmarks/iterative.py value --data pol             # log p(y) beside Cholesky's
     python benchmarks/iterative.py fit --data   elevators       # test error after training
+    python benchmarks/iterative.py solve --data bike --splits 3 # all solvers, hyperparameters given
 
 Matern-3/2 with ARD throughout, as in Lin et al. (2024), trained by Adam with a learning rate of 0.1
-from hyperparameters of 1.0. Needs SCALEGP_DATA; `step` needs the `bench` extra.
+from hyperparameters of 1.0; `solve` takes those of published_hyperparameters.json, which lies
+beside the data sets. Needs SCALEGP_DATA; `step` needs the `bench` extra.
 """
 
 import argparse
 import functools
+import json
+import os
 import resource
 import subprocess
 import sys
@@ -30,7 +34,10 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.optim import optax_to_numpyro
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.features.prior_draws import PriorDraws
+from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 
+COMMANDS = ["product", "step", "ratios", "value", "fit", "solve", "plot"]
 SOLVERS = {
     "ap": sgp.solvers.AlternatingProjections,
     "cg": sgp.solvers.ConjugateGradients,
@@ -347,6 +354,78 @@ def fit(arguments):
     score(params, state)
 
 
+def compared_solvers(n, options):
+    """What `solve` compares, by name."""
+    greedy, random = (
+        sgp.preconditioners.PivotedCholesky,
+        sgp.preconditioners.RandomlyPivotedCholesky,
+    )
+    cg = functools.partial(sgp.solvers.ConjugateGradients, **options)
+    ranks = sorted({100, 500, 1000, round(10 * n**0.5)})
+    return {
+        "CG, greedy 100": cg(preconditioner=greedy(100)),
+        **{f"CG, random {rank}": cg(preconditioner=random(rank)) for rank in ranks},
+        "CG, Nystrom 500": cg(preconditioner=sgp.preconditioners.Nystrom(500)),
+        "AP 1000": sgp.solvers.AlternatingProjections(1000, **options),
+        "SGD": sgp.solvers.StochasticGradientDescent(**options),
+        "SDD": sgp.solvers.StochasticDualDescent(**options),
+        "ADASAP, rank 100": sgp.solvers.ADASAP(rank=100, **options),
+        "ADASAP": sgp.solvers.ADASAP(**options),
+    }
+
+
+def solve(arguments):
+    """All solvers on the same right-hand sides, those of a pathwise posterior."""
+    file = Path(os.environ["SCALEGP_DATA"]) / "published_hyperparameters.json"
+    published = json.loads(file.read_text())["sets"][arguments.data]
+    options = {"tolerance": arguments.tolerance, "max_epochs": arguments.max_epochs}
+    rows = {}
+    for split in range(arguments.split, arguments.split + arguments.splits):
+        arguments.split = split
+        X, y, X_test, y_test = load(arguments)
+        found = published[str(split)]
+        kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
+        H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
+        draws = PriorDraws.from_key(jax.random.key(split), 64, 2000)
+        B = jnp.concatenate([y[:, None], draws.observations(kernel, X, H.noise())], axis=1)
+        print(f"{arguments.data}, split {split}, n = {len(y)}, noise {found['noise'] ** 2:.2g}")
+        for name, solver in compared_solvers(len(y), options).items():
+            if arguments.only and arguments.only not in name:
+                continue
+            run = jax.jit(lambda H, B, solver=solver: solver.solve(
+                H, B, key=jax.random.key(0), num_averaged=64
+            )).lower(H, B).compile()  # fmt: skip
+            start = time.perf_counter()
+            solution = jax.block_until_ready(run(H, B))
+            elapsed = time.perf_counter() - start
+            posterior = PathwisePosterior(
+                kernel, X, y, H.noise_variance, sgp.GaussianProcess(kernel, X, 1.0).mean_function,
+                solver, solution, draws,
+            )  # fmt: skip
+            predictive = posterior.predictive(X_test)
+            rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
+            nll = -float(jnp.mean(predictive.log_prob(y_test)))
+            residuals = float(solution.residual[0]), float(jnp.mean(solution.residual[1:]))
+            row = [float(solution.epochs), elapsed, *residuals, rmse, nll]
+            rows.setdefault(name, []).append(row)
+            show_solve(name, [row])
+    print("\n| solver | epochs | seconds | residual | of probes | RMSE | NLL |")
+    for name, values in rows.items():
+        show_solve(name, values)
+
+
+def show_solve(name, rows):
+    """Means and standard errors over splits."""
+    mean = np.mean(rows, axis=0)
+    error = np.std(rows, axis=0, ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else None
+    formats = (".1f", ".1f", ".2g", ".2g", ".4f", ".4f")
+    cells = [format(value, form) for value, form in zip(mean, formats, strict=True)]
+    if error is not None:
+        both = zip(cells, error, strict=True)
+        cells = [f"{cell} ± {e:.1g}" for cell, e in both]
+    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def plot(arguments):
     """Draw the files that `ratios` wrote: epochs spent up to each step."""
     from matplotlib.figure import Figure
@@ -373,10 +452,12 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["product", "step", "ratios", "value", "fit", "plot"])
+    parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("files", nargs="*", help="of plot: what ratios wrote, one panel each")
     parser.add_argument("--data", default="pol")
     parser.add_argument("--split", type=int, default=0)
+    parser.add_argument("--splits", type=int, default=1, help="of solve, from `--split` on")
+    parser.add_argument("--only", help="of solve: names of solvers with this part")
     parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
     parser.add_argument("--solver", choices=SOLVERS, default="ap")
     parser.add_argument("--steps", type=int, default=30)

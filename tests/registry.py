@@ -142,6 +142,7 @@ PRECONDITIONERS: list[tuple[str, Callable[[], AbstractPreconditioner]]] = [
     ("pivoted_cholesky", lambda: sgp.preconditioners.PivotedCholesky(3)),
     ("pivoted_cholesky_of_all", sgp.preconditioners.PivotedCholesky),
     ("randomly_pivoted_cholesky", lambda: sgp.preconditioners.RandomlyPivotedCholesky(3)),
+    ("nystrom", lambda: sgp.preconditioners.Nystrom(3)),
     ("own", CLASSES["Jacobi"]),
 ]
 
@@ -167,6 +168,12 @@ SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
         "stochastic_gradient_descent",
         lambda: sgp.solvers.StochasticGradientDescent(4, tolerance=1e-3, max_epochs=1000),
     ),
+    (
+        "stochastic_dual_descent",
+        lambda: sgp.solvers.StochasticDualDescent(4, tolerance=1e-3, max_epochs=1000),
+    ),
+    ("adasap", lambda: sgp.solvers.ADASAP(4, tolerance=1e-3, max_epochs=500)),
+    ("sketched_adasap", lambda: sgp.solvers.ADASAP(4, 2, tolerance=1e-3, max_epochs=500)),
     ("own", lambda: CLASSES["Richardson"](1e-3)),
 ]
 

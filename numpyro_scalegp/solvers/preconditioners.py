@@ -1,6 +1,7 @@
 """Cheap approximate inverses of an operator."""
 
 import abc
+import math
 
 import equinox as eqx
 import jax
@@ -8,10 +9,17 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky, randomly_pivoted_cholesky
 from numpyro_scalegp.solvers.operator import KernelOperator
+
+# Of a rank that is chosen from the size: its multiple of sqrt(n), and the bytes that L may take.
+_RANKS = 10.0
+_MAX_BYTES = 2**29
+
+# Columns of A that are factorized at a time, in multiples of the rank.
+_RANKS_PER_CHUNK = 4
 
 
 class PreconditionerFactor(eqx.Module):
@@ -19,6 +27,7 @@ class PreconditionerFactor(eqx.Module):
 
     With A = L D^-1/2 and I + A A' = R'R from a QR factorization of [A', I], which never squares the
     condition number: P^-1 = D^-1/2 (I - A'R^-1 R^-T A) D^-1/2 and log|P| = log|D| + 2 log|R|.
+    Time O(n rank^2), memory O(n rank) for L and O(rank^2) besides.
     """
 
     low_rank: Float[Array, "rank n"]  # L
@@ -27,9 +36,7 @@ class PreconditionerFactor(eqx.Module):
 
     def __init__(self, low_rank: Float[Array, "rank n"], diagonal: Float[Array, " n"]) -> None:
         self.low_rank, self.diagonal = low_rank, diagonal
-        identity = jnp.eye(len(low_rank), dtype=diagonal.dtype)
-        tall = jnp.concatenate([(low_rank * jax.lax.rsqrt(diagonal)).T, identity])
-        self.triangle = jnp.linalg.qr(tall, mode="r") if len(low_rank) else identity
+        self.triangle = _triangle(low_rank, jax.lax.rsqrt(diagonal))
 
     def solve(self, R: Float[Array, "n k"]) -> Float[Array, "n k"]:
         """P^-1 R, shape (n, k), in O(n rank k)."""
@@ -51,6 +58,26 @@ class PreconditionerFactor(eqx.Module):
         normal = jax.random.normal(key, (rank + n, num_samples), self.diagonal.dtype)
         white = jnp.sqrt(self.diagonal)[:, None] * normal[rank:]
         return matmul(self.low_rank.T, normal[:rank]) + white
+
+
+def _triangle(low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Array:
+    """R of [A', I] = Q R for A = L scale, chunk by chunk: Q is needed nowhere."""
+    rank, n = low_rank.shape
+    identity = jnp.eye(rank, dtype=scale.dtype)
+    if not rank:
+        return identity
+    size = min(n, _RANKS_PER_CHUNK * rank)
+    num_chunks = -(-n // size)
+
+    def append(R: Array, chunk: Array) -> tuple[Array, None]:
+        # The last chunk begins earlier, where n is no multiple, with zeros for what was had.
+        first = jnp.minimum(chunk * size, n - size)
+        is_new = first + jnp.arange(size) >= chunk * size
+        part = jax.lax.dynamic_slice_in_dim(low_rank, first, size, axis=1)
+        weights = jnp.where(is_new, jax.lax.dynamic_slice_in_dim(scale, first, size), 0.0)
+        return jnp.linalg.qr(jnp.concatenate([(part * weights).T, R]), mode="r"), None
+
+    return jax.lax.scan(append, identity, jnp.arange(num_chunks))[0]
 
 
 class AbstractPreconditioner(eqx.Module):
@@ -107,7 +134,8 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
     rank it needs fewer iterations.
 
     Args:
-        rank: number of pivots; more than n are cut to n.
+        rank: number of pivots; more than n are cut to n. None for 10 sqrt(n), and at most what
+            keeps L within half a GiB.
         seed: of the pivots, the same in every call.
 
     Raises:
@@ -124,6 +152,53 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
         >>> solver = sgp.solvers.ConjugateGradients(preconditioner=preconditioner)
     """
 
+    rank: int | None = eqx.field(static=True, converter=checks.plain, default=None)
+    seed: int = eqx.field(static=True, converter=checks.plain, default=0)
+
+    def __check_init__(self) -> None:
+        if self.rank is not None:
+            checks.count("rank", self.rank)
+        checks.count("seed", self.seed, 0)
+
+    def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
+        """Draw the pivots, compute L and R; noise must be positive."""
+        n, key = operator.size, jax.random.key(self.seed)
+        rank = min(n, _default_rank(operator) if self.rank is None else self.rank)
+        low_rank, _ = randomly_pivoted_cholesky(operator.kernel, operator.X, rank, key)
+        return PreconditionerFactor(low_rank.astype(operator.dtype), operator.noise())
+
+
+def _default_rank(operator: KernelOperator) -> int:
+    n = operator.size
+    return max(
+        1, min(math.ceil(_RANKS * math.sqrt(n)), _MAX_BYTES // (n * operator.dtype.itemsize))
+    )
+
+
+class Nystrom(AbstractPreconditioner):
+    """P = F'F + noise with F'F the Nystrom approximation K Z (Z'K Z)^-1 Z'K of K, Z random.
+
+    The best approximation for its rank, and the only one that multiplies all of K, in one product
+    with `rank` columns: for small noise and many iterations, or many solves with the same H.
+
+    Args:
+        rank: number of random directions; more than n are cut to n.
+        seed: of the directions, the same in every call.
+
+    Raises:
+        ValueError: if `rank` is less than 1.
+
+    References:
+        Frangella, Tropp and Udell (2023), Randomized Nystrom Preconditioning, algorithm 2.1, with
+        the noise in place of the smallest eigenvalue as damping. Time O(n^2 (d / 2 + rank) +
+        n rank^2), memory O(n rank).
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> preconditioner = sgp.preconditioners.Nystrom(rank=200)
+        >>> solver = sgp.solvers.ConjugateGradients(preconditioner=preconditioner)
+    """
+
     rank: int = eqx.field(static=True, converter=checks.plain, default=100)
     seed: int = eqx.field(static=True, converter=checks.plain, default=0)
 
@@ -132,7 +207,19 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
         checks.count("seed", self.seed, 0)
 
     def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
-        """Draw the pivots, compute L and R; noise must be positive."""
-        rank, key = min(self.rank, operator.size), jax.random.key(self.seed)
-        low_rank, _ = randomly_pivoted_cholesky(operator.kernel, operator.X, rank, key)
-        return PreconditionerFactor(low_rank.astype(operator.dtype), operator.noise())
+        """Multiply K with the directions, compute F and R; noise must be positive."""
+        shape = operator.size, min(self.rank, operator.size)
+        normal = jax.random.normal(jax.random.key(self.seed), shape, operator.dtype)
+        Z = jnp.linalg.qr(normal)[0]
+        product = operator.matmul(Z) - operator.noise()[:, None] * Z
+        return PreconditionerFactor(nystrom_factor(Z, product), operator.noise())
+
+
+def nystrom_factor(
+    Z: Float[Array, "n rank"], product: Float[Array, "n rank"]
+) -> Float[Array, "rank n"]:
+    """F with F'F = K Z (Z'K Z)^-1 Z'K, given orthonormal directions Z and the product K Z."""
+    # Jitter keeps rounding errors in F small where K is singular along Z.
+    jittered = product + jnp.finfo(Z.dtype).eps * jnp.linalg.norm(product) * Z
+    tril = linalg.factorize(matmul(Z.T, jittered), warn=False).tril
+    return solve_triangular(tril, jittered.T, lower=True)

@@ -6,10 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_scalegp.kernels import RBF, Matern32
+from numpyro_scalegp.kernels import RBF, Constant, Matern32
 from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
 from numpyro_scalegp.solvers import KernelOperator
-from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
+from numpyro_scalegp.solvers.preconditioners import (
+    Identity,
+    Nystrom,
+    PivotedCholesky,
+    RandomlyPivotedCholesky,
+)
 
 N = 40
 
@@ -155,3 +160,54 @@ def test_no_loop_is_unrolled():
         return count_equations(jax.make_jaxpr(solve)(jnp.ones((N, 1))).jaxpr)
 
     assert 20 < equations(3) == equations(35)
+
+
+RANDOM = [RandomlyPivotedCholesky, Nystrom]
+
+
+@pytest.mark.parametrize("family", RANDOM)
+def test_random_preconditioners_are_close_to_the_operator(family, x64):
+    H = operator(1e-3)
+    A = np.asarray(H.kernel.covariance(H.X)) + 1e-3 * np.eye(N)
+
+    def condition(rank):
+        solved, log_determinant, _ = work(family(rank), H, jnp.array(A), jax.random.key(3))
+        eigenvalues = np.linalg.eigvals(np.asarray(solved)).real
+        return np.max(eigenvalues) / np.min(eigenvalues), log_determinant
+
+    few, many, whole = (condition(rank) for rank in (5, 25, 10 * N))
+    assert np.linalg.cond(A) > 2 * few[0] > 20 * many[0]
+    np.testing.assert_allclose(whole[0], 1.0, rtol=1e-4)
+    np.testing.assert_allclose(whole[1], np.linalg.slogdet(A)[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", RANDOM)
+def test_random_preconditioners_of_a_constant_kernel(family):
+    # Of rank one, in float32: whatever else the directions find is rounding.
+    H = KernelOperator(Constant(2.0), rows(), 1e-4)
+    R = np.random.default_rng(1).normal(size=(N, 3))
+    solved, _, _ = work(family(8), H, jnp.array(R), jax.random.key(3))
+    exact = np.linalg.solve(2.0 + 1e-4 * np.eye(N), R)
+    assert np.linalg.norm(solved - exact) < 5e-2 * np.linalg.norm(exact)
+
+
+def test_another_seed_draws_another_factor():
+    H = operator(1e-2)
+    for family in RANDOM:
+        one, again, other = (family(3, seed).factorize(H).low_rank for seed in (0, 0, 1))
+        np.testing.assert_array_equal(one, again)
+        assert not np.allclose(one, other)
+
+
+@pytest.mark.parametrize(("n", "rank"), [(4, 4), (30, 30), (900, 300), (40_000, 2000)])
+def test_the_rank_follows_from_the_size(n, rank):
+    H = jax.eval_shape(lambda X: KernelOperator(RBF(0.9), X, 1e-2), jnp.zeros((n, 1)))
+    factor = jax.eval_shape(RandomlyPivotedCholesky().factorize, H)
+    assert factor.low_rank.shape == (rank, n)
+
+
+def test_the_rank_stays_within_memory():
+    n = 1_000_000
+    H = jax.eval_shape(lambda X: KernelOperator(RBF(0.9), X, 1e-2), jnp.zeros((n, 1)))
+    factor = jax.eval_shape(RandomlyPivotedCholesky().factorize, H)
+    assert factor.low_rank.size * 4 <= 2**29 < (factor.low_rank.shape[0] + 1) * n * 4

@@ -11,11 +11,13 @@ import pytest
 from numpyro_scalegp.estimators.lanczos import log_determinant
 from numpyro_scalegp.kernels import Matern32
 from numpyro_scalegp.solvers import (
+    ADASAP,
     AlternatingProjections,
     Cholesky,
     ConjugateGradients,
     KernelOperator,
     RussianRouletteCG,
+    StochasticDualDescent,
     StochasticGradientDescent,
     StopReason,
 )
@@ -34,13 +36,22 @@ ITERATIVE = {
     "sgd": lambda tolerance, epochs: StochasticGradientDescent(
         BLOCK, tolerance=tolerance, max_epochs=float(epochs)
     ),
+    "sdd": lambda tolerance, epochs: StochasticDualDescent(
+        BLOCK, tolerance=tolerance, max_epochs=float(epochs)
+    ),
+    "adasap": lambda tolerance, epochs: ADASAP(
+        BLOCK, tolerance=tolerance, max_epochs=float(epochs)
+    ),
+    "sketched": lambda tolerance, epochs: ADASAP(BLOCK, 6, 1.0, tolerance, float(epochs)),
 }
+RANDOM = ("sgd", "sdd", "adasap", "sketched")
 SOLVERS = {"cholesky": lambda tolerance, _: Cholesky(tolerance), **ITERATIVE}
 # Tolerances for errors below 1e-8, whatever the noise of a test. One for each solver, so that tests
 # share what they compile: tolerances are static.
-TIGHT = {"cholesky": 1e-8, "cg": 1e-13, "plain_cg": 1e-13, "ap": 1e-11, "sgd": 1e-11}
+TIGHT = {"cholesky": 1e-8, "cg": 1e-13, "plain_cg": 1e-13}
+TIGHT |= dict.fromkeys(("ap", *RANDOM), 1e-11)
 # What an iteration may cost, in epochs.
-STEPS = {"cg": 1.0, "plain_cg": 1.0, "ap": BLOCK / N, "sgd": BLOCK / N}
+STEPS = {"cg": 1.0, "plain_cg": 1.0} | dict.fromkeys(("ap", *RANDOM), BLOCK / N)
 
 every_solver = pytest.mark.parametrize("name", SOLVERS)
 every_iterative_solver = pytest.mark.parametrize("name", ITERATIVE)
@@ -98,7 +109,7 @@ def assert_solved(H, B, solution, bound=1e-8):
 @pytest.mark.parametrize(
     ("name", "noise"),
     [(name, noise) for name in ("cholesky", "cg", "plain_cg") for noise in (1e-3, 0.1, 10.0)]
-    + [(name, noise) for name in ("ap", "sgd") for noise in (0.05, 0.3, 10.0)],
+    + [(name, noise) for name in ("ap", *RANDOM) for noise in (0.05, 0.3, 10.0)],
 )
 def test_numpy_agrees(name, noise, x64):
     H, B = operator(noise), targets()
@@ -130,13 +141,12 @@ def test_fewer_rows_than_a_block(name, n, x64):
     assert_solved(H, B, solve_tightly(name, H, B))
 
 
+@pytest.mark.parametrize("family", [StochasticGradientDescent, StochasticDualDescent])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.95])
-def test_sgd_with_a_rate_of_its_own(momentum, x64):
+def test_descent_with_a_rate_of_its_own(family, momentum, x64):
     H, B = operator(), targets()
     rate = 0.3 * (1 - momentum)
-    solver = StochasticGradientDescent(
-        10, learning_rate=rate, momentum=momentum, tolerance=1e-11, max_epochs=5000.0
-    )
+    solver = family(10, learning_rate=rate, momentum=momentum, tolerance=1e-11, max_epochs=5000.0)
     assert_solved(H, B, solve(solver, H, B))
 
 
@@ -304,6 +314,25 @@ def test_the_loop_ends_at_the_tolerance(name, x64):
     assert TIGHT[name] < np.max(loose.residual) <= 1e-2
 
 
+def test_fresh_blocks_and_momentum_beat_greedy_projections(x64):
+    # Theory has the square root of the condition number where a fixed partition has all of it.
+    H, B = operator(1e-3, 1.5, 200), targets(200)
+    worst = {
+        solver: np.max(solve(solver, H, B, None, 0).residual)
+        for solver in (ADASAP(40, None, 1.0, 0.0, 40.0), AlternatingProjections(40, 0.0, 40.0))
+    }
+    fast, slow = worst.values()
+    assert fast < 0.2 * slow
+
+
+def test_units_of_the_data_do_not_matter(x64):
+    H, B = operator(0.05), targets()
+    scaled = KernelOperator(Matern32(0.7, 1.3e4), H.X, 0.05e4)
+    for name in RANDOM:
+        one, other = (solve(ITERATIVE[name](0.0, 4), A, B) for A in (H, scaled))
+        np.testing.assert_allclose(1e4 * other.value, one.value, rtol=1e-6, atol=1e-12)
+
+
 # Failures are values
 
 
@@ -358,7 +387,7 @@ def test_a_matrix_that_is_not_positive_definite(name, x64):
     assert np.linalg.eigvalsh(dense(H))[0] < -0.1
     solution = solve(SOLVERS[name](TIGHT[name], 500), H, targets())
     assert not solution.converged
-    assert np.all(np.isnan(solution.value)) or name in ("ap", "sgd")
+    assert np.all(np.isnan(solution.value)) or name in ("ap", *RANDOM)
 
 
 # Transformations
@@ -409,23 +438,23 @@ def test_nothing_is_differentiated(name, x64):
         np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
 
 
-def test_keys_change_the_path_of_sgd_alone(x64):
+def test_keys_change_the_path_of_random_batches_alone(x64):
     H, B = operator(0.05), targets()
 
     @jax.jit
     def run(solver, seed):
         return solver.solve(H, B, key=jax.random.key(seed)).value
 
-    for name in ("cg", "ap", "sgd"):
+    for name in ("cg", "ap", *RANDOM):
         one, again, other = (run(ITERATIVE[name](0.0, 4), seed) for seed in (0, 0, 1))
         np.testing.assert_array_equal(one, again)
-        assert np.array_equal(one, other) == (name != "sgd")
+        assert np.array_equal(one, other) == (name not in RANDOM)
 
 
-@pytest.mark.parametrize("name", ["cg", "ap"])
+@pytest.mark.parametrize("name", ["cg", "ap", "sdd", "adasap"])
 def test_a_budget_may_be_infinite(name, x64):
     H, B = operator(0.05), targets()
-    assert_solved(H, B, ITERATIVE[name](TIGHT[name], float("inf")).solve(H, B))
+    assert_solved(H, B, solve(ITERATIVE[name](TIGHT[name], float("inf")), H, B))
 
 
 # Probes for the log-determinant
@@ -546,6 +575,7 @@ def test_no_right_hand_sides(name):
     assert solution.converged
 
 
-def test_sgd_needs_a_key():
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_batches_need_a_key(name):
     with pytest.raises(ValueError, match="`key` must be given: the batches are drawn at random"):
-        StochasticGradientDescent(max_epochs=100.0).solve(operator(), targets())
+        ITERATIVE[name](1e-2, 100).solve(operator(), targets())
