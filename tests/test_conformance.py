@@ -18,7 +18,7 @@ from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.solvers import KernelOperator
+from numpyro_scalegp.solvers import KernelOperator, StopReason
 from numpyro_scalegp.tracing.runs import mutable_values
 from tests.conformance import (
     Compiled,
@@ -36,6 +36,7 @@ from tests.registry import (
     LATENT_FAMILIES,
     LOG_DETERMINANTS,
     NUM_COLUMNS,
+    PRECONDITIONERS,
     SOLVERS,
 )
 
@@ -199,6 +200,42 @@ def test_solver_promotes_no_types(solver, dtype):
 
         for solution in jax.eval_shape(solutions, operator, B):
             assert solution.value.dtype == solution.residual.dtype == solution.epochs.dtype == dtype
+
+
+def nearly_singular() -> list[Array]:
+    """Inputs that all come twice, and one row many times."""
+    X = inputs()
+    return [jnp.concatenate([X, X]), jnp.broadcast_to(X[0], (14, NUM_COLUMNS))]
+
+
+def assert_honest(solver: Any) -> None:
+    """In float32 with little noise, what is reported is what the solution is worth."""
+    B = jnp.stack([jnp.sin(jnp.arange(14.0)), jnp.ones(14)], axis=1)
+    kernel = sgp.kernels.Matern32(1.0, 1.5)
+    compiled = Compiled(lambda solver, H: solver.solve(H, B, key=jax.random.key(0)))
+    for X in nearly_singular():
+        solution = compiled(solver, KernelOperator(kernel, X, 1e-4))
+        H = np.asarray(kernel(X, X), np.float64) + 1e-4 * np.eye(14)
+        value = np.asarray(solution.value, np.float64)
+        assert np.all(np.isfinite(value))
+        true = np.linalg.norm(B - H @ value, axis=0) / np.linalg.norm(B, axis=0)
+        # A product in float32 has errors of this size itself.
+        rounding = 1e-6 * 14 * 1.5 * np.linalg.norm(value, axis=0)
+        assert np.all(np.abs(true - solution.residual) <= 1e-5 + rounding)
+        within = np.all(solution.residual <= getattr(solver, "tolerance", np.inf))
+        assert within or not solution.converged
+        assert solution.converged == (solution.reason == StopReason.CONVERGED)
+    assert compiled.traces == 1
+
+
+@each("solver", SOLVERS)
+def test_solver_is_honest_where_float32_ends(solver):
+    assert_honest(solver())
+
+
+@each("preconditioner", PRECONDITIONERS)
+def test_preconditioner_serves_where_float32_ends(preconditioner):
+    assert_honest(sgp.solvers.ConjugateGradients(1e-2, 50.0, preconditioner()))
 
 
 # Estimators

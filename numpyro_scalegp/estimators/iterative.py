@@ -57,7 +57,7 @@ class AbstractIterative(AbstractEstimator):
     # the trace's quadratic forms.
     stores_samples: ClassVar[bool] = False
 
-    solver: AbstractSolver
+    solver: AbstractSolver = ConjugateGradients()
     num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
     num_features: int = eqx.field(static=True, converter=checks.plain, default=2000)
     num_logdet_probes: int = eqx.field(

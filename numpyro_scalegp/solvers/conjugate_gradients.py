@@ -14,7 +14,7 @@ from numpyro_scalegp.solvers import krylov
 from numpyro_scalegp.solvers.iteration import check_budget, iterate, largest, num_iterations
 from numpyro_scalegp.solvers.krylov import Krylov, join, split
 from numpyro_scalegp.solvers.operator import KernelOperator
-from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner, PivotedCholesky
+from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner, RandomlyPivotedCholesky
 from numpyro_scalegp.solvers.solver import (
     AbstractSolver,
     Coefficients,
@@ -62,7 +62,8 @@ class ConjugateGradients(AbstractConjugateGradients):
         tolerance: relative residual ||b - H v|| / ||b|| at which a column counts as solved; the
             loop goes on until all are, averaged columns in their mean.
         max_epochs: iterations at most. To compute the residual at the end takes one epoch more.
-        preconditioner: by default a pivoted Cholesky factor of rank 100.
+        preconditioner: by default a randomly pivoted Cholesky factor, of a rank that follows from n
+            and memory.
         group_size: right-hand sides that share a Krylov space; 1 for one each, the textbook method.
 
     Raises:
@@ -83,7 +84,7 @@ class ConjugateGradients(AbstractConjugateGradients):
 
     tolerance: float = eqx.field(static=True, converter=checks.plain, default=1e-2)
     max_epochs: int | float = eqx.field(static=True, converter=checks.plain, default=100)
-    preconditioner: AbstractPreconditioner = PivotedCholesky(100)
+    preconditioner: AbstractPreconditioner = RandomlyPivotedCholesky()
     group_size: int = eqx.field(static=True, converter=checks.plain, default=128)
 
     def __check_init__(self) -> None:

@@ -512,3 +512,15 @@ def test_an_autoguide_is_set_up_without_a_warning():
         warnings.filterwarnings("error", "`Pathwise` draws at random", RuntimeWarning)
         state = svi.init(KEY)
         assert np.isfinite(svi.update(state)[1])
+
+
+@pytest.mark.parametrize("family", [sgp.estimators.Pathwise, sgp.estimators.Hutchinson])
+def test_an_estimator_without_arguments_solves(family):
+    assert family().solver == sgp.solvers.ConjugateGradients()
+    estimator = family(num_probes=2, num_features=16, num_logdet_probes=0)
+    X = jnp.linspace(0.0, 1.0, 30)[:, None]
+    kernel = sgp.kernels.Matern32(0.3)
+    gp = sgp.GaussianProcess(kernel, X, 1e-2, estimator=estimator, key=jax.random.key(0))
+    posterior = gp.condition(jnp.sin(9.0 * X[:, 0]))
+    assert posterior.diagnostics["converged"]
+    assert posterior.diagnostics["residual"] <= 1e-2
