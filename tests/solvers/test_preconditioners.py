@@ -13,6 +13,7 @@ from numpyro_scalegp.solvers.preconditioners import (
     Identity,
     Nystrom,
     PivotedCholesky,
+    PreconditionerFactor,
     RandomlyPivotedCholesky,
 )
 
@@ -211,3 +212,11 @@ def test_the_rank_stays_within_memory():
     H = jax.eval_shape(lambda X: KernelOperator(RBF(0.9), X, 1e-2), jnp.zeros((n, 1)))
     factor = jax.eval_shape(RandomlyPivotedCholesky().factorize, H)
     assert factor.low_rank.size * 4 <= 2**29 < (factor.low_rank.shape[0] + 1) * n * 4
+
+
+def test_the_triangle_of_several_chunks(x64):
+    # Chunks of four times the rank, the last one shorter.
+    low_rank = jnp.array(np.random.default_rng(0).normal(size=(3, N)))
+    R = np.asarray(PreconditionerFactor(low_rank, jnp.full(N, 1e-3)).triangle)
+    A = np.asarray(low_rank) / np.sqrt(1e-3)
+    np.testing.assert_allclose(R.T @ R, np.eye(3) + A @ A.T, rtol=1e-12, atol=1e-9)
