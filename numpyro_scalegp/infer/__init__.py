@@ -1,6 +1,6 @@
 """Objectives for variational inference, and draws from its result."""
 
-from numpyro_scalegp.infer.initialization import initial_hyperparameters, median_distance
+from numpyro_scalegp.infer.initialization import Hyperparameters, initial_hyperparameters
 from numpyro_scalegp.infer.joint import JointELBO
 from numpyro_scalegp.infer.log_determinants import (
     LogDeterminantDiagnostics,
@@ -10,12 +10,14 @@ from numpyro_scalegp.infer.log_determinants import (
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
+from numpyro_scalegp.infer.starting_values import median_distance
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
 from numpyro_scalegp.quadruply_stochastic.row_svi import RowSVI
 
 __all__ = [
     "Draws",
+    "Hyperparameters",
     "JointELBO",
     "LogDeterminantDiagnostics",
     "Predictive",

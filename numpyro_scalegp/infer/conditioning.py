@@ -17,6 +17,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
+from numpyro_scalegp.infer.initialization import Hyperparameters
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
 from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
@@ -100,6 +101,11 @@ def posterior(
     key = key if key is None else checks.as_key(key)
     options = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
     options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(fit, Hyperparameters):
+        values: dict[str, Any] = dict(fit)
+        name, _ = _the_site(model, values, args, kwargs, site)
+        trace = run_model(model, values, args, kwargs)
+        return conditioned(trace, name, values, progress_bar=progress_bar, **options)
     if isinstance(fit, Mapping):
         if start is not None:
             raise ValueError(

@@ -71,6 +71,24 @@ class AbstractKernel(AbstractSpectrum):
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: one for name, one in values.items() if isinstance(one, AbstractKernel)}
 
+    def scaled_inputs(
+        self, X: Float[Array, "n d"]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "n k"]]]:
+        """Each lengthscale within this kernel, and the inputs that it divides.
+
+        Args:
+            X: inputs, shape (n, d).
+
+        Returns:
+            Pairs of a lengthscale, shape () or (k,), in units of its inputs, and these, (n, k).
+        """
+        seen = self._seen(X)
+        return [pair for kernel in self.parts.values() for pair in kernel.scaled_inputs(seen)]
+
+    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+        """The inputs as the parts of this kernel see them."""
+        return X
+
     @property
     def is_component(self) -> bool:
         """Whether a sum in this kernel is reduced to one term; see `component`."""

@@ -93,7 +93,7 @@ class FeatureMapped(AbstractKernel):
         self.kernel = kernel
         self.feature_map = functions.as_pytree(feature_map, "feature_map")
 
-    def _mapped(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
+    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
         mapped = self.feature_map(X)
         if jnp.ndim(mapped) != 2 or mapped.shape[0] != X.shape[0]:
             raise ValueError(
@@ -111,16 +111,16 @@ class FeatureMapped(AbstractKernel):
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The features of the mapped inputs."""
-        origin = None if origin is None else self._mapped(origin[None])[0]
-        return self.kernel.evaluate_features(key, self._mapped(X), num_features, origin)
+        origin = None if origin is None else self._seen(origin[None])[0]
+        return self.kernel.evaluate_features(key, self._seen(X), num_features, origin)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
-        return self.kernel.evaluate(self._mapped(X), self._mapped(Z))
+        return self.kernel.evaluate(self._seen(X), self._seen(Z))
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
-        return self.kernel.evaluate_diag(self._mapped(X))
+        return self.kernel.evaluate_diag(self._seen(X))
 
 
 def refuse_kernel(name: str, function: object) -> None:

@@ -46,6 +46,12 @@ class Periodic(AbstractStationary):
             raise ValueError(f"`period` must have shape () or (d,), got {self.period.shape}.")
         checks.positive("period", self.period)
 
+    def scaled_inputs(
+        self, X: Float[Array, "n d"]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "n d"]]]:
+        """Nothing: the lengthscale is relative to the period."""
+        return []
+
     def _check_width(self, d: int) -> None:
         super()._check_width(d)
         checks.shape("period", self.period, (), (d,), why="one value for each input column")

@@ -58,6 +58,12 @@ class AbstractStationary(AbstractKernel):
         """True."""
         return True
 
+    def scaled_inputs(
+        self, X: Float[Array, "n d"]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "n d"]]]:
+        """The lengthscale and the inputs; see `AbstractKernel.scaled_inputs`."""
+        return [(self.lengthscale, X)]
+
     @property
     def by_differences(self) -> bool:
         """Whether small distances need all digits, as where `correlation` is rough at zero."""

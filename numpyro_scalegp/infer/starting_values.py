@@ -1,0 +1,117 @@
+"""Where a fit of hyperparameters starts: from distances and variances in the data."""
+
+from collections.abc import Callable
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.distributions import GaussianProcess
+from numpyro_scalegp.kernels.distances import squared_distances
+
+# Of the observations' variance, what the noise starts at.
+_NOISE_SHARE = 0.1
+
+# Steps that are cut short where a parameter hardly moves what is wanted: at the end of a bounded
+# parameter's range there would be no gradient to come back by.
+_NUM_STEPS = 15
+_DAMPING = 0.5
+
+
+def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Float[Array, ""]:
+    """The median Euclidean distance between rows: a lengthscale to start from.
+
+    For inputs of like scales, such as standardized ones. On the first mini-batch of a stream it is
+    a start where nothing else is known.
+
+    Args:
+        X: inputs, shape (n, d).
+        max_rows: at most this many rows take part, from all over X.
+
+    Returns:
+        The median over all pairs of different rows, shape (), in units of the inputs. Time and
+        memory O(max_rows^2).
+
+    Raises:
+        ValueError: if there are fewer than two rows, `max_rows` is less than 2, or `X` holds NaN or
+            infinity.
+
+    References:
+        Cheng and Boots (2017), section 5 (the median trick).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> float(sgp.infer.median_distance(jnp.array([[0.0], [1.0], [3.0]])))
+        2.0
+    """
+    checks.count("max_rows", max_rows, 2)
+    X = checks.inputs("X", X)
+    if X.shape[0] < 2:
+        raise ValueError(f"`X` must have two rows or more, got {X.shape[0]}.")
+    if X.shape[0] > max_rows:
+        X = X[stratified_indices(jax.random.key(0), X.shape[0], max_rows)]
+    # Squares of large or small values would leave the range of the type.
+    X = X - X[0]
+    scale = jnp.max(jnp.abs(X))
+    scale = jnp.where(scale > 0, scale, 1.0)
+    squared = squared_distances(X / scale, X / scale)[jnp.triu_indices(X.shape[0], 1)]
+    return scale * jnp.sqrt(jnp.median(squared))
+
+
+def scaled_start(
+    processes: Callable[[dict[str, Array]], list[tuple[GaussianProcess, Array]]],
+    params: dict[str, Array],
+) -> dict[str, Array]:
+    """Move parameters until lengthscales, variance and noise of a model have the data's scales.
+
+    Lengthscales go to the median distance over sqrt(2), in the inputs that they divide, each column
+    by its own deviation; the mean variance of the function to that of the observations, and the
+    noise variance to a tenth of it. Steps of Gauss and Newton of least norm in the logarithms, so
+    that parameters with no part in these stay.
+
+    Args:
+        processes: maps parameters, unconstrained, to the GPs over observations and their values.
+        params: where to start, by name.
+
+    Returns:
+        Parameters of the same shapes, where they are finite.
+    """
+
+    def excess(params: dict[str, Array]) -> Array:
+        pairs = [pair for one in processes(params) for pair in _scales(*one)]
+        ratios = [jnp.log(value / jax.lax.stop_gradient(wanted)) for value, wanted in pairs]
+        return jnp.concatenate([jnp.ravel(jnp.where(jnp.isfinite(r), r, 0.0)) for r in ratios])
+
+    def step(params: dict[str, Array], _: None) -> tuple[dict[str, Array], None]:
+        flat, unravel = jax.flatten_util.ravel_pytree(params)
+        error = excess(params)
+        jacobian = jax.jacrev(lambda flat: excess(unravel(flat)))(flat)
+        gram = jnp.matmul(jacobian, jacobian.T, precision="highest")
+        damped = gram + _DAMPING * jnp.eye(len(gram), dtype=gram.dtype)
+        change = jnp.clip(jacobian.T @ jnp.linalg.solve(damped, error), -1.0, 1.0)
+        new = jnp.where(jnp.all(jnp.isfinite(change)), flat - change, flat)
+        return unravel(new), None
+
+    return jax.lax.scan(step, params, length=_NUM_STEPS)[0]
+
+
+def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
+    """Hyperparameters of a GP over observations, and what they are wanted to be."""
+    inputs = gp.kernel.scaled_inputs(gp.X)
+    pairs = [(one, _distances(one, jax.lax.stop_gradient(X))) for one, X in inputs]
+    variance = jnp.var(y - gp.mean)
+    pairs.append((jnp.mean(gp.kernel.diag(gp.X)), variance))
+    pairs.append((jnp.mean(gp.noise_variance), _NOISE_SHARE * variance))
+    return pairs
+
+
+def _distances(lengthscale: Array, X: Float[Array, "n k"]) -> Array:
+    """A median distance over sqrt(2): one, or one for each column."""
+    if lengthscale.ndim == 0:
+        return median_distance(X) / jnp.sqrt(2.0)
+    scale = jnp.std(X, axis=0)
+    return scale * median_distance(X / jnp.where(scale > 0, scale, 1.0)) / jnp.sqrt(2.0)
