@@ -19,6 +19,7 @@ EXCEPTIONS = {
         "estimators.Audit",
         "estimators.SolverState",
         "infer.Draws",
+        "infer.Hyperparameters",
         "infer.LogDeterminantDiagnostics",
         "solvers.Solution",
         "solvers.StopReason",
