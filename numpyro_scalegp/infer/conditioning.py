@@ -48,12 +48,15 @@ def posterior(
 
     After SVI, `sgp.posterior(model, guide, result, X, y)`: under the guide's medians of all other
     sites, or one draw of them. After NUTS and its like, `sgp.posterior(model, samples, X, y)`: the
-    mixture over all draws. Solver states, grown bases and networks come from the fit.
+    mixture over all draws. Solver states, grown bases and networks come from the fit. Under values
+    of hyperparameters alone, `sgp.posterior(model, values, X, y)` with
+    `sgp.infer.Hyperparameters`, as `sgp.infer.initial_hyperparameters` returns them.
 
     Args:
         model: the model.
         fit: the guide, then what `SVI.run` returned or a dict of parameters with mutable state; or
-            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws.
+            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws; or
+            `Hyperparameters`.
         *args: after the result of SVI, the model's positional arguments as in the fit, observations
             included, without mini-batches where the model has a collapsed GP.
         site: the name of the GP site; None if the model has only one.

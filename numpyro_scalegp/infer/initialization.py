@@ -1,7 +1,7 @@
 """Hyperparameters for large data, from exact fits on parts of them."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -37,13 +37,29 @@ class Hyperparameters(dict[str, Any]):
     """Values of a model's latent sites and parameters, by name, and how they were found.
 
     `sgp.posterior(model, values, X, y)` conditions on them. As a dict they go into
-    `init_to_value(values=...)` and the handlers `substitute` and `condition`.
+    `init_to_value(values=...)` and the handlers `substitute` and `condition`; `sgp.save` takes
+    `dict(values)`.
+
+    Args:
+        values: by name; of your own, too, to condition on these.
+        picked: what was picked.
+        scores: of all candidates the name, the mean log density of a row left out, and its standard
+            error; none where no row was left out.
+
+    Example:
+        >>> import numpyro_scalegp as sgp
+        >>> values = sgp.infer.Hyperparameters({"lengthscale": 0.3})
+        >>> values["lengthscale"], values.report
+        (0.3, 'hyperparameters from given values')
     """
 
-    def __init__(self, values: Any, picked: str, scores: tuple[tuple[str, float, float], ...]):
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        picked: str = "given values",
+        scores: tuple[tuple[str, float, float], ...] = (),
+    ) -> None:
         super().__init__(values)
-        # What was picked; of all candidates the name, the mean log density of rows left out, and
-        # its standard error. Without rows left out there are none.
         self.picked, self.scores = picked, scores
 
     @property
