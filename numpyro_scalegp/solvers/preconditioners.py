@@ -18,6 +18,9 @@ from numpyro_scalegp.solvers.operator import KernelOperator
 _RANKS = 10.0
 _MAX_BYTES = 2**29
 
+# The least diagonal of P, in roundings of its trace.
+_LEAST_DIAGONAL = 10.0
+
 # Columns of A that are factorized at a time, in multiples of the rank.
 _RANKS_PER_CHUNK = 4
 
@@ -80,6 +83,16 @@ def _triangle(low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Ar
     return jax.lax.scan(append, identity, jnp.arange(num_chunks))[0]
 
 
+def _damped(low_rank: Float[Array, "rank n"], operator: KernelOperator) -> PreconditionerFactor:
+    """P = L'L + D, with the noise on D or, where that is beyond rounding, what is not.
+
+    P^-1 takes almost all of a vector along the largest eigenvectors of L'L away: with less on D
+    than that leaves of the digits, it would not be positive definite.
+    """
+    least = _LEAST_DIAGONAL * jnp.finfo(operator.dtype).eps * jnp.sum(jnp.square(low_rank))
+    return PreconditionerFactor(low_rank, jnp.maximum(operator.noise(), least))
+
+
 class AbstractPreconditioner(eqx.Module):
     """A recipe that approximates an operator."""
 
@@ -124,7 +137,7 @@ class PivotedCholesky(AbstractPreconditioner):
         """Compute L and R; noise must be positive."""
         rank = min(self.rank, operator.size)
         low_rank, _ = pivoted_cholesky(operator.kernel, operator.X, rank)
-        return PreconditionerFactor(low_rank.astype(operator.dtype), operator.noise())
+        return _damped(low_rank.astype(operator.dtype), operator)
 
 
 class RandomlyPivotedCholesky(AbstractPreconditioner):
@@ -165,7 +178,7 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
         n, key = operator.size, jax.random.key(self.seed)
         rank = min(n, _default_rank(operator) if self.rank is None else self.rank)
         low_rank, _ = randomly_pivoted_cholesky(operator.kernel, operator.X, rank, key)
-        return PreconditionerFactor(low_rank.astype(operator.dtype), operator.noise())
+        return _damped(low_rank.astype(operator.dtype), operator)
 
 
 def _default_rank(operator: KernelOperator) -> int:
@@ -212,7 +225,7 @@ class Nystrom(AbstractPreconditioner):
         normal = jax.random.normal(jax.random.key(self.seed), shape, operator.dtype)
         Z = jnp.linalg.qr(normal)[0]
         product = operator.matmul(Z) - operator.noise()[:, None] * Z
-        return PreconditionerFactor(nystrom_factor(Z, product), operator.noise())
+        return _damped(nystrom_factor(Z, product), operator)
 
 
 def nystrom_factor(

@@ -220,3 +220,18 @@ def test_the_triangle_of_several_chunks(x64):
     R = np.asarray(PreconditionerFactor(low_rank, jnp.full(N, 1e-3)).triangle)
     A = np.asarray(low_rank) / np.sqrt(1e-3)
     np.testing.assert_allclose(R.T @ R, np.eye(3) + A @ A.T, rtol=1e-12, atol=1e-9)
+
+
+def test_stays_positive_definite_where_the_noise_is_beyond_rounding():
+    # The largest eigenvalue is a billion times the noise: float32 has seven digits.
+    X = jax.random.normal(jax.random.key(0), (400, 3), jnp.float32)
+    kernel = Matern32(jnp.full(3, 8.0, jnp.float32), jnp.float32(12.0))
+    H = KernelOperator(kernel, X, jnp.float32(5e-6))
+    factor = RandomlyPivotedCholesky(200).factorize(H)
+    _, vectors = np.linalg.eigh(np.asarray(kernel(X, X), np.float64))
+    V = jnp.asarray(vectors, jnp.float32)
+    energy = np.asarray(jnp.sum(V * factor.solve(V), axis=0))
+    assert np.all(energy > 0)
+    # What the noise alone would give is not.
+    alone = PreconditionerFactor(factor.low_rank, H.noise())
+    assert np.any(np.asarray(jnp.sum(V * alone.solve(V), axis=0)) <= 0)
