@@ -174,6 +174,7 @@ SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
     ),
     ("adasap", lambda: sgp.solvers.ADASAP(4, tolerance=1e-3, max_epochs=500)),
     ("sketched_adasap", lambda: sgp.solvers.ADASAP(4, 2, tolerance=1e-3, max_epochs=500)),
+    ("auto", lambda: sgp.solvers.AutoSolver(1e-3, 500)),
     ("own", lambda: CLASSES["Richardson"](1e-3)),
 ]
 

@@ -319,6 +319,7 @@ SOLVERS: list[Row] = [
     ("roulette", lambda: S.RussianRouletteCG.with_mean(5, 9.5), "`max_iterations` must be an inte"),
     ("block zero", lambda: S.AlternatingProjections(0), "`block_size` must be at least 1, got 0"),
     ("block text", lambda: S.AlternatingProjections("a"), "`block_size` must be an integer"),
+    ("tolerance of auto", lambda: S.AutoSolver(1.0), r"`tolerance` must be in \[0, 1\), got 1"),
     ("blocks of zero", lambda: S.ADASAP(0), "`block_size` must be at least 1, got 0"),
     ("rank of blocks", lambda: S.ADASAP(9, 1.5), "`rank` must be an integer, got 1.5"),
     ("damping", lambda: S.ADASAP(9, 3, -1.0), "`damping` must be finite and not negative, got -1"),

@@ -21,7 +21,7 @@ class Hutchinson(AbstractIterative):
     would use one frozen draw).
 
     Args:
-        solver: one of `sgp.solvers`, by default `ConjugateGradients()`.
+        solver: one of `sgp.solvers`, by default `AutoSolver()`.
         num_probes: number s of probe vectors for the gradient.
         num_logdet_probes: probe vectors for the value; 0 leaves log|H| out of the value, which then
             is -(y'H^-1 y + n log 2 pi) / 2, and the gradient as it is.

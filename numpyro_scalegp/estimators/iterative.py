@@ -27,6 +27,7 @@ from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.solvers import (
     AbstractSolver,
+    AutoSolver,
     ConjugateGradients,
     KernelOperator,
     Solution,
@@ -57,7 +58,7 @@ class AbstractIterative(AbstractEstimator):
     # the trace's quadratic forms.
     stores_samples: ClassVar[bool] = False
 
-    solver: AbstractSolver = ConjugateGradients()
+    solver: AbstractSolver = AutoSolver()
     num_probes: int = eqx.field(static=True, converter=checks.plain, default=64)
     num_features: int = eqx.field(static=True, converter=checks.plain, default=2000)
     num_logdet_probes: int = eqx.field(

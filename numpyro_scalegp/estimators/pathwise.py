@@ -21,7 +21,7 @@ class Pathwise(AbstractIterative):
     that are by name alone, are as of `Hutchinson`.
 
     Args:
-        solver: one of `sgp.solvers`, by default `ConjugateGradients()`.
+        solver: one of `sgp.solvers`, by default `AutoSolver()`.
         num_probes: number s of prior draws, and of stored posterior samples.
         num_features: random features of the draws; the kernel must have some (all kernels of this
             package have).

@@ -1,28 +1,18 @@
 """Hyperparameters for large data, from exact fits on parts of them."""
 
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.scipy.linalg import solve_triangular
+import tqdm
 from jaxtyping import Array, ArrayLike, Float, Int, Key
-from numpyro.infer import SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoDelta
-from numpyro.infer.svi import SVIState
-from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import checks, linalg
-from numpyro_scalegp.distributions import GaussianProcess
-from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.infer.fitted_runs import trace_of
-from numpyro_scalegp.infer.starting_values import scaled_start
-from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.runs import is_observed
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.infer.fits import Fits
 
 # Rows that are drawn together, with their neighbors, where a subset has some of each.
 _GROUP = 8
@@ -30,6 +20,11 @@ _GROUP = 8
 # Candidates whose mean log densities are further apart than this, and than two standard errors,
 # disagree: then a larger subset is worth its time.
 _AGREEMENT = 0.01
+
+_STEPS_PER_SCORE = 4
+
+# A bar appears once it all takes longer than this, in seconds.
+_DELAY = 3.0
 
 
 @jax.tree_util.register_pytree_node_class
@@ -95,6 +90,8 @@ def initial_hyperparameters(
     learning_rate: float = 0.1,
     num_scored: int = 300,
     num_neighbors: int = 400,
+    num_refinements: int = 20,
+    progress_bar: bool = True,
     **model_kwargs: Any,
 ) -> Hyperparameters:
     """Fit a model exactly on parts of the data, and pick the fit that predicts other rows best.
@@ -107,8 +104,10 @@ def initial_hyperparameters(
 
     The score of a candidate is the mean log density of rows that were in none of the subsets, each
     given those of all other rows that the candidate's own kernel relates it to most: what the
-    posterior of all data will predict, not that of a subset. Where candidates disagree, there is
-    another from a subset of twice the size. A subset of all rows is not scored.
+    posterior of all data will predict, not that of a subset. The best candidate goes on in steps on
+    all other rows, with the pathwise estimator, a few epochs of `AlternatingProjections` each and
+    warm starts, until the score no longer rises. Without these, and where candidates disagree,
+    there is another from a subset of twice the size. A subset of all rows is not scored.
 
     Args:
         key: a typed JAX key.
@@ -123,6 +122,10 @@ def initial_hyperparameters(
         learning_rate: of Adam, on the unconstrained scale.
         num_scored: rows left out to score by, at most a fifth of all.
         num_neighbors: rows that each of these is predicted from.
+        num_refinements: steps on all rows at most, each of the work of some nine products with the
+            n x n matrix; 0 for none.
+        progress_bar: whether fits and steps that take longer than a few seconds show how far they
+            are, on the standard error.
         **model_kwargs: the model's keyword arguments.
 
     Returns:
@@ -130,7 +133,8 @@ def initial_hyperparameters(
         for `sgp.posterior(model, values, X, y)`, `numpyro.infer.init_to_value(values=...)` and,
         where the model has params, for the `init_params` of `SVI.run`. Its `report` says what was
         picked and why. Time O(num_steps num_subsets subset_size^3 + num_scored (n d +
-        num_neighbors^3)). A warning where a fit never left its start.
+        num_neighbors^3) + num_refinements n^2 d), memory O(1000 n). A warning where a fit never
+        left its start.
 
     Raises:
         ValueError: if a number is less than 1, `y` does not match `X`, one of them holds NaN or
@@ -166,68 +170,110 @@ def initial_hyperparameters(
         ("num_neighbors", num_neighbors),
     ):
         checks.count(name, number)
+    checks.count("num_refinements", num_refinements, 0)
     checks.number("learning_rate", learning_rate, "(0, inf)")
+    checks.instance("progress_bar", progress_bar, bool, "True or False")
     key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
     checks.finite("y", y)
     keys = jax.random.split(key, 3)
-    fits = _Fits(keys[1], model, X, y, model_args, model_kwargs, learning_rate)
-    n = len(X)
-    order = jax.random.permutation(keys[0], n)
+    fits = Fits(keys[1], model, X, y, model_args, model_kwargs, learning_rate)
+    order, n = jax.random.permutation(keys[0], len(X)), len(X)
     if n <= subset_size:
-        params = fits.run(fits.start(order), order[None], num_steps)
-        return Hyperparameters(fits.values(_one(params, 0)), f"a fit of all {n} rows", ())
+        (params,) = fits.run(fits.start(order), [order], num_steps)
+        return Hyperparameters(fits.values(params), f"a fit of all {n} rows", ())
     held, rest = jnp.split(order, [max(1, min(num_scored, n // 5))])
     subset_size = min(subset_size, len(rest))
     subsets = _Subsets(keys[2], X, rest)
-    groups = {"random rows": 1, "random rows with neighbors": min(_GROUP, subset_size)}
-    rows = [subsets.draw(subset_size, group) for group in groups.values()]
-    rows += [subsets.draw(subset_size, subset_size) for _ in range(num_subsets)]
-    params = fits.run(fits.start(rows[0]), jnp.stack(rows), num_steps)
-    fitted = {name: _one(params, i) for i, name in enumerate(groups)}
-    fitted["neighborhoods"] = jax.tree.map(lambda leaf: jnp.mean(leaf[len(groups) :], 0), params)
-    scores = {name: fits.score(one, held, num_neighbors) for name, one in fitted.items()}
-    best = _best(scores)
-    if _disagree(scores) and len(rest) > subset_size:
-        group = groups.get(best, max(1, subset_size // 4))
-        larger = subsets.draw(min(2 * subset_size, len(rest)), group)[None]
-        name = f"{best}, {larger.shape[1]} of them"
-        fitted[name] = _one(fits.run(fitted[best], larger, max(1, num_steps // 2)), 0)
-        scores[name] = fits.score(fitted[name], held, num_neighbors)
-        best = _best(scores)
-    summary = ((one, *_mean_and_error(scores[one])) for one in scores)
-    return Hyperparameters(fits.values(fitted[best]), best, tuple(summary))
+    rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
+    candidates = _Candidates(lambda params: fits.score(params, held, num_neighbors))
+    total = len(rows) + num_refinements
+    with tqdm.tqdm(total=total, delay=_DELAY, disable=not progress_bar) as bar:
+        bar.set_description("fits of subsets")
+        fitted = list(_ticking(bar, fits.run(fits.start(rows[0]), rows, num_steps)))
+        candidates.add("random rows", fitted[0])
+        candidates.add("random rows with neighbors", fitted[1])
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *fitted[2:])
+        candidates.add("neighborhoods", mean)
+        if num_refinements:
+            refined = _ticking(bar, fits.refine(candidates.params[candidates.best], rest))
+            _refine(bar, candidates, refined, num_refinements)
+        elif candidates.disagree() and len(rest) > subset_size:
+            best, size = candidates.best, min(2 * subset_size, len(rest))
+            group = {"random rows": 1, "neighborhoods": subset_size // 4}.get(best, _GROUP)
+            start, larger = candidates.params[best], [subsets.draw(size, group)]
+            (params,) = fits.run(start, larger, max(1, num_steps // 4))
+            candidates.add(f"{best}, {size} of them", params)
+    best = candidates.best
+    return Hyperparameters(fits.values(candidates.params[best]), best, candidates.summary())
 
 
-def _one(params: Any, i: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[i], params)
+def _ticking(bar: tqdm.tqdm, items: Iterator[Any]) -> Iterator[Any]:
+    for item in items:
+        yield jax.block_until_ready(item)
+        bar.update()
+
+
+def _refine(
+    bar: tqdm.tqdm, candidates: "_Candidates", refined: Iterator[Any], num_steps: int
+) -> None:
+    """Add what is best of some steps on all rows, which end where the score no longer rises."""
+    best = candidates.best
+    name, top, num_falls = f"{best}, then all rows", candidates.mean(best), 0
+    for i, params in enumerate(itertools.islice(refined, num_steps), 1):
+        bar.set_description(f"steps on all rows from {best} ({top:.3f})")
+        if i % _STEPS_PER_SCORE and i < num_steps:
+            continue
+        score = candidates.add(name, params)
+        num_falls = 0 if score > top else num_falls + 1
+        top = max(top, score)
+        if num_falls == 2:
+            return
+
+
+class _Candidates:
+    """Parameters by name, and the log densities of rows left out under each of them."""
+
+    def __init__(self, score: Callable[[Any], np.ndarray]) -> None:
+        self.score = score
+        self.params: dict[str, Any] = {}
+        self.scores: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, params: Any) -> float:
+        """Score a candidate, kept where none of its name is better; returns the score."""
+        densities = self.score(params)
+        score = float(np.mean(densities))
+        if name not in self.scores or score > self.mean(name):
+            self.params[name], self.scores[name] = params, densities
+        return score
+
+    def mean(self, name: str) -> float:
+        """The score of a candidate."""
+        return float(np.mean(self.scores[name]))
+
+    @property
+    def best(self) -> str:
+        """The name with the largest score; the first one where none has any."""
+        return max(self.scores, key=self.mean)
+
+    def disagree(self) -> bool:
+        """Whether one of them is worse by what matters, and by more than two standard errors."""
+        best = self.scores[self.best]
+        for other in self.scores.values():
+            if not np.isfinite(other).all():
+                return True
+            mean, error = _mean_and_error(best - other)
+            if mean > max(_AGREEMENT, 2.0 * error):
+                return True
+        return False
+
+    def summary(self) -> tuple[tuple[str, float, float], ...]:
+        """Names, scores and standard errors."""
+        return tuple((name, *_mean_and_error(found)) for name, found in self.scores.items())
 
 
 def _mean_and_error(densities: np.ndarray) -> tuple[float, float]:
     return float(np.mean(densities)), float(np.std(densities) / np.sqrt(len(densities)))
-
-
-def _best(scores: dict[str, np.ndarray]) -> str:
-    """The candidate with the largest score; the first one where none has any."""
-    return max(scores, key=lambda name: float(np.mean(scores[name])))
-
-
-def _disagree(scores: dict[str, np.ndarray]) -> bool:
-    best = scores[_best(scores)]
-    for other in scores.values():
-        mean, error = _mean_and_error(best - other) if np.isfinite(other).all() else (np.inf, 0.0)
-        if mean > max(_AGREEMENT, 2.0 * error):
-            return True
-    return False
-
-
-class _Exact(Messenger):
-    """Runs a model with the exact estimator in place of its Gaussian processes' own."""
-
-    def process_message(self, msg: dict) -> None:
-        fn = msg.get("fn")
-        if msg["type"] == "sample" and isinstance(fn, GaussianProcess):
-            msg["fn"] = GaussianProcess(fn.kernel, fn.X, fn.noise_variance, mean=fn.mean_function)
 
 
 class _Subsets:
@@ -261,127 +307,3 @@ def _around(X: Float[Array, "m d"], centers: Int[Array, " c"], size: int) -> Int
     worst = jnp.full(len(X), len(X))
     rank, _ = jax.lax.scan(nearer, worst, centers)
     return jax.lax.top_k(-rank, size)[1]
-
-
-class _Problem(NamedTuple):
-    X: Float[Array, "n d"]
-    y: Float[Array, " n"]
-
-
-class _Fits:
-    """Exact fits of a model on subsets of its rows, and what they predict elsewhere."""
-
-    def __init__(
-        self,
-        key: Array,
-        model: Callable[..., Any],
-        X: Float[Array, "n d"],
-        y: Float[Array, " n"],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        learning_rate: float,
-    ) -> None:
-        self.exact = _Exact(model)
-        self.guide = AutoDelta(self.exact)
-        self.svi = SVI(self.exact, self.guide, optax.adam(learning_rate), Trace_ELBO())
-        self.key, self.data, self.args, self.kwargs = key, _Problem(X, y), args, kwargs
-
-    def _arguments(self, rows: Int[Array, " m"] | None) -> tuple[Any, ...]:
-        data = self.data if rows is None else jax.tree.map(lambda a: a[rows], self.data)
-        return (*data, *self.args)
-
-    def _first(self, rows: Int[Array, " m"]) -> SVIState:
-        """The state of a fit that begins, whose mutable sites have the shapes of these rows."""
-        return self.svi.init(self.key, *self._arguments(rows), **self.kwargs)
-
-    def start(self, rows: Int[Array, " m"]) -> Any:
-        """Parameters to start from, by scales of the data."""
-        params = self.svi.optim.get_params(self._first(rows).optim_state)
-        arguments = self._arguments(rows)
-        return jax.jit(lambda p: scaled_start(lambda q: self._processes(q, arguments), p))(params)
-
-    def run(self, start: Any, subsets: Int[Array, "s m"], num_steps: int) -> Any:
-        """Fit each subset, from the same start; parameters with a leading axis of subsets."""
-        first = self._first(subsets[0])._replace(optim_state=self.svi.optim.init(start))
-        params = jax.jit(self._steps, static_argnums=2)(first, subsets, num_steps)
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
-        changed = [jnp.any((a != b).reshape(len(a), -1), axis=1) for a, b in pairs]
-        if changed and (stuck := int(jnp.sum(~jnp.any(jnp.stack(changed), axis=0)))):
-            warnings.warn(
-                f"the fits on {stuck} of {len(subsets)} subsets never left their start: the log "
-                "density or its gradient is not finite there, or overflows in this precision. "
-                "Standardize `X` and `y`, check the model's priors, or work in float64.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return params
-
-    def _steps(self, first: SVIState, subsets: Int[Array, "s m"], num_steps: int) -> Any:
-        def on_subset(rows: Array) -> Any:
-            arguments = self._arguments(rows)
-
-            def step(state: Any, _: None) -> tuple[Any, None]:
-                # A step that fails leaves the parameters where they were.
-                return self.svi.stable_update(state, *arguments, **self.kwargs)[0], None
-
-            state, _ = jax.lax.scan(step, first, length=num_steps)
-            return self.svi.optim.get_params(state.optim_state)
-
-        return jax.lax.map(on_subset, subsets)
-
-    def values(self, params: Any) -> dict[str, Any]:
-        """Values of the latent sites and of the model's own parameters."""
-        params = self.svi.constrain_fn(params)
-        latents = self.guide.median(params)
-        own = {f"{name}_{self.guide.prefix}_loc" for name in latents}
-        return {**latents, **{name: value for name, value in params.items() if name not in own}}
-
-    def _processes(
-        self, params: Any, arguments: tuple[Any, ...]
-    ) -> list[tuple[GaussianProcess, Array]]:
-        trace = trace_of(self.exact, self.values(params), arguments, self.kwargs)
-        sites = [site for site in trace.values() if is_observed(site)]
-        found = [(unwrapped(site["fn"])[0], site["value"]) for site in sites]
-        found = [(fn, value) for fn, value in found if isinstance(fn, GaussianProcess)]
-        if not found:
-            raise ValueError(
-                "`model` must have an observed `GaussianProcess` site, and has none: "
-                "hyperparameters of a latent GP come from a fit by SVI."
-            )
-        return found
-
-    def score(self, params: Any, held: Int[Array, " t"], num_neighbors: int) -> np.ndarray:
-        """Log densities of the held rows given their neighbors, summed over the GP sites."""
-        count = min(num_neighbors, len(self.data.y) - 1)
-        total = np.zeros(len(held))
-        for gp, y in self._processes(params, self._arguments(None)):
-            noise = jnp.broadcast_to(gp.noise_variance, gp.event_shape)
-            found = _predict_from_neighbors(gp.kernel, gp.X, noise, y - gp.mean, held, count)
-            total += np.asarray(found, float)
-        return np.where(np.isfinite(total), total, -np.inf)
-
-
-@eqx.filter_jit
-def _predict_from_neighbors(
-    kernel: AbstractKernel,
-    X: Float[Array, "n d"],
-    noise: Float[Array, " n"],
-    residual: Float[Array, " n"],
-    rows: Int[Array, " t"],
-    count: int,
-) -> Float[Array, " t"]:
-    """The log density of each row's residual given those of the rows that say most about it."""
-    variance = kernel.diag(X) + noise
-
-    def of_row(row: Array) -> Array:
-        # What one other row alone takes from the variance here.
-        taken = jnp.square(kernel(X[row][None], X)[0]) / variance
-        near = jax.lax.top_k(taken.at[row].set(-jnp.inf), count)[1]
-        H = kernel.covariance(X[near]) + jnp.diag(noise[near])
-        factor = linalg.factorize(H, warn=False)
-        sides = jnp.stack([kernel(X[near], X[row][None])[:, 0], residual[near]], axis=1)
-        across, white = solve_triangular(factor.tril, sides, lower=True).T
-        left = jnp.maximum(variance[row] - across @ across, noise[row])
-        return jax.scipy.stats.norm.logpdf(residual[row], across @ white, jnp.sqrt(left))
-
-    return jax.lax.map(of_row, rows)

@@ -2,6 +2,7 @@
 
 from numpyro_scalegp.solvers.adasap import ADASAP
 from numpyro_scalegp.solvers.alternating_projections import AlternatingProjections
+from numpyro_scalegp.solvers.auto_solver import AutoSolver
 from numpyro_scalegp.solvers.cholesky import Cholesky
 from numpyro_scalegp.solvers.conjugate_gradients import ConjugateGradients
 from numpyro_scalegp.solvers.iteration import descend
@@ -15,6 +16,7 @@ __all__ = [
     "ADASAP",
     "AbstractSolver",
     "AlternatingProjections",
+    "AutoSolver",
     "Cholesky",
     "ConjugateGradients",
     "KernelOperator",

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks, linalg
@@ -113,7 +112,8 @@ class ADASAP(AbstractSolver):
             H = operator.block(rows, rows)
             if is_exact:
                 # Jitter, where it takes some, only slows convergence down.
-                change = cho_solve((linalg.factorize(H, warn=False).tril, True), residual)
+                W = linalg.triangular_inverse(linalg.factorize(H, warn=False).tril)
+                change = matmul(W.T, matmul(W, residual))
             else:
                 change = self._approximate(H, operator.noise()[rows], sketch, residual)
             anchor = (1.0 - kept) * state.anchor + kept * state.value

@@ -516,7 +516,7 @@ def test_an_autoguide_is_set_up_without_a_warning():
 
 @pytest.mark.parametrize("family", [sgp.estimators.Pathwise, sgp.estimators.Hutchinson])
 def test_an_estimator_without_arguments_solves(family):
-    assert family().solver == sgp.solvers.ConjugateGradients()
+    assert family().solver == sgp.solvers.AutoSolver()
     estimator = family(num_probes=2, num_features=16, num_logdet_probes=0)
     X = jnp.linspace(0.0, 1.0, 30)[:, None]
     kernel = sgp.kernels.Matern32(0.3)

@@ -16,7 +16,8 @@ from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.infer.initialization import _Fits, _predict_from_neighbors, _Subsets
+from numpyro_scalegp.infer.fits import Fits, _predict_from_neighbors
+from numpyro_scalegp.infer.initialization import _Subsets
 
 ESTIMATOR = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients(), num_probes=4)
 
@@ -41,7 +42,15 @@ def data() -> tuple[Array, Array]:
 def found() -> Any:
     X, y = data()
     return sgp.infer.initial_hyperparameters(
-        jax.random.key(2), model, X, y + 3.0, 3.0, num_subsets=2, subset_size=80, num_steps=120
+        jax.random.key(2),
+        model,
+        X,
+        y + 3.0,
+        3.0,
+        num_subsets=2,
+        subset_size=80,
+        num_steps=120,
+        num_refinements=8,
     )
 
 
@@ -56,9 +65,22 @@ def test_picks_the_best_score_and_says_so():
     assert {"random rows", "random rows with neighbors", "neighborhoods"} <= set(scores)
     assert found().picked == max(scores, key=lambda name: scores[name])
     assert scores[found().picked] >= scores["random rows"]
+    assert any(name.endswith(", then all rows") for name in scores)
     for name, mean in scores.items():
         assert f"{name} {mean:.3f} +- " in found().report
     assert found().report.startswith(f"hyperparameters from {found().picked}: ")
+
+
+def test_steps_on_all_rows_raise_the_score_of_a_poor_fit():
+    X, y = data()
+    poor = functools.partial(
+        sgp.infer.initial_hyperparameters, jax.random.key(2), model, X, y,
+        num_subsets=1, subset_size=80, num_steps=5,
+    )  # fmt: skip
+    before, after = poor(num_refinements=0), poor(num_refinements=16)
+    assert after.picked == f"{before.picked.split(', ')[0]}, then all rows"
+    means = {name: mean for name, mean, _ in after.scores}
+    assert means[after.picked] > means[before.picked.split(", ")[0]] + 0.1
 
 
 def test_scores_are_leave_one_out_densities():
@@ -113,7 +135,7 @@ def test_posterior_of_the_values():
 
 
 def scaled(model: Any, X: Array, y: Array) -> dict[str, Array]:
-    fits = _Fits(jax.random.key(0), model, X, y, (), {}, 0.1)
+    fits = Fits(jax.random.key(0), model, X, y, (), {}, 0.1)
     return fits.values(fits.start(jnp.arange(len(y))))
 
 
@@ -170,7 +192,7 @@ def test_finds_the_columns_that_matter_among_many():
         numpyro.sample("y", gp, obs=y)
 
     values = sgp.infer.initial_hyperparameters(
-        jax.random.key(6), ard, X, y, subset_size=200, num_subsets=1
+        jax.random.key(6), ard, X, y, subset_size=200, num_subsets=1, num_refinements=0
     )
     assert set(np.argsort(values["lengthscale"])[:2].tolist()) == {3, 7}
     assert max(mean for _, mean, _ in values.scores) > -0.6
@@ -235,5 +257,12 @@ def test_warns_where_the_start_is_never_left():
     # The square of the gradient overflows, so that Adam divides by infinity.
     with pytest.warns(RuntimeWarning, match="on 3 of 3 subsets never left their start.*Standardi"):
         sgp.infer.initial_hyperparameters(
-            jax.random.key(0), loud, X, 1e17 * y, num_subsets=1, subset_size=5, num_steps=2
+            jax.random.key(0),
+            loud,
+            X,
+            1e17 * y,
+            num_subsets=1,
+            subset_size=5,
+            num_steps=2,
+            num_refinements=0,
         )

@@ -13,6 +13,7 @@ from numpyro_scalegp.kernels import Matern32
 from numpyro_scalegp.solvers import (
     ADASAP,
     AlternatingProjections,
+    AutoSolver,
     Cholesky,
     ConjugateGradients,
     KernelOperator,
@@ -323,6 +324,16 @@ def test_fresh_blocks_and_momentum_beat_greedy_projections(x64):
     }
     fast, slow = worst.values()
     assert fast < 0.2 * slow
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(1.0, ConjugateGradients), (1e-3, ADASAP)])
+def test_auto_solver_takes_conjugate_gradients_where_their_factor_says_enough(noise, expected):
+    n, key = 600, jax.random.key(3)
+    X = jax.random.normal(jax.random.key(0), (n, 6))
+    H, B = KernelOperator(Matern32(1.0), X, noise), targets(n)
+    found, own = (solver(max_epochs=20).solve(H, B, key=key) for solver in (AutoSolver, expected))
+    assert found.iterations == own.iterations > 1
+    np.testing.assert_allclose(found.value, own.value, rtol=1e-3, atol=1e-3)
 
 
 def test_units_of_the_data_do_not_matter(x64):
