@@ -48,7 +48,13 @@ def exact_model(X, y):
 def fit_exactly(X, y, subset_size):
     """The hyperparameters of an exact fit of the rows around a random one."""
     return sgp.infer.initial_hyperparameters(
-        jax.random.key(0), exact_model, X, y, num_subsets=1, subset_size=subset_size
+        jax.random.key(0),
+        exact_model,
+        X,
+        y,
+        num_subsets=1,
+        subset_size=subset_size,
+        num_refinements=0,
     )
 
 

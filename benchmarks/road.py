@@ -1,13 +1,15 @@
 """From data to posterior by the defaults: the ten lines of docs/iterative.md on UCI sets.
 
     python benchmarks/road.py --data pol elevators bike kin40k keggdirected --splits 3
+    python benchmarks/road.py --data flights --rows 100000    # random rows of New York's flights
 
 For each set: RMSE and negative log density on the test rows, in standardized units, seconds for
-the hyperparameters and for the solve, compilation included, and what the solve reached; means over
-splits with standard errors. Needs SCALEGP_DATA.
+the hyperparameters and for the solve, compilation included, what the solve reached, and the peak
+memory of the process; means over splits with standard errors. Sets but flights need SCALEGP_DATA.
 """
 
 import argparse
+import resource
 import time
 
 import jax
@@ -31,10 +33,18 @@ def model(X, y=None):
     numpyro.sample("y", gp, obs=y)
 
 
-def run(name, split, seed):
+def load(name, split, num_rows):
+    """Training and test rows; of the flights' a random share."""
+    flights = name == "flights"
+    data = sgp.datasets.load_flights() if flights else sgp.datasets.load_uci(name, split)
+    order = np.random.default_rng(split).permutation(len(data.X_train))[:num_rows]
+    rows = data.X_train[order], data.y_train[order], data.X_test, data.y_test
+    return [jnp.array(part, jnp.float32) for part in rows]
+
+
+def run(name, split, num_rows, seed):
     """One set and split: a row of the table, printed with what was picked and reached."""
-    data = sgp.datasets.load_uci(name, split)
-    X, y, X_test, y_test = map(jnp.array, (data.X_train, data.y_train, data.X_test, data.y_test))
+    X, y, X_test, y_test = load(name, split, num_rows)
     start = time.perf_counter()
     values = sgp.infer.initial_hyperparameters(jax.random.key(seed), model, X, y)
     fitting = time.perf_counter() - start
@@ -46,7 +56,8 @@ def run(name, split, seed):
     nll = -float(jnp.mean(predictive.log_prob(y_test)))
     print(f"{name}, split {split}, {X.shape}: {values.report}; noise {float(values['noise']):.3g}")
     reached = {key: round(float(value), 4) for key, value in posterior.diagnostics.items()}
-    print(f"  {reached}; RMSE {rmse:.4f}, NLL {nll:.4f}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"  {reached}; RMSE {rmse:.4f}, NLL {nll:.4f}; peak {peak:.2f} GiB", flush=True)
     return rmse, nll, fitting, solving, float(posterior.diagnostics["epochs"])
 
 
@@ -57,6 +68,7 @@ def main():
     )
     parser.add_argument("--data", nargs="+", default=["pol"])
     parser.add_argument("--splits", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=None, help="training rows at most")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     A = jax.random.normal(jax.random.key(0), (4096, 4096))
@@ -68,7 +80,8 @@ def main():
         times.append(time.perf_counter() - start)
     print(f"{2 * 4096**3 / min(times) / 1e9:.0f} GFLOP/s in a 4096-square float32 product")
     for name in arguments.data:
-        rows = np.array([run(name, split, arguments.seed) for split in range(arguments.splits)])
+        splits = range(arguments.splits)
+        rows = np.array([run(name, one, arguments.rows, arguments.seed) for one in splits])
         error = rows.std(axis=0, ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else 0 * rows[0]
         heads = "RMSE", "NLL", "seconds for hyperparameters", "for the solve", "epochs"
         cells = zip(heads, rows.mean(axis=0), error, strict=True)

@@ -930,6 +930,7 @@ INFER: list[Row] = [
         lambda: start(learning_rate="a"),
         "`learning_rate` must be a number, got 'a'",
     ),
+    ("refinements", lambda: start(num_refinements=-1), "`num_refinements` must be at least 0"),
     ("start key", lambda: I.initial_hyperparameters(0, model, X, y), "`key` must be a JAX key"),
     (
         "start y",

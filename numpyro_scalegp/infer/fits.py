@@ -69,13 +69,10 @@ class Fits:
         learning_rate: float,
     ) -> None:
         self.key, self.all, self.args, self.kwargs = key, _Rows(X, y), args, kwargs
-        self.model, self.optimizer = model, optax.adam(learning_rate)
+        self.model, self.learning_rate = model, learning_rate
         self.exact = _Reestimated(model, Cholesky())
-        self.svi = self._svi(self.exact)
+        self.svi = _svi(self.exact, learning_rate)
         self._exact_steps = jax.jit(self._steps, static_argnums=2)
-
-    def _svi(self, model: Callable[..., Any]) -> SVI:
-        return SVI(model, AutoDelta(model), self.optimizer, Trace_ELBO())
 
     def _of(self, rows: Int[Array, " m"]) -> _Rows:
         return jax.tree.map(lambda leaf: leaf[rows], self.all)
@@ -117,12 +114,14 @@ class Fits:
         state, _ = jax.lax.scan(step, first, length=num_steps)
         return self.svi.optim.get_params(state.optim_state)
 
-    def refine(self, start: Any, subset: Int[Array, " m"]) -> Iterator[Any]:
-        """Go on from `start` on many rows, without end: the parameters after each step."""
-        svi, rows = self._svi(_Reestimated(self.model, _ON_MANY_ROWS)), self._of(subset)
+    def refine(self, start: Any, subset: Int[Array, " m"], num_steps: int) -> Iterator[Any]:
+        """Go on from `start` on many rows: the parameters after each step."""
+        # From near the mode, and at the end the steps average the noise of the gradients.
+        rate = optax.cosine_decay_schedule(0.5 * self.learning_rate, num_steps)
+        svi, rows = _svi(_Reestimated(self.model, _ON_MANY_ROWS), rate), self._of(subset)
         state = self._first(svi, rows)._replace(optim_state=svi.optim.init(start))
         step = jax.jit(lambda s, rows: svi.stable_update(s, *rows, *self.args, **self.kwargs)[0])
-        while True:
+        for _ in range(num_steps):
             state = step(state, rows)
             yield svi.optim.get_params(state.optim_state)
 
@@ -154,6 +153,10 @@ class Fits:
             found = _predict_from_neighbors(gp.kernel, gp.X, noise, y - gp.mean, held, count)
             total += np.asarray(found, float)
         return np.where(np.isfinite(total), total, -np.inf)
+
+
+def _svi(model: Callable[..., Any], learning_rate: Any) -> SVI:
+    return SVI(model, AutoDelta(model), optax.adam(learning_rate), Trace_ELBO())
 
 
 @eqx.filter_jit

@@ -1,6 +1,5 @@
 """Hyperparameters for large data, from exact fits on parts of them."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +20,9 @@ _GROUP = 8
 # disagree: then a larger subset is worth its time.
 _AGREEMENT = 0.01
 
+# Steps on all rows: how many, up to how many rows, and how often they are scored.
+_REFINEMENTS = 20
+_MANY_ROWS = 50_000
 _STEPS_PER_SCORE = 4
 
 # A bar appears once it all takes longer than this, in seconds.
@@ -86,11 +88,11 @@ def initial_hyperparameters(
     *model_args: Any,
     subset_size: int = 1500,
     num_subsets: int = 3,
-    num_steps: int = 100,
+    num_steps: int = 60,
     learning_rate: float = 0.1,
-    num_scored: int = 300,
+    num_scored: int = 1000,
     num_neighbors: int = 400,
-    num_refinements: int = 20,
+    num_refinements: int | None = None,
     progress_bar: bool = True,
     **model_kwargs: Any,
 ) -> Hyperparameters:
@@ -123,7 +125,7 @@ def initial_hyperparameters(
         num_scored: rows left out to score by, at most a fifth of all.
         num_neighbors: rows that each of these is predicted from.
         num_refinements: steps on all rows at most, each of the work of some nine products with the
-            n x n matrix; 0 for none.
+            n x n matrix; 0 for none. None for 20 on up to 50,000 rows, and as much work on more.
         progress_bar: whether fits and steps that take longer than a few seconds show how far they
             are, on the standard error.
         **model_kwargs: the model's keyword arguments.
@@ -170,7 +172,8 @@ def initial_hyperparameters(
         ("num_neighbors", num_neighbors),
     ):
         checks.count(name, number)
-    checks.count("num_refinements", num_refinements, 0)
+    if num_refinements is not None:
+        checks.count("num_refinements", num_refinements, 0)
     checks.number("learning_rate", learning_rate, "(0, inf)")
     checks.instance("progress_bar", progress_bar, bool, "True or False")
     key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
@@ -184,6 +187,8 @@ def initial_hyperparameters(
         return Hyperparameters(fits.values(params), f"a fit of all {n} rows", ())
     held, rest = jnp.split(order, [max(1, min(num_scored, n // 5))])
     subset_size = min(subset_size, len(rest))
+    if num_refinements is None:
+        num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
     subsets = _Subsets(keys[2], X, rest)
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
     candidates = _Candidates(lambda params: fits.score(params, held, num_neighbors))
@@ -196,7 +201,8 @@ def initial_hyperparameters(
         mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *fitted[2:])
         candidates.add("neighborhoods", mean)
         if num_refinements:
-            refined = _ticking(bar, fits.refine(candidates.params[candidates.best], rest))
+            start = candidates.params[candidates.best]
+            refined = _ticking(bar, fits.refine(start, rest, num_refinements))
             _refine(bar, candidates, refined, num_refinements)
         elif candidates.disagree() and len(rest) > subset_size:
             best, size = candidates.best, min(2 * subset_size, len(rest))
@@ -220,9 +226,9 @@ def _refine(
     """Add what is best of some steps on all rows, which end where the score no longer rises."""
     best = candidates.best
     name, top, num_falls = f"{best}, then all rows", candidates.mean(best), 0
-    for i, params in enumerate(itertools.islice(refined, num_steps), 1):
+    for count, params in enumerate(refined, 1):
         bar.set_description(f"steps on all rows from {best} ({top:.3f})")
-        if i % _STEPS_PER_SCORE and i < num_steps:
+        if count % _STEPS_PER_SCORE and count < num_steps:
             continue
         score = candidates.add(name, params)
         num_falls = 0 if score > top else num_falls + 1
