@@ -2,13 +2,17 @@
 
     python benchmarks/road.py --data pol elevators bike kin40k keggdirected --splits 3
     python benchmarks/road.py --data flights --rows 100000    # random rows of New York's flights
+    python benchmarks/road.py --data pol --refinements 0 --peer    # beside GPyTorch's SVGP
 
 For each set: RMSE and negative log density on the test rows, in standardized units, seconds for
 the hyperparameters and for the solve, compilation included, what the solve reached, and the peak
-memory of the process; means over splits with standard errors. Sets but flights need SCALEGP_DATA.
+memory of the process; means over splits with standard errors. The peer has 512 inducing points, an
+RBF kernel with ARD and mini-batches of 1024, for 50 epochs, as in benchmarks/sparse.py. Sets but
+flights need SCALEGP_DATA, the peer needs the `bench` extra.
 """
 
 import argparse
+import dataclasses
 import resource
 import time
 
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from sparse import GPyTorch
 
 import numpyro_scalegp as sgp
 
@@ -34,19 +39,35 @@ def model(X, y=None):
 
 
 def load(name, split, num_rows):
-    """Training and test rows; of the flights' a random share."""
+    """A data set with some of its training rows, in random order."""
     flights = name == "flights"
     data = sgp.datasets.load_flights() if flights else sgp.datasets.load_uci(name, split)
     order = np.random.default_rng(split).permutation(len(data.X_train))[:num_rows]
-    rows = data.X_train[order], data.y_train[order], data.X_test, data.y_test
-    return [jnp.array(part, jnp.float32) for part in rows]
+    return dataclasses.replace(data, X_train=data.X_train[order], y_train=data.y_train[order])
 
 
-def run(name, split, num_rows, seed):
-    """One set and split: a row of the table, printed with what was picked and reached."""
-    X, y, X_test, y_test = load(name, split, num_rows)
+def peer(data):
+    """RMSE, negative log density and seconds of GPyTorch's SVGP."""
+    X, batch_size = jnp.asarray(data.X_train, jnp.float32), 1024
+    total = 50 * -(-len(X) // batch_size)
     start = time.perf_counter()
-    values = sgp.infer.initial_hyperparameters(jax.random.key(seed), model, X, y)
+    points = sgp.features.kmeans_points(jax.random.key(1), X, 512)
+    model = GPyTorch(data, points, batch_size, total, 0.04)
+    model.run(total - 1)
+    elapsed = time.perf_counter() - start
+    found = model.score()
+    print(f"  GPyTorch: RMSE {found.rmse:.4f}, NLL {found.nll:.4f}, {elapsed:.0f} s", flush=True)
+    return found.rmse, found.nll, elapsed
+
+
+def run(name, split, arguments):
+    """One set and split: a row of the table, printed with what was picked and reached."""
+    data = load(name, split, arguments.rows)
+    parts = data.X_train, data.y_train, data.X_test, data.y_test
+    X, y, X_test, y_test = (jnp.array(part, jnp.float32) for part in parts)
+    key, num_refinements = jax.random.key(arguments.seed), arguments.refinements
+    start = time.perf_counter()
+    values = sgp.infer.initial_hyperparameters(key, model, X, y, num_refinements=num_refinements)
     fitting = time.perf_counter() - start
     start = time.perf_counter()
     posterior = sgp.posterior(model, values, X, y)
@@ -58,7 +79,8 @@ def run(name, split, num_rows, seed):
     reached = {key: round(float(value), 4) for key, value in posterior.diagnostics.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"  {reached}; RMSE {rmse:.4f}, NLL {nll:.4f}; peak {peak:.2f} GiB", flush=True)
-    return rmse, nll, fitting, solving, float(posterior.diagnostics["epochs"])
+    row = rmse, nll, fitting, solving, float(posterior.diagnostics["epochs"])
+    return row + peer(data) if arguments.peer else row
 
 
 def main():
@@ -69,6 +91,8 @@ def main():
     parser.add_argument("--data", nargs="+", default=["pol"])
     parser.add_argument("--splits", type=int, default=1)
     parser.add_argument("--rows", type=int, default=None, help="training rows at most")
+    parser.add_argument("--refinements", type=int, default=None, help="steps on all rows")
+    parser.add_argument("--peer", action="store_true", help="GPyTorch's SVGP beside it")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     A = jax.random.normal(jax.random.key(0), (4096, 4096))
@@ -81,9 +105,10 @@ def main():
     print(f"{2 * 4096**3 / min(times) / 1e9:.0f} GFLOP/s in a 4096-square float32 product")
     for name in arguments.data:
         splits = range(arguments.splits)
-        rows = np.array([run(name, one, arguments.rows, arguments.seed) for one in splits])
+        rows = np.array([run(name, split, arguments) for split in splits])
         error = rows.std(axis=0, ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else 0 * rows[0]
-        heads = "RMSE", "NLL", "seconds for hyperparameters", "for the solve", "epochs"
+        heads = ["RMSE", "NLL", "seconds for hyperparameters", "for the solve", "epochs"]
+        heads += ["RMSE of GPyTorch", "NLL", "seconds"][: rows.shape[1] - len(heads)]
         cells = zip(heads, rows.mean(axis=0), error, strict=True)
         print(f"{name}: " + ", ".join(f"{h} {m:.4g} +- {e:.2g}" for h, m, e in cells), flush=True)
 
