@@ -63,7 +63,10 @@ def squared_distances(
     error = jnp.finfo(near[0].dtype).eps * jax.lax.stop_gradient(squares[0] + squares[1])
     # What the way back needs is computed again: else both branches would keep (n, m, d) arrays.
     branches = [jax.checkpoint(branch) for branch in (_by_product, _many_columns)]
-    return jax.lax.cond(_is_small(error), *branches, X, Z, center, inverse)
+    distances = jax.lax.cond(_is_small(error), *branches, X, Z, center, inverse)
+    # Lift what rounding made negative, and leave the derivative as it is. Here, after the branches,
+    # it costs no further pass over the pairs: it becomes part of what is done with them next.
+    return distances - jax.lax.stop_gradient(jnp.minimum(distances, 0.0))
 
 
 @jax.custom_batching.custom_vmap
@@ -100,11 +103,13 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
 
 
 def _by_product(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
+    """||x||^2 + ||z||^2 - 2 x'z, with the squares as two more columns of one product."""
     X, Z = _scaled(X - center, inverse), _scaled(Z - center, inverse)
-    squares = jnp.sum(X * X, axis=1)[:, None] + jnp.sum(Z * Z, axis=1)[None, :]
-    distances = squares - 2.0 * matmul(X, Z.T)
-    # Lift what rounding made negative, and leave the derivative as it is.
-    return distances + jax.lax.stop_gradient(jnp.maximum(-distances, 0.0))
+    squares = [jnp.sum(rows * rows, axis=1, keepdims=True) for rows in (X, Z)]
+    ones = [jnp.ones_like(square) for square in squares]
+    left = jnp.concatenate([-2.0 * X, squares[0], ones[0]], axis=1)
+    right = jnp.concatenate([Z, ones[1], squares[1]], axis=1)
+    return matmul(left, right.T)
 
 
 def _many_columns(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
