@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     standard_error: Float[Array, ""]  # of the value, the largest where there are several
     solution: Solution  # m columns for the data, then those of the probes
     left: Float[Array, "n s"]  # tr(H^-1 dH) ~ sum_j left_j'dH right_j / s
-    right: Float[Array, "n s"]
+    right: Float[Array, "n s"] | None = None  # None where it is the left one
 
 
 def differentiable(
@@ -55,12 +55,15 @@ def _pull_back(
     (operator, _), (rest, found) = inputs, fixed
     operator = refuse_derivatives(_REFUSAL, eqx.combine(operator, rest))
     m, s = cotangent.size, found.left.shape[1]
-    left, right = found.solution.outer_products(m)
-    sides = (
-        (0.5 * cotangent * left, -0.5 / s * jnp.sum(cotangent) * found.left),
-        (right, found.right),
-    )
-    gradient = operator.bilinear_gradient(*(_side_by_side(*side) for side in sides))
+    square_weights, vectors = found.solution.outer_products(m)
+    data = jnp.outer(0.5 * square_weights, cotangent).reshape(-1)
+    probes = jnp.full(s, -0.5 / s * jnp.sum(cotangent), data.dtype)
+    weights = jnp.concatenate([data, probes])
+    left = _side_by_side(vectors, found.left)
+    if found.right is None:
+        gradient = operator.quadratic_gradient(weights, left)
+    else:
+        gradient = operator.bilinear_gradient(weights * left, _side_by_side(vectors, found.right))
     gradient = eqx.filter(gradient, eqx.is_inexact_array)
     return gradient, -(cotangent * found.solution.value[:, :m]).T
 

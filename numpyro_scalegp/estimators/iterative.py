@@ -140,8 +140,7 @@ class AbstractIterative(AbstractEstimator):
         solution = solution.failed_where(failed)
         solutions = solution.value[:, m:]
         # Of solutions that are random, the other side takes a second estimate.
-        others = solutions if solution.independent is None else solution.independent
-        right = others if self.stores_samples else targets
+        right = solution.independent if self.stores_samples else targets
         value, error = (jnp.where(failed, jnp.nan, found) for found in (value, error))
         return Estimate(value, error, solution, solutions, right)
 

@@ -19,8 +19,8 @@ from numpyro_scalegp.kernels import AbstractKernel
 _COPIES = 4
 
 
-# On a CPU a block should stay in its caches; measured best at 1,000 to 1,500 rows, float32.
-_MAX_ROWS_ON_CPU = 1500
+# On a CPU a block should stay in its caches; measured best at 500 to 640 rows, float32.
+_MAX_ROWS_ON_CPU = 640
 
 
 # A block of few rows against all others: entries that stay in a CPU's caches.
@@ -124,21 +124,23 @@ class KernelOperator(eqx.Module):
         """
         V = V.astype(self.dtype)
         blocks = _Blocks(self.X, self.block_size)
-        columns = blocks.split(V)
+        # Vectors lie in rows: so neither product of a block transposes it on the left, where that
+        # is slow on a CPU.
+        vectors = blocks.split(V).mT
 
         def diagonal(item: tuple[Array, Array]) -> Array:
             X, v = item
-            return matmul(self.kernel.covariance(X).astype(self.dtype), v)
+            return matmul(v, self.kernel.covariance(X).astype(self.dtype))
 
         def pair(product: Array, index: tuple[Array, Array]) -> tuple[Array, None]:
             i, j = index
             gram = self.kernel(blocks.X[i], blocks.X[j]).astype(self.dtype)
-            product = product.at[i].add(matmul(gram, columns[j]))
-            return product.at[j].add(matmul(gram.T, columns[i])), None
+            product = product.at[i].add(matmul(vectors[j], gram.T))
+            return product.at[j].add(matmul(vectors[i], gram)), None
 
-        product = jax.lax.map(diagonal, (blocks.X, columns))
+        product = jax.lax.map(diagonal, (blocks.X, vectors))
         product, _ = jax.lax.scan(pair, product, blocks.pairs())
-        return blocks.join(product) + self.noise()[:, None] * V
+        return blocks.join(product.mT) + self.noise()[:, None] * V
 
     def rows_matmul(self, index: Int[Array, " r"], V: Float[Array, "n k"]) -> Float[Array, "r k"]:
         """Multiply the rows `index`, H[index] V: shape (r, k), in O(r n (d + k))."""
@@ -163,23 +165,47 @@ class KernelOperator(eqx.Module):
 
         Returns:
             The derivatives, as an operator of the same structure; None where a leaf of the kernel
-            is not a floating-point array. Time O(n^2 (d + k)) like one product, memory
+            is not a floating-point array. Time O(n^2 (d + k)) like one or two products, memory
             O(n (d + k)) and a few blocks: every pair of rows is evaluated once more and
             differentiated on the spot.
         """
-        U, V = (jax.lax.stop_gradient(A.astype(self.dtype)) for A in (U, V))
+        U, V = U.astype(self.dtype), V.astype(self.dtype)
+        # H_ij and H_ji' are equal: one block multiplies both sides' weights.
+        sides = jnp.concatenate([U, V], axis=1), jnp.concatenate([V, U], axis=1)
+        return self._symmetric_gradient(*sides)
+
+    def quadratic_gradient(
+        self, weights: Float[Array, " k"], V: Float[Array, "n k"]
+    ) -> "KernelOperator":
+        """The gradient of sum_c weights_c v_c'H v_c; see `bilinear_gradient`.
+
+        Args:
+            weights: shape (k,), held fixed.
+            V: vectors, shape (n, k), held fixed.
+
+        Returns:
+            What `bilinear_gradient(weights * V, V)` does, by half its work on each pair of rows.
+        """
+        V = V.astype(self.dtype)
+        return self._symmetric_gradient(2.0 * weights.astype(self.dtype) * V, V)
+
+    def _symmetric_gradient(
+        self, L: Float[Array, "n k"], R: Float[Array, "n k"]
+    ) -> "KernelOperator":
+        """The gradient of sum_c l_c'H r_c / 2, for vectors of which L R' is symmetric."""
+        L, R = jax.lax.stop_gradient((L, R))
         kernel, rest = eqx.partition(self.kernel, eqx.is_inexact_array)
         blocks = _Blocks(self.X, self.block_size)
-        left, right = blocks.split(U), blocks.split(V)
+        left, right = blocks.split(L), blocks.split(R)
 
         def of_diagonal(total: AbstractKernel, item: tuple[Array, ...]) -> tuple:
-            X, u, v = item
+            X, lefts, rights = item
 
             def covariance(kernel: AbstractKernel, X: Array) -> Array:
                 return eqx.combine(kernel, rest).covariance(X).astype(self.dtype)
 
             _, pullback = jax.vjp(covariance, kernel, X)
-            dkernel, dX = pullback(matmul(u, v.T))
+            dkernel, dX = pullback(0.5 * matmul(lefts, rights.T))
             return jax.tree.map(jnp.add, total, dkernel), dX
 
         def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
@@ -190,17 +216,14 @@ class KernelOperator(eqx.Module):
                 return eqx.combine(kernel, rest)(Xi, Xj).astype(self.dtype)
 
             _, pullback = jax.vjp(gram, kernel, blocks.X[i], blocks.X[j])
-            # H_ij and H_ji' are equal: one block multiplies both sides' weights.
-            lefts = jnp.concatenate([left[i], right[i]], axis=1)
-            rights = jnp.concatenate([right[j], left[j]], axis=1)
-            dkernel, dXi, dXj = pullback(matmul(lefts, rights.T))
+            dkernel, dXi, dXj = pullback(matmul(left[i], right[j].T))
             total = jax.tree.map(jnp.add, total, dkernel)
             return (total, total_X.at[i].add(dXi).at[j].add(dXj)), None
 
         zeros = jax.tree.map(jnp.zeros_like, kernel)
         totals: Any = jax.lax.scan(of_diagonal, zeros, (blocks.X, left, right))
         (total, dX), _ = jax.lax.scan(of_pair, totals, blocks.pairs())
-        dnoise = jnp.sum(U * V, axis=1).astype(self.noise_variance.dtype)
+        dnoise = (0.5 * jnp.sum(L * R, axis=1)).astype(self.noise_variance.dtype)
         if self.noise_variance.ndim == 0:
             dnoise = jnp.sum(dnoise)
         gradient = (total, blocks.join(dX), dnoise)

@@ -43,13 +43,11 @@ class Solution(NamedTuple):
 
     def outer_products(
         self, num_columns: int
-    ) -> tuple[Float[Array, "r n {num_columns}"], Float[Array, "r n {num_columns}"]]:
-        """Vectors l_r and r_r of the first columns with v v' = E[sum_r l_r r_r']."""
+    ) -> tuple[Float[Array, " r"], Float[Array, "r n {num_columns}"]]:
+        """Weights w_r and vectors v_r of the first columns with v v' = E[sum_r w_r v_r v_r']."""
         if self.weights is None or self.vectors is None:
-            value = self.value[None, :, :num_columns]
-            return value, value
-        vectors = self.vectors[:, :, :num_columns]
-        return self.weights[:, None, None] * vectors, vectors
+            return jnp.ones(1, self.value.dtype), self.value[None, :, :num_columns]
+        return self.weights, self.vectors[:, :, :num_columns]
 
     def failed_where(self, failed: Bool[Array, ""]) -> "Solution":
         """The same, or a failure with NaN in all that a gradient is made of."""

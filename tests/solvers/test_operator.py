@@ -200,6 +200,16 @@ def test_bilinear_gradient_in_blocks(budget, noise, x64):
     np.testing.assert_allclose(gradient.noise_variance, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("noise", ["scalar", "per_row"])
+def test_quadratic_gradient(noise, x64):
+    H = KernelOperator(Matern32(0.8, 1.7), rows(), noises()[noise], memory_budget=4 * 8 * 5**2)
+    weights, V = jnp.array([0.5, -2.0, 1.5]), vectors(N, 3)
+    gradient = jax.jit(KernelOperator.quadratic_gradient)(H, weights, V)
+    expected = dense_gradient(H, weights * V, V)
+    for value, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-11)
+
+
 def test_the_sides_may_change_places_only_together(x64):
     H = KernelOperator(RBF(0.8, 1.7), rows(), 0.3, memory_budget=4 * 8 * 5**2)
     U, V = vectors(N, 2), vectors(N, 2, seed=1)
@@ -266,6 +276,7 @@ MEMORY_TASKS = {
     "rows_matmul": lambda H, V: H.rows_matmul(jnp.arange(500), V),
     "columns_matmul": lambda H, V: H.columns_matmul(jnp.arange(500), V[:500]),
     "bilinear_gradient": lambda H, V: eqx.filter(H.bilinear_gradient(V, V), eqx.is_array),
+    "quadratic_gradient": lambda H, V: eqx.filter(H.quadratic_gradient(V[0], V), eqx.is_array),
     "diagonal": lambda H, V: H.diagonal(),
     "rows": lambda H, V: H.rows(jnp.arange(10)),
 }

@@ -43,10 +43,11 @@ def draws(name):
 
     def one(key):
         solution = SOLVERS[name].solve(H, B, key=key, num_averaged=2)
-        left, right = (DIRECTIONS.T @ side[:, :, 0].T for side in solution.outer_products(1))
+        weights, vectors = solution.outer_products(1)
+        projected = DIRECTIONS.T @ vectors[:, :, 0].T
         value, independent = DIRECTIONS.T @ solution.value, DIRECTIONS.T @ solution.independent
         squares = jnp.concatenate(
-            [jnp.sum(left * right, axis=1)[:, None], value[:, 1:] * independent], axis=1
+            [(projected**2 @ weights)[:, None], value[:, 1:] * independent], axis=1
         )
         return value, independent, squares, solution.iterations
 
@@ -110,8 +111,8 @@ def test_stops_where_nothing_is_left(x64):
     assert solution.iterations < 20
     assert solution.converged
     np.testing.assert_allclose(solution.value, np.linalg.solve(dense(H), B), rtol=1e-8)
-    left, right = solution.outer_products(3)
-    square = np.einsum("rnk,rnk->nk", left, right)
+    weights, vectors = solution.outer_products(3)
+    square = np.einsum("r,rnk->nk", weights, np.square(vectors))
     np.testing.assert_allclose(square, np.square(solution.value), rtol=1e-12)
 
 
