@@ -45,9 +45,10 @@ SOLVERS = {
 }
 
 
-def seconds(function, *arguments, repeats=5):
-    """Wall times of a compiled function, after one call that compiles it."""
-    jax.block_until_ready(function(*arguments))
+def seconds(function, *arguments, repeats=5, warm=False):
+    """Wall times of a function, after one call that compiles it unless it is `warm`."""
+    if not warm:
+        jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -136,7 +137,11 @@ def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
 
 
 def product(arguments):
-    """K(X, X) V: its time and memory, each n in a process of its own, and the bare product."""
+    """K(X, X) V: its time and memory, each n in a process of its own, and the bare product.
+
+    Beside it the gradients of quadratic and of bilinear forms with as many vectors. All are timed
+    in turn, so that whatever else the machine does falls on each of them alike.
+    """
     if not arguments.n:
         for n in ("15000", "50000"):
             subprocess.run([sys.executable, __file__, "product", "--n", n], check=True)
@@ -144,20 +149,53 @@ def product(arguments):
     n = arguments.n
     X = jax.random.normal(jax.random.key(0), (n, 18))
     V = jax.random.normal(jax.random.key(1), (n, 65))
+    weights = jnp.linspace(-1.0, 1.0, 65)
     H = sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.full(18, 2.0)), X, 0.1)
     multiply = jax.jit(lambda H, V: H.matmul(V)).lower(H, V).compile()
     before = resident_memory()
     # The high-water mark is that of the product only where it rises: imports and compilation have
     # left one, too.
     earlier = peak_memory()
-    ours = min(seconds(multiply, H, V, repeats=3 if n > 20_000 else 10))
+    jax.block_until_ready(multiply(H, V))
     above = f"{peak_memory() - before:.2f} GiB above what the process held before"
     bound = "" if peak_memory() > earlier else "at most "
-    print(f"n = {n}: {ours:.3f} s, {1e9 * ours / n**2:.2f} ns for each n^2, {bound}{above}")
+    square = jax.random.normal(jax.random.key(2), (4096, 4096))
+    tasks = {
+        "product": (multiply, H, V),
+        "quadratic gradient": (jax.jit(lambda H, w, V: H.quadratic_gradient(w, V)), H, weights, V),
+        "bilinear gradient": (jax.jit(lambda H, U, V: H.bilinear_gradient(U, V)), H, V[::-1], V),
+        "4096-square": (jax.jit(jnp.matmul), square, square),
+    }
     if n <= 20_000:
         K = jax.jit(lambda H: H.kernel(H.X, H.X))(H)
-        bare = min(seconds(jax.jit(jnp.matmul), K, V, repeats=10))
-        print(f"  with K in memory {bare:.3f} s: ratio {ours / bare:.2f}")
+        tasks["bare"] = (jax.jit(jnp.matmul), K, V)
+    found = seconds_in_turn(tasks, repeats=3 if n > 20_000 else 30)
+    ours = min(found["product"])
+    print(f"n = {n}: {ours:.3f} s, {1e9 * ours / n**2:.2f} ns for each n^2, {bound}{above}")
+    rate = 2e-9 * 4096**3 / min(found["4096-square"])
+    print(f"  {rate:.0f} GFLOP/s in a float32 product of 4096-square matrices")
+    for name in ("quadratic gradient", "bilinear gradient"):
+        show_ratio(name, found[name], found["product"], "products")
+    if n <= 20_000:
+        print(f"  with K in memory {min(found['bare']):.3f} s")
+        show_ratio("product", found["product"], found["bare"], "bare products")
+
+
+def seconds_in_turn(tasks, repeats):
+    """Wall times of compiled functions, called one after the other in each of the rounds."""
+    for function, *arguments in tasks.values():
+        jax.block_until_ready(function(*arguments))
+    rounds = [
+        {name: seconds(*task, repeats=1, warm=True)[0] for name, task in tasks.items()}
+        for _ in range(repeats)
+    ]
+    return {name: [one[name] for one in rounds] for name in tasks}
+
+
+def show_ratio(name, times, unit, words):
+    """One time over another, by the minimum and the median of both."""
+    low, middle = np.min(times) / np.min(unit), np.median(times) / np.median(unit)
+    print(f"  {name}: {min(times):.3f} s, {low:.2f} {words} (medians {middle:.2f})", flush=True)
 
 
 def ratios(arguments):
