@@ -1,5 +1,6 @@
 """The covariance of noisy observations, H = K(X, X) + noise, in blocks."""
 
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.chunks import map_rows
+from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
 
@@ -23,8 +24,8 @@ _COPIES = 4
 _MAX_ROWS_ON_CPU = 640
 
 
-# A block of few rows against all others: entries that stay in a CPU's caches.
-_MAX_STRIP_ENTRIES_ON_CPU = 2**21
+# Entries of a rectangular block that stay in a CPU's caches.
+_MAX_ENTRIES_ON_CPU = 2**19
 
 
 class KernelOperator(eqx.Module):
@@ -254,6 +255,11 @@ class _Blocks:
         return jnp.asarray(i), jnp.asarray(j)
 
 
+def _even_share(size: int, at_most: int) -> int:
+    """The parts' size where `size` rows are cut into as few equal ones as may be."""
+    return -(-size // -(-size // max(1, at_most)))
+
+
 def kernel_matmul(
     kernel: AbstractKernel,
     X: Float[Array, "n d"],
@@ -261,21 +267,34 @@ def kernel_matmul(
     V: Float[Array, "m k"],
     memory_budget: int = 2**28,
 ) -> Float[Array, "n k"]:
-    """Multiply K(X, Z) V, as many rows of X at a time as fit the memory budget.
+    """Multiply K(X, Z) V, in blocks that fit the memory budget and, on a CPU, its caches.
 
     Args:
         kernel: covariance function.
         X: inputs, shape (n, d).
         Z: inputs, shape (m, d).
         V: shape (m, k).
-        memory_budget: bytes that a chunk of kernel entries may take.
+        memory_budget: bytes that a block of kernel entries may take.
 
     Returns:
         Shape (n, k), in O(n m (d + k)) time.
     """
     entries = memory_budget // (_COPIES * V.dtype.itemsize)
     if jax.default_backend() == "cpu":
-        entries = min(entries, _MAX_STRIP_ENTRIES_ON_CPU)
-    num_chunks = max(1, -(-X.shape[0] * Z.shape[0] // max(1, entries)))
-    chunk_size = max(1, -(-X.shape[0] // num_chunks))
-    return map_rows(lambda rows: matmul(kernel(rows, Z).astype(V.dtype), V), X, chunk_size)
+        entries = min(entries, _MAX_ENTRIES_ON_CPU)
+    n, m = X.shape[0], Z.shape[0]
+    num_rows = _even_share(n, max(math.isqrt(entries), entries // m))
+    num_columns = _even_share(m, entries // num_rows)
+    # Rows that fill the last block repeat the last one, with vectors of zeros.
+    padding = -m % num_columns
+    Z = jnp.concatenate([Z, jnp.broadcast_to(Z[-1:], (padding, *Z.shape[1:]))])
+    V = jnp.pad(V, ((0, padding), (0, 0)))
+
+    def block(rows: Array, columns: tuple[Array, Array]) -> Array:
+        Z, V = columns
+        return matmul(kernel(rows, Z).astype(V.dtype), V)
+
+    def of_rows(rows: Array) -> Array:
+        return sum_rows(functools.partial(block, rows), (Z, V), num_columns)
+
+    return map_rows(of_rows, X, num_rows)
