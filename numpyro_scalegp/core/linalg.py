@@ -52,6 +52,11 @@ def add_jitter(K: Float[Array, "n n"], jitter: float | None = None) -> Float[Arr
     return K + jitter * jnp.mean(jnp.diagonal(K)) * jnp.eye(K.shape[0], dtype=K.dtype)
 
 
+def least_diagonal(trace: Float[Array, ""]) -> Float[Array, ""]:
+    """What is left on the diagonal, at least, of a matrix whose inverse rounding does not spoil."""
+    return 10.0 * jnp.finfo(trace.dtype).eps * trace
+
+
 def factorize(
     K: Float[Array, "n n"],
     *,

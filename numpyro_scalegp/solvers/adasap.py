@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.solvers.batches import next_batch, required_key
+from numpyro_scalegp.solvers.blocks import whitener
 from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.preconditioners import PreconditionerFactor, nystrom_factor
@@ -20,6 +21,16 @@ _BLOCKS_PER_EPOCH = 100
 _NUM_POWER_ITERATIONS = 10
 # Multiple of the number of blocks: with 1 the momentum diverges on smooth kernels.
 _CAUTION = 4.0
+# From here on there is no momentum to speak of.
+_SLOWEST = 1e9
+# Of the residual in a pass; rounding errors or too much momentum.
+_MOST_GROWTH = 10.0
+
+
+class _Before(NamedTuple):
+    value: Float[Array, "n k"]
+    residual: Float[Array, "n k"]
+    norm: Float[Array, ""]
 
 
 class _State(NamedTuple):
@@ -27,6 +38,8 @@ class _State(NamedTuple):
     anchor: Float[Array, "n k"]
     residual: Float[Array, "n k"]  # of each row at its last visit
     order: Int[Array, " n"]  # in which this pass visits the rows
+    slowness: Float[Array, ""]  # N
+    before: _Before  # this pass
 
 
 class ADASAP(AbstractSolver):
@@ -37,7 +50,8 @@ class ADASAP(AbstractSolver):
     u <- u' + g d, where u' = (1 - c) u + c v, c = sqrt(m / N), g = 1 / sqrt(m N) and
     a = 1 / (1 + g N), with m the smallest noise over the mean variance and N four times the number
     of blocks: the paper's N, that number itself, lets the steps grow without bound where blocks are
-    few and the kernel is smooth.
+    few and the kernel is smooth. After a pass that has raised the residual, N is four times as
+    large and the momentum starts anew; a pass that has raised it tenfold is taken back.
 
     The blocks are drawn anew in each pass, which is what the speed rests on: a fixed partition
     gains nothing from the momentum. With `rank`, H[block, block]^-1 is approximated, for blocks
@@ -104,31 +118,35 @@ class ADASAP(AbstractSolver):
         # One set of directions serves all blocks, whose rows are random.
         shape = size, 0 if is_exact else rank
         sketch, _ = jnp.linalg.qr(jax.random.normal(sketch_key, shape, operator.dtype))
-        longer, toward, kept = _momentum(operator, n / size)
+        convexity = _convexity(operator)
 
         def advance(state: _State, iteration: Int[Array, ""]) -> _State:
+            is_new_pass = iteration % (n // size) == 0
+            state = jax.lax.cond(is_new_pass, _safeguarded, lambda state: state, state)
+            longer, toward, kept = _momentum(convexity, state.slowness)
             order, rows = next_batch(batch_key, state.order, iteration, size)
             residual = system.target[rows] - operator.rows_matmul(rows, state.value)
             H = operator.block(rows, rows)
             if is_exact:
-                # Jitter, where it takes some, only slows convergence down.
-                W = linalg.triangular_inverse(linalg.factorize(H, warn=False).tril)
+                W = whitener(H, operator.noise()[rows])
                 change = matmul(W.T, matmul(W, residual))
             else:
                 change = self._approximate(H, operator.noise()[rows], sketch, residual)
             anchor = (1.0 - kept) * state.anchor + kept * state.value
             value = toward * anchor + (1.0 - toward) * state.value
-            return _State(
-                value.at[rows].add((toward * longer + 1.0 - toward) * change),
-                anchor.at[rows].add(longer * change),
-                state.residual.at[rows].set(residual),
-                order,
+            return state._replace(
+                value=value.at[rows].add((toward * longer + 1.0 - toward) * change),
+                anchor=anchor.at[rows].add(longer * change),
+                residual=state.residual.at[rows].set(residual),
+                order=order,
             )
 
+        before = _Before(system.value, system.residual, jnp.linalg.norm(system.residual))
+        slowness = jnp.asarray(_CAUTION * n / size, operator.dtype)
         return descend(
             operator,
             system,
-            _State(system.value, system.value, system.residual, jnp.arange(n)),
+            _State(system.value, system.value, system.residual, jnp.arange(n), slowness, before),
             advance,
             num_averaged=num_averaged,
             tolerance=self.tolerance,
@@ -159,11 +177,39 @@ class ADASAP(AbstractSolver):
         return factor.solve(residual) / jnp.maximum(largest, 1.0)
 
 
-def _momentum(operator: KernelOperator, num_blocks: float) -> tuple[Array, Array, Array]:
-    """The anchor's step, its part in the value, and the value's in the anchor."""
+def _safeguarded(state: _State) -> _State:
+    """The state before a pass, with less momentum where the last one has raised the residual."""
+    norm, before = jnp.linalg.norm(state.residual), state.before
+
+    def go_on() -> _State:
+        return state._replace(before=_Before(state.value, state.residual, norm))
+
+    def calm(value: Array, residual: Array, norm: Array) -> _State:
+        slowness = jnp.minimum(4.0 * state.slowness, _SLOWEST)
+        return _State(value, value, residual, state.order, slowness, _Before(value, residual, norm))
+
+    # No comparison with NaN may be taken for a descent; before the first pass there is none.
+    return jax.lax.cond(
+        norm <= before.norm,
+        go_on,
+        lambda: jax.lax.cond(
+            norm <= _MOST_GROWTH * before.norm,
+            lambda: calm(state.value, state.residual, norm),
+            lambda: calm(*before),
+        ),
+    )
+
+
+def _convexity(operator: KernelOperator) -> Float[Array, ""]:
+    """The smallest noise over the mean variance."""
     noise, variance = operator.noise(), operator.kernel.diag(operator.X)
-    convexity = jnp.min(noise) / jnp.mean(variance)
-    slowness = _CAUTION * num_blocks
-    convexity = jnp.clip(convexity, jnp.finfo(operator.dtype).eps, slowness)
+    return jnp.min(noise) / jnp.mean(variance)
+
+
+def _momentum(
+    convexity: Float[Array, ""], slowness: Float[Array, ""]
+) -> tuple[Array, Array, Array]:
+    """The anchor's step, its part in the value, and the value's in the anchor."""
+    convexity = jnp.clip(convexity, jnp.finfo(slowness.dtype).eps, slowness)
     longer = jax.lax.rsqrt(convexity * slowness)
     return longer, 1.0 / (1.0 + longer * slowness), jnp.sqrt(convexity / slowness)

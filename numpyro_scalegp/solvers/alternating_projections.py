@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.solvers.blocks import whitener
 from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.solver import AbstractSolver, Solution, System
@@ -70,12 +71,10 @@ class AlternatingProjections(AbstractSolver):
         first = jnp.minimum(jnp.arange(num_blocks) * size, n - size)
         blocks = first[:, None] + jnp.arange(size)[None, :]
 
-        def whiten(rows: Array) -> Array:
-            # An approximate factor, with jitter where it takes some, only slows convergence down.
-            factor = linalg.factorize(operator.block(rows, rows), warn=False)
-            return linalg.triangular_inverse(factor.tril)
+        def of_block(rows: Array) -> Array:
+            return whitener(operator.block(rows, rows), operator.noise()[rows])
 
-        whiteners = jax.lax.map(whiten, blocks)
+        whiteners = jax.lax.map(of_block, blocks)
 
         def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)

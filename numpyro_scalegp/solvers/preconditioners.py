@@ -18,9 +18,6 @@ from numpyro_scalegp.solvers.operator import KernelOperator
 _RANKS = 10.0
 _MAX_BYTES = 2**29
 
-# The least diagonal of P, in roundings of its trace.
-_LEAST_DIAGONAL = 10.0
-
 # Columns of A that are factorized at a time, in multiples of the rank.
 _RANKS_PER_CHUNK = 4
 
@@ -89,7 +86,7 @@ def _damped(low_rank: Float[Array, "rank n"], operator: KernelOperator) -> Preco
     P^-1 takes almost all of a vector along the largest eigenvectors of L'L away: with less on D
     than that leaves of the digits, it would not be positive definite.
     """
-    least = _LEAST_DIAGONAL * jnp.finfo(operator.dtype).eps * jnp.sum(jnp.square(low_rank))
+    least = linalg.least_diagonal(jnp.sum(jnp.square(low_rank)))
     return PreconditionerFactor(low_rank, jnp.maximum(operator.noise(), least))
 
 

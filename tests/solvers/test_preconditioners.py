@@ -223,10 +223,10 @@ def test_the_triangle_of_several_chunks(x64):
 
 
 def test_stays_positive_definite_where_the_noise_is_beyond_rounding():
-    # The largest eigenvalue is a billion times the noise: float32 has seven digits.
+    # The largest eigenvalue is 10^12 times the noise: float32 has seven digits.
     X = jax.random.normal(jax.random.key(0), (400, 3), jnp.float32)
     kernel = Matern32(jnp.full(3, 8.0, jnp.float32), jnp.float32(12.0))
-    H = KernelOperator(kernel, X, jnp.float32(5e-6))
+    H = KernelOperator(kernel, X, jnp.float32(5e-9))
     factor = RandomlyPivotedCholesky(200).factorize(H)
     _, vectors = np.linalg.eigh(np.asarray(kernel(X, X), np.float64))
     V = jnp.asarray(vectors, jnp.float32)

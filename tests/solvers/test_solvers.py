@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from numpyro_scalegp.estimators.lanczos import log_determinant
-from numpyro_scalegp.kernels import Matern32
+from numpyro_scalegp.kernels import RBF, Matern32
 from numpyro_scalegp.solvers import (
     ADASAP,
     AlternatingProjections,
@@ -21,6 +21,7 @@ from numpyro_scalegp.solvers import (
     StochasticDualDescent,
     StochasticGradientDescent,
     StopReason,
+    adasap,
 )
 from numpyro_scalegp.solvers.preconditioners import Identity, PivotedCholesky
 
@@ -326,6 +327,16 @@ def test_fresh_blocks_and_momentum_beat_greedy_projections(x64):
     assert fast < 0.2 * slow
 
 
+def test_a_pass_that_raises_the_residual_is_followed_by_ones_with_less_momentum(x64, monkeypatch):
+    H, B = operator(1e-3, 1.5, 200), targets(200)
+    monkeypatch.setattr(adasap, "_CAUTION", 0.3)
+    guarded = ADASAP(20, None, 1.0, 0.0, 40.0).solve(H, B, key=jax.random.key(0))
+    monkeypatch.setattr(adasap, "_safeguarded", lambda state: state)
+    unguarded = ADASAP(20, None, 1.0, 0.0, 40.0).solve(H, B, key=jax.random.key(0))
+    assert np.max(guarded.residual) < 0.2
+    assert not np.max(unguarded.residual) < 1.0
+
+
 @pytest.mark.parametrize(("noise", "expected"), [(1.0, ConjugateGradients), (1e-3, ADASAP)])
 def test_auto_solver_takes_conjugate_gradients_where_their_factor_says_enough(noise, expected):
     n, key = 600, jax.random.key(3)
@@ -368,6 +379,17 @@ def test_single_precision_at_its_limit(name):
         if not solution.converged and name in ("cg", "plain_cg"):
             assert solution.reason == StopReason.PRECISION
     assert not solution.converged
+
+
+@quiet
+@pytest.mark.parametrize("solver", [AlternatingProjections, ADASAP])
+def test_blocks_that_are_singular_but_for_rounding(solver):
+    # Their inverses had large eigenvalues where H has none, and the iterates grew without bound.
+    X = jax.random.normal(jax.random.key(0), (600, 2), jnp.float32)
+    B = jnp.stack([jnp.sin(2.0 * X[:, 0]), X[:, 1] > 0], axis=1)
+    H = KernelOperator(RBF(3.0), X, 1e-8)
+    solution = solver(block_size=60, max_epochs=40).solve(H, B, key=jax.random.key(1))
+    assert np.max(solution.residual) < 2.0
 
 
 @quiet
