@@ -19,34 +19,50 @@ from numpyro.primitives import Messenger
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Pathwise
+from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Hutchinson, Pathwise
 from numpyro_scalegp.infer.fitted_runs import trace_of
 from numpyro_scalegp.infer.starting_values import scaled_start
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import AlternatingProjections
 from numpyro_scalegp.tracing.runs import is_observed
 
-# Of a step on many rows, which goes on from the solutions of the one before.
-_ON_MANY_ROWS = Pathwise(AlternatingProjections(max_epochs=5), num_probes=16, num_logdet_probes=0)
+
+def _exact(gp: GaussianProcess) -> AbstractEstimator:
+    return Cholesky()
+
+
+def _iterative(gp: GaussianProcess) -> AbstractEstimator:
+    """Of a step on many rows, which goes on from the solutions of the one before."""
+    kind: type[Pathwise | Hutchinson] = Pathwise
+    try:
+        jax.eval_shape(lambda: gp.kernel.random_features(jax.random.key(0), gp.X[:1], 2))
+    except ValueError:
+        kind = Hutchinson  # which needs no random features
+    return kind(AlternatingProjections(max_epochs=5), num_probes=16, num_logdet_probes=0)
 
 
 class _Reestimated(Messenger):
-    """Runs a model with another estimator in place of its Gaussian processes' own."""
+    """Runs a model with other estimators in place of its Gaussian processes' own."""
 
-    def __init__(self, model: Callable[..., Any], estimator: AbstractEstimator) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        estimator_of: Callable[[GaussianProcess], AbstractEstimator],
+    ) -> None:
         super().__init__(model)
-        self.estimator = estimator
+        self.estimator_of = estimator_of
 
     def process_message(self, msg: dict) -> None:
         fn = msg.get("fn")
         if msg["type"] == "sample" and isinstance(fn, GaussianProcess):
+            estimator = self.estimator_of(fn)
             msg["fn"] = GaussianProcess(
                 fn.kernel,
                 fn.X,
                 fn.noise_variance,
                 mean=fn.mean_function,
-                estimator=self.estimator,
-                state=f"{msg['name']}_solver" if self.estimator.is_stochastic else None,
+                estimator=estimator,
+                state=f"{msg['name']}_solver" if estimator.is_stochastic else None,
             )
 
 
@@ -70,7 +86,7 @@ class Fits:
     ) -> None:
         self.key, self.all, self.args, self.kwargs = key, _Rows(X, y), args, kwargs
         self.model, self.learning_rate = model, learning_rate
-        self.exact = _Reestimated(model, Cholesky())
+        self.exact = _Reestimated(model, _exact)
         self.svi = _svi(self.exact, learning_rate)
         self._exact_steps = jax.jit(self._steps, static_argnums=2)
 
@@ -118,7 +134,7 @@ class Fits:
         """Go on from `start` on many rows: the parameters after each step."""
         # From near the mode, and at the end the steps average the noise of the gradients.
         rate = optax.cosine_decay_schedule(0.5 * self.learning_rate, num_steps)
-        svi, rows = _svi(_Reestimated(self.model, _ON_MANY_ROWS), rate), self._of(subset)
+        svi, rows = _svi(_Reestimated(self.model, _iterative), rate), self._of(subset)
         state = self._first(svi, rows)._replace(optim_state=svi.optim.init(start))
         step = jax.jit(lambda s, rows: svi.stable_update(s, *rows, *self.args, **self.kwargs)[0])
         for _ in range(num_steps):

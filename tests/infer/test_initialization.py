@@ -83,6 +83,27 @@ def test_steps_on_all_rows_raise_the_score_of_a_poor_fit():
     assert means[after.picked] > means[before.picked.split(", ")[0]] + 0.1
 
 
+def test_steps_on_all_rows_need_no_random_features():
+    class Squared(sgp.kernels.AbstractKernel):
+        lengthscale: Array
+
+        def evaluate(self, X: Array, Z: Array) -> Array:
+            return jnp.exp(-jnp.square(X / self.lengthscale - Z.T / self.lengthscale))
+
+        def evaluate_diag(self, X: Array) -> Array:
+            return jnp.ones(len(X), X.dtype)
+
+    def own(X: Array, y: Array) -> None:
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 2.0))
+        numpyro.sample("y", sgp.GaussianProcess(Squared(lengthscale), X, 0.04), obs=y)
+
+    values = sgp.infer.initial_hyperparameters(
+        jax.random.key(2), own, *data(), num_subsets=1, subset_size=80, num_refinements=4
+    )
+    assert any(name.endswith(", then all rows") for name, *_ in values.scores)
+    assert 0.5 < values["lengthscale"] < 1.0
+
+
 def test_scores_are_leave_one_out_densities():
     X, y = data()
     noise = jnp.linspace(0.02, 0.1, 60)
