@@ -2,15 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Num
+from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 
 # Below this many columns explicit differences cost no more than a matrix product.
 MAX_COLUMNS_OF_DIFFERENCES = 3
-# Errors of a squared distance up to which it is left to a matrix product.
+# Errors of a squared distance up to which it is left to a matrix product: whatever the noise, and
+# where differences of a few columns would not make it much smaller.
+_SMALL_ERROR = 1e-6
 _MAX_ERROR = 1e-3
+# How much smaller is much.
+_GAIN = 4.0
 
 
 @jax.custom_jvp
@@ -38,8 +42,10 @@ def squared_distances(
     Few columns are subtracted pair by pair, before anything is rounded. For more, both sets are
     centered and the distances come from one product, ||x||^2 + ||z||^2 - 2 x'z, with an error
     of about `eps` times the squared spread of the data in lengthscales: small beside a smooth
-    kernel's own scale, however far the data lie from the origin. Where that error would be larger
-    than 1e-3, for rows a hundred lengthscales wide in float32, differences are taken after all.
+    kernel's own scale, however far the data lie from the origin, but not beside little noise.
+    Where three columns are much wider than all others, as where few are relevant, these are
+    subtracted and the product has the rest. Where the error would still be larger than 1e-3, for
+    rows a hundred lengthscales wide in float32, all are.
 
     Args:
         X: points, shape (n, d).
@@ -51,7 +57,7 @@ def squared_distances(
     Returns:
         Squared distances, shape (n, m), never negative, zero for equal rows up to that error, and
         finite: each column's part ends where the sum would overflow, and has no derivative there.
-        Cost: O(n m d), by a matrix product unless by differences.
+        Cost: O(n m d), by a matrix product for what is not subtracted.
     """
     d = X.shape[1]
     inverse = jnp.broadcast_to(reciprocal(checks.as_float(lengthscale, "lengthscale")), (d,))
@@ -59,25 +65,32 @@ def squared_distances(
     if by_differences or d <= MAX_COLUMNS_OF_DIFFERENCES:
         return _few_columns(X, Z, center, inverse)
     near = _scaled(X - center, inverse), _scaled(Z - center, inverse)
-    squares = [jnp.max(jnp.sum(jnp.square(one), axis=1), initial=0.0) for one in near]
-    error = jnp.finfo(near[0].dtype).eps * jax.lax.stop_gradient(squares[0] + squares[1])
-    # What the way back needs is computed again: else both branches would keep (n, m, d) arrays.
-    branches = [jax.checkpoint(branch) for branch in (_by_product, _many_columns)]
-    distances = jax.lax.cond(_is_small(error), *branches, X, Z, center, inverse)
+    squares = [jnp.square(jax.lax.stop_gradient(one)) for one in near]
+    widths = sum(jnp.max(one, axis=0, initial=0.0) for one in squares)
+    widest = jax.lax.top_k(widths, MAX_COLUMNS_OF_DIFFERENCES)[1]
+    eps = jnp.finfo(near[0].dtype).eps
+    errors = [
+        eps * sum(jnp.max(jnp.sum(one, axis=1), initial=0.0) for one in parts)
+        for parts in (squares, [one.at[:, widest].set(0.0) for one in squares])
+    ]
+    # What the way back needs is computed again: else all branches would keep (n, m, d) arrays.
+    branches = [jax.checkpoint(way) for way in (_by_product, _by_both, _by_differences)]
+    distances = jax.lax.switch(_way(*errors), branches, X, Z, center, inverse, widest)
     # Lift what rounding made negative, and leave the derivative as it is. Here, after the branches,
     # it costs no further pass over the pairs: it becomes part of what is done with them next.
     return distances - jax.lax.stop_gradient(jnp.minimum(distances, 0.0))
 
 
 @jax.custom_batching.custom_vmap
-def _is_small(error: Float[Array, ""]) -> Bool[Array, ""]:
-    """Whether a matrix product will do: for all of a batch, or under `vmap` both would be taken."""
-    return error <= _MAX_ERROR
+def _way(error: Float[Array, ""], of_rest: Float[Array, ""]) -> Int[Array, ""]:
+    """The branch to take: one for all of a batch, or under `vmap` all of them would be taken."""
+    is_better = (error > _SMALL_ERROR) & (of_rest <= error / _GAIN) & (of_rest <= _MAX_ERROR)
+    return jnp.where(is_better, 1, jnp.where(error <= _MAX_ERROR, 0, 2))
 
 
-@_is_small.def_vmap
-def _(_axis_size: int, _in_batched: list[bool], error: Array) -> tuple[Array, bool]:
-    return _is_small(jnp.max(error)), False
+@_way.def_vmap
+def _(_axis_size: int, _in_batched: list[bool], error: Array, of_rest: Array) -> tuple[Array, bool]:
+    return _way(jnp.max(error), jnp.max(of_rest)), False
 
 
 @jax.custom_jvp
@@ -102,7 +115,18 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     return squared, total
 
 
-def _by_product(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
+def _by_both(
+    X: Array, Z: Array, center: Array, inverse: Array, widest: Int[Array, " few"]
+) -> Float[Array, "n m"]:
+    """The widest columns by differences, the others by a product."""
+    of_widest = X[:, widest], Z[:, widest], center[:, widest], inverse[widest]
+    rest = inverse.at[widest].set(0.0)
+    return _few_columns(*of_widest) + _by_product(X, Z, center, rest, widest)
+
+
+def _by_product(
+    X: Array, Z: Array, center: Array, inverse: Array, widest: Int[Array, " few"]
+) -> Float[Array, "n m"]:
     """||x||^2 + ||z||^2 - 2 x'z, with the squares as two more columns of one product."""
     X, Z = _scaled(X - center, inverse), _scaled(Z - center, inverse)
     squares = [jnp.sum(rows * rows, axis=1, keepdims=True) for rows in (X, Z)]
@@ -112,7 +136,9 @@ def _by_product(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Arra
     return matmul(left, right.T)
 
 
-def _many_columns(X: Array, Z: Array, center: Array, inverse: Array) -> Float[Array, "n m"]:
+def _by_differences(
+    X: Array, Z: Array, center: Array, inverse: Array, widest: Int[Array, " few"]
+) -> Float[Array, "n m"]:
     @jax.checkpoint  # no (n, m) array is kept of each column
     def add(total: Array, column: tuple[Array, Array, Array]) -> tuple[Array, None]:
         x, z, of_column = column

@@ -50,8 +50,8 @@ class ADASAP(AbstractSolver):
     u <- u' + g d, where u' = (1 - c) u + c v, c = sqrt(m / N), g = 1 / sqrt(m N) and
     a = 1 / (1 + g N), with m the smallest noise over the mean variance and N four times the number
     of blocks: the paper's N, that number itself, lets the steps grow without bound where blocks are
-    few and the kernel is smooth. After a pass that has raised the residual, N is four times as
-    large and the momentum starts anew; a pass that has raised it tenfold is taken back.
+    few and the kernel is smooth. After a pass that has raised the residual, N is twice as large
+    and the momentum starts anew; a pass that has raised it tenfold is taken back.
 
     The blocks are drawn anew in each pass, which is what the speed rests on: a fixed partition
     gains nothing from the momentum. With `rank`, H[block, block]^-1 is approximated, for blocks
@@ -185,7 +185,7 @@ def _safeguarded(state: _State) -> _State:
         return state._replace(before=_Before(state.value, state.residual, norm))
 
     def calm(value: Array, residual: Array, norm: Array) -> _State:
-        slowness = jnp.minimum(4.0 * state.slowness, _SLOWEST)
+        slowness = jnp.minimum(2.0 * state.slowness, _SLOWEST)
         return _State(value, value, residual, state.order, slowness, _Before(value, residual, norm))
 
     # No comparison with NaN may be taken for a descent; before the first pass there is none.

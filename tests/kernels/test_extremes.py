@@ -92,6 +92,27 @@ def test_rows_far_apart_in_many_columns(kind):
     assert 0.5 < exact[0, 3] < 0.9
 
 
+def test_a_few_relevant_columns_among_many_leave_no_room_for_indefinite_kernels():
+    # By a product alone, in float32, K has an eigenvalue of -2e-6.
+    X = jax.random.normal(jax.random.key(0), (600, 12), jnp.float32)
+    X = X.at[300:].set(X[:300] + 0.0003 * X[300:])
+    scale = jnp.full(12, 200.0, jnp.float32).at[jnp.array([2, 5, 11])].set(0.3)
+
+    @jax.jit
+    def both(scale, X):
+        gram, pullback = jax.vjp(lambda s, X: Matern32(s, 0.2)(X, X[:200]), scale, X)
+        return gram, pullback(jnp.sin(jnp.arange(gram.size, dtype=X.dtype)).reshape(gram.shape))
+
+    found = both(scale, X)
+    K = np.asarray(Matern32(scale, 0.2)(X, X))
+    with jax.enable_x64(True):
+        exact = both(*(jnp.asarray(np.asarray(one), jnp.float64) for one in (scale, X)))
+    np.testing.assert_allclose(found[0], exact[0], atol=1e-7)
+    for one, expected in zip(found[1], exact[1], strict=True):
+        np.testing.assert_allclose(one, expected, atol=2e-5 * np.max(np.abs(expected)))
+    assert np.linalg.eigvalsh(K.astype(np.float64))[0] > -1e-7
+
+
 def test_a_batch_of_lengthscales_takes_one_way_to_the_distances():
     X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     total = lambda scale: jnp.sum(Matern32(scale)(X, X))  # noqa: E731
