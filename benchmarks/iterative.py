@@ -409,6 +409,7 @@ def compared_solvers(n, options):
         "SDD": sgp.solvers.StochasticDualDescent(**options),
         "ADASAP, rank 100": sgp.solvers.ADASAP(rank=100, **options),
         "ADASAP": sgp.solvers.ADASAP(**options),
+        "AutoSolver (default)": sgp.solvers.AutoSolver(**options),
     }
 
 

@@ -23,7 +23,7 @@ _NUM_POWER_ITERATIONS = 10
 _CAUTION = 4.0
 # From here on there is no momentum to speak of.
 _SLOWEST = 1e9
-# Of the residual in a pass; rounding errors or too much momentum.
+# Growth of the residual from which on a pass is taken back.
 _MOST_GROWTH = 10.0
 
 
