@@ -429,7 +429,7 @@ def solve(arguments):
         B = jnp.concatenate([y[:, None], draws.observations(kernel, X, H.noise())], axis=1)
         print(f"{arguments.data}, split {split}, n = {len(y)}, noise {found['noise'] ** 2:.2g}")
         for name, solver in compared_solvers(len(y), options).items():
-            if arguments.only and arguments.only not in name:
+            if arguments.only and not any(part in name for part in arguments.only):
                 continue
             run = jax.jit(lambda H, B, solver=solver: solver.solve(
                 H, B, key=jax.random.key(0), num_averaged=64
@@ -496,7 +496,7 @@ def main():
     parser.add_argument("--data", default="pol")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--splits", type=int, default=1, help="of solve, from `--split` on")
-    parser.add_argument("--only", help="of solve: names of solvers with this part")
+    parser.add_argument("--only", nargs="*", help="of solve: solvers whose names have such a part")
     parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
     parser.add_argument("--solver", choices=SOLVERS, default="ap")
     parser.add_argument("--steps", type=int, default=30)
