@@ -290,14 +290,13 @@ def step(arguments):
         gpytorch_step(arguments, np.asarray(X, np.float32), np.asarray(y, np.float32))
 
 
-def gpytorch_step(arguments, X, y):
-    """The same by GPyTorch."""
+def gpytorch_exact(X, y):
+    """GPyTorch's exact GP with a Matern-3/2 kernel with ARD, to train, and what it maximizes."""
     import gpytorch
     import torch
 
     X, y = torch.tensor(X), torch.tensor(y)
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    likelihood.noise = arguments.noise
 
     class Model(gpytorch.models.ExactGP):
         def __init__(self):
@@ -312,11 +311,19 @@ def gpytorch_step(arguments, X, y):
             )
 
     model = Model()
-    model.covar_module.base_kernel.lengthscale = arguments.lengthscale
-    model.covar_module.outputscale = 1.0
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
     model.train()
-    likelihood.train()
+    return model, lambda: objective(model(X), y)
+
+
+def gpytorch_step(arguments, X, y):
+    """The same by GPyTorch."""
+    import gpytorch
+
+    model, objective = gpytorch_exact(X, y)
+    model.likelihood.noise = arguments.noise
+    model.covar_module.base_kernel.lengthscale = arguments.lengthscale
+    model.covar_module.outputscale = 1.0
     with (
         gpytorch.settings.max_cholesky_size(0),
         gpytorch.settings.num_trace_samples(64),
@@ -329,7 +336,7 @@ def gpytorch_step(arguments, X, y):
         for _ in range(2):
             start = time.perf_counter()
             model.zero_grad()
-            loss = -objective(model(X), y)
+            loss = -objective()
             loss.backward()
             elapsed = time.perf_counter() - start
         print(
