@@ -105,10 +105,12 @@ def run(name, split, arguments):
     X, y, X_test, y_test = (jnp.array(part, jnp.float32) for part in parts)
     key, num_refinements = jax.random.key(arguments.seed), arguments.refinements
     start = time.perf_counter()
-    values = sgp.infer.initial_hyperparameters(key, model, X, y, num_refinements=num_refinements)
+    values = sgp.infer.initial_hyperparameters(
+        key, model, X, y, num_refinements=num_refinements, **arguments.subsets
+    )
     fitting = time.perf_counter() - start
     start = time.perf_counter()
-    posterior = sgp.posterior(model, values, X, y)
+    posterior = sgp.posterior(model, values, X, y, max_epochs=arguments.epochs)
     solving = time.perf_counter() - start
     predictive = posterior.predictive(X_test)
     rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
@@ -134,10 +136,15 @@ def main():
     parser.add_argument("--splits", type=int, default=1)
     parser.add_argument("--rows", type=int, default=None, help="training rows at most")
     parser.add_argument("--refinements", type=int, default=None, help="steps on all rows")
+    parser.add_argument("--subset-size", type=int, default=None)
+    parser.add_argument("--num-subsets", type=int, default=None, help="neighborhoods")
+    parser.add_argument("--epochs", type=float, default=None, help="of the solve, at most")
     parser.add_argument("--peer", action="store_true", help="GPyTorch's SVGP beside it")
     parser.add_argument("--exact-peer", action="store_true", help="GPyTorch's exact GP beside it")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    given = {"subset_size": arguments.subset_size, "num_subsets": arguments.num_subsets}
+    arguments.subsets = {name: value for name, value in given.items() if value is not None}
     A = jax.random.normal(jax.random.key(0), (4096, 4096))
     multiply = jax.jit(jnp.matmul).lower(A, A).compile()
     times = []
