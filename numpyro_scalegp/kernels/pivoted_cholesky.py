@@ -96,34 +96,45 @@ def randomly_pivoted_cholesky(
         new = solve_triangular(T, left, lower=True)
         # The zeros of what is rejected come last, where the next block overwrites them.
         order = jnp.argsort(~is_accepted, stable=True)
-        pivots = jnp.where(is_accepted, chosen, -1)[order]
+        pivots = jnp.where(is_accepted, chosen, -1)
         remaining = state.remaining - jnp.sum(jnp.square(new), axis=0)
         # Where rounding left something, and the row itself nothing: each block ends some rows.
         is_done = is_accepted | ~(jnp.diagonal(block) > negligible)
         remaining = remaining.at[jnp.where(is_done, chosen, n)].set(0.0, mode="drop")
         return _Pivoting(
             jnp.where(remaining > negligible, remaining, 0.0),
-            jax.lax.dynamic_update_slice(state.rows, new[order], (state.accepted, 0)),
-            jax.lax.dynamic_update_slice(state.pivots, pivots, (state.accepted,)),
+            _written(state.rows, new, order, state.accepted),
+            _written(state.pivots, pivots, order, state.accepted),
             state.accepted + jnp.sum(is_accepted),
             key,
         )
 
     start = _Pivoting(
         jnp.where(variance > negligible, variance, 0.0),
-        jnp.zeros((rank + size, n), variance.dtype),
-        jnp.full(rank + size, -1),
+        jnp.zeros((rank, n), variance.dtype),
+        jnp.full(rank, -1),
         jnp.zeros((), int),
         key,
     )
     end = jax.lax.while_loop(is_unfinished, propose, start)
-    return end.rows[:rank], end.pivots[:rank]
+    return end.rows, end.pivots
+
+
+def _written(known: Array, new: Array, order: Int[Array, " b"], start: Int[Array, ""]) -> Array:
+    """`known` with as many rows of `new`, in an order, as there is room for from `start` on."""
+    size = len(order)
+    first = jnp.minimum(start, len(known) - size)
+    place = jnp.arange(size) - (start - first)
+    is_new = jnp.reshape(place >= 0, (-1,) + (1,) * (new.ndim - 1))
+    old = jax.lax.dynamic_slice_in_dim(known, first, size)
+    rows = jnp.where(is_new, new[order[jnp.maximum(place, 0)]], old)
+    return jax.lax.dynamic_update_slice_in_dim(known, rows, first, 0)
 
 
 class _Pivoting(NamedTuple):
     remaining: Float[Array, " n"]  # variances
-    rows: Float[Array, "rank_and_more n"]
-    pivots: Int[Array, " rank_and_more"]
+    rows: Float[Array, "rank n"]
+    pivots: Int[Array, " rank"]
     accepted: Int[Array, ""]
     key: Key[Array, ""]
 

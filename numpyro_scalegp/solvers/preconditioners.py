@@ -16,7 +16,7 @@ from numpyro_scalegp.solvers.operator import KernelOperator
 
 # Of a rank that is chosen from the size: its multiple of sqrt(n), and the bytes that L may take.
 _RANKS = 10.0
-_MAX_BYTES = 2**29
+_MAX_BYTES = 2**28
 
 # Columns of A that are factorized at a time, in multiples of the rank.
 _RANKS_PER_CHUNK = 4
@@ -145,7 +145,7 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
 
     Args:
         rank: number of pivots; more than n are cut to n. None for 10 sqrt(n), and at most what
-            keeps L within half a GiB.
+            keeps L within a quarter of a GiB.
         seed: of the pivots, the same in every call.
 
     Raises:

@@ -200,7 +200,7 @@ def test_another_seed_draws_another_factor():
         assert not np.allclose(one, other)
 
 
-@pytest.mark.parametrize(("n", "rank"), [(4, 4), (30, 30), (900, 300), (40_000, 2000)])
+@pytest.mark.parametrize(("n", "rank"), [(4, 4), (30, 30), (900, 300), (22_500, 1500)])
 def test_the_rank_follows_from_the_size(n, rank):
     H = jax.eval_shape(lambda X: KernelOperator(RBF(0.9), X, 1e-2), jnp.zeros((n, 1)))
     factor = jax.eval_shape(RandomlyPivotedCholesky().factorize, H)
@@ -211,7 +211,7 @@ def test_the_rank_stays_within_memory():
     n = 1_000_000
     H = jax.eval_shape(lambda X: KernelOperator(RBF(0.9), X, 1e-2), jnp.zeros((n, 1)))
     factor = jax.eval_shape(RandomlyPivotedCholesky().factorize, H)
-    assert factor.low_rank.size * 4 <= 2**29 < (factor.low_rank.shape[0] + 1) * n * 4
+    assert factor.low_rank.size * 4 <= 2**28 < (factor.low_rank.shape[0] + 1) * n * 4
 
 
 def test_the_triangle_of_several_chunks(x64):
