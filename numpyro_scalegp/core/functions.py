@@ -1,7 +1,8 @@
 """User functions as pytrees, so that a model object holding one passes through JAX transforms."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import equinox as eqx
@@ -46,6 +47,41 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
         return RowsFunction(function, None, maps_single_rows)
     # Activations of an Equinox network and plain functions are no arrays: they stay static.
     return RowsFunction(*eqx.partition(function, eqx.is_array), maps_single_rows)
+
+
+def traced_closures(tree: Any) -> list[str]:
+    """Names of traced values that functions in a pytree close over: no leaf has them."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, RowsFunction))
+    wrapped = [node for node in nodes if isinstance(node, RowsFunction)]
+    return [name for node in wrapped for one in _functions(node) for name in _traced(one, set())]
+
+
+def _functions(node: RowsFunction) -> Iterator[FunctionType]:
+    whole = node.arrays if node.structure is None else eqx.combine(node.arrays, node.structure)
+    partial = jax.tree_util.Partial
+    for leaf in jax.tree.leaves(whole, is_leaf=lambda leaf: isinstance(leaf, partial)):
+        function = leaf.func if isinstance(leaf, partial) else leaf
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def _traced(function: FunctionType, seen: set[int]) -> list[str]:
+    """Names of the variables of a function, and of functions among them, with traced values."""
+    if id(function) in seen:
+        return []
+    seen.add(id(function))
+    names = list(function.__code__.co_freevars)
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    defaults = function.__defaults__ or ()
+    count = function.__code__.co_argcount
+    names += function.__code__.co_varnames[count - len(defaults) : count]
+    found = []
+    for name, value in zip(names, [*values, *defaults], strict=True):
+        if isinstance(value, FunctionType):
+            found += _traced(value, seen)
+        elif any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+            found.append(name)
+    return found
 
 
 def constant_function(constant: Float[Array, ""]) -> RowsFunction:

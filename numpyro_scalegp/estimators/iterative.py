@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.comparison import begins_with
 from numpyro_scalegp.core.derivatives import refuse_derivatives
-from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.estimators.estimate import (
     Estimate,
     differentiable,
@@ -194,6 +193,12 @@ class AbstractIterative(AbstractEstimator):
         state: SolverState | None = None,
     ) -> tuple[Float[Array, "*batch"], Solution]:
         """What `log_prob` returns, with its gradient, and the solution that it rests on."""
+        if names := functions.traced_closures(operator.kernel):
+            raise ValueError(
+                f"a function in the kernel closes over traced values ({', '.join(names)}), whose "
+                "gradient would be lost here: give the kernel `jax.tree_util.Partial(function, "
+                "values)`, with `function(values, X)` defined outside of the model."
+            )
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
         probe_key, guess, solver_key = key, None, None
         if state is not None:
@@ -241,7 +246,7 @@ class AbstractIterative(AbstractEstimator):
         self,
         operator: KernelOperator,
         y: Float[Array, " n"],
-        mean_function: RowsFunction,
+        mean_function: functions.RowsFunction,
         *,
         key: Key[Array, ""] | None = None,
         state: SolverState | None = None,

@@ -78,8 +78,8 @@ def posterior(
 
     Raises:
         ValueError: if the model has no GP site, or several and no `site`; if the parameters lack
-            some, or a guide has no medians and there is no `key`; if a collapsed site has no
-            observations, or stands in a plate.
+            some, or a guide has no medians and there is no `key`; if `Hyperparameters` lack some;
+            if a collapsed site has no observations, or stands in a plate.
 
     Example:
         >>> import jax
@@ -106,8 +106,9 @@ def posterior(
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(fit, Hyperparameters):
         values: dict[str, Any] = dict(fit)
-        name, _ = _the_site(model, values, args, kwargs, site)
+        name, role = _the_site(model, values, args, kwargs, site)
         trace = run_model(model, values, args, kwargs)
+        _refuse_missing(trace, values, name, role)
         return conditioned(trace, name, values, progress_bar=progress_bar, **options)
     if isinstance(fit, Mapping):
         if start is not None:
@@ -143,6 +144,23 @@ def posterior(
         )
     trace = run_model(model, {**params, **values}, args, kwargs)
     return conditioned(trace, name, params, progress_bar=progress_bar, **options)
+
+
+def _refuse_missing(trace: Trace, values: dict[str, Any], name: str, role: str) -> None:
+    """Raise where zeros or initial values would stand for values that a fit has not."""
+    if role == "prior" and name not in values:
+        raise ValueError(
+            f"`fit` has values of {sorted(values)}, and none of the function `{name}`: a latent GP "
+            "is fitted with a guide."
+        )
+    missing = sorted(
+        key for key, one in trace.items() if one["type"] == "param" and key not in values
+    )
+    if missing:
+        raise ValueError(
+            f"`fit` has values of {sorted(values)}, and none of the parameters {missing}: the "
+            "model's initial values would be taken."
+        )
 
 
 def parameters_of(result: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import functions, linalg
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Hutchinson, Pathwise
@@ -130,6 +130,17 @@ class Fits:
         state, _ = jax.lax.scan(step, first, length=num_steps)
         return self.svi.optim.get_params(state.optim_state)
 
+    def closures(self, params: Any) -> list[str]:
+        """What functions in kernels close over: the steps of `refine` would not learn it."""
+        names: list[str] = []
+
+        def run(params: Any) -> None:
+            for gp, _ in self._processes(params, self.all):
+                names.extend(functions.traced_closures(gp.kernel))
+
+        jax.eval_shape(run, params)
+        return names
+
     def refine(self, start: Any, subset: Int[Array, " m"], num_steps: int) -> Iterator[Any]:
         """Go on from `start` on many rows: the parameters after each step."""
         # From near the mode, and at the end the steps average the noise of the gradients.
@@ -150,13 +161,17 @@ class Fits:
 
     def _processes(self, params: Any, rows: _Rows) -> list[tuple[GaussianProcess, Array]]:
         trace = trace_of(self.exact, self.values(params), (*rows, *self.args), self.kwargs)
-        sites = [site for site in trace.values() if is_observed(site)]
+        sites = [site for site in trace.values() if is_observed(site) and not _is_hidden(site)]
         found = [(unwrapped(site["fn"])[0], site["value"]) for site in sites]
-        found = [(fn, value) for fn, value in found if isinstance(fn, GaussianProcess)]
+        found = [
+            (fn, value)
+            for fn, value in found
+            if isinstance(fn, GaussianProcess) and len(fn.X) == len(rows.y)  # not others' rows
+        ]
         if not found:
             raise ValueError(
-                "`model` must have an observed `GaussianProcess` site, and has none: "
-                "hyperparameters of a latent GP come from a fit by SVI."
+                "`model` must have an observed `GaussianProcess` site over the rows of `X`, and "
+                "has none: hyperparameters of a latent GP come from a fit by SVI."
             )
         return found
 
@@ -169,6 +184,11 @@ class Fits:
             found = _predict_from_neighbors(gp.kernel, gp.X, noise, y - gp.mean, held, count)
             total += np.asarray(found, float)
         return np.where(np.isfinite(total), total, -np.inf)
+
+
+def _is_hidden(site: dict[str, Any]) -> bool:
+    """Whether `handlers.mask(mask=False)` leaves a site out of the density."""
+    return getattr(site["fn"], "_mask", None) is False
 
 
 def _svi(model: Callable[..., Any], learning_rate: Any) -> SVI:

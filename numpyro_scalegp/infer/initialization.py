@@ -1,5 +1,6 @@
 """Hyperparameters for large data, from exact fits on parts of them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -136,7 +137,8 @@ def initial_hyperparameters(
         where the model has params, for the `init_params` of `SVI.run`. Its `report` says what was
         picked and why. Time O(num_steps num_subsets subset_size^3 + num_scored (n d +
         num_neighbors^3) + num_refinements n^2 d), memory O(1000 n). A warning where a fit never
-        left its start.
+        left its start, or where there are no steps on all rows, since a function in the kernel
+        closes over what is to be learned.
 
     Raises:
         ValueError: if a number is less than 1, `y` does not match `X`, one of them holds NaN or
@@ -190,25 +192,35 @@ def initial_hyperparameters(
     if num_refinements is None:
         num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
     subsets = _Subsets(keys[2], X, rest)
+    start = fits.start(rest[:subset_size])
+    if num_refinements and (names := fits.closures(start)):
+        num_refinements = 0
+        warnings.warn(
+            f"no steps on all rows: a function in the kernel closes over {', '.join(names)}, which "
+            "they would not learn. `jax.tree_util.Partial(function, values)`, with "
+            "`function(values, X)` defined outside of the model, has them.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
     candidates = _Candidates(lambda params: fits.score(params, held, num_neighbors))
     total = len(rows) + num_refinements
     with tqdm.tqdm(total=total, delay=_DELAY, disable=not progress_bar) as bar:
         bar.set_description("fits of subsets")
-        fitted = list(_ticking(bar, fits.run(fits.start(rows[0]), rows, num_steps)))
+        fitted = list(_ticking(bar, fits.run(start, rows, num_steps)))
         candidates.add("random rows", fitted[0])
         candidates.add("random rows with neighbors", fitted[1])
         mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *fitted[2:])
         candidates.add("neighborhoods", mean)
         if num_refinements:
-            start = candidates.params[candidates.best]
-            refined = _ticking(bar, fits.refine(start, rest, num_refinements))
+            best = candidates.params[candidates.best]
+            refined = _ticking(bar, fits.refine(best, rest, num_refinements))
             _refine(bar, candidates, refined, num_refinements)
         elif candidates.disagree() and len(rest) > subset_size:
             best, size = candidates.best, min(2 * subset_size, len(rest))
             group = {"random rows": 1, "neighborhoods": subset_size // 4}.get(best, _GROUP)
-            start, larger = candidates.params[best], [subsets.draw(size, group)]
-            (params,) = fits.run(start, larger, max(1, num_steps // 4))
+            larger = [subsets.draw(size, group)]
+            (params,) = fits.run(candidates.params[best], larger, max(1, num_steps // 4))
             candidates.add(f"{best}, {size} of them", params)
     best = candidates.best
     return Hyperparameters(fits.values(candidates.params[best]), best, candidates.summary())

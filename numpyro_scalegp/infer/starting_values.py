@@ -83,8 +83,7 @@ def scaled_start(
 
     def excess(params: dict[str, Array]) -> Array:
         pairs = [pair for one in processes(params) for pair in _scales(*one)]
-        ratios = [jnp.log(value / jax.lax.stop_gradient(wanted)) for value, wanted in pairs]
-        return jnp.concatenate([jnp.ravel(jnp.where(jnp.isfinite(r), r, 0.0)) for r in ratios])
+        return jnp.concatenate([jnp.ravel(_log_ratio(*pair)) for pair in pairs])
 
     def step(params: dict[str, Array], _: None) -> tuple[dict[str, Array], None]:
         flat, unravel = jax.flatten_util.ravel_pytree(params)
@@ -99,11 +98,24 @@ def scaled_start(
     return jax.lax.scan(step, params, length=_NUM_STEPS)[0]
 
 
+def _log_ratio(value: Array, wanted: Array) -> Array:
+    """How far a value is from what is wanted: no way, where the data have no scale."""
+    value, wanted = jnp.broadcast_arrays(value, jax.lax.stop_gradient(wanted))
+    has_scale = (wanted > 0.0) & jnp.isfinite(wanted)
+    return jnp.log(value / jnp.where(has_scale, wanted, jax.lax.stop_gradient(value)))
+
+
+def _deviation(values: Float[Array, "n *k"]) -> Float[Array, "*k"]:
+    """The standard deviation, zero where it is rounding."""
+    deviation, largest = jnp.std(values, axis=0), jnp.max(jnp.abs(values), axis=0)
+    return jnp.where(deviation > 10.0 * jnp.finfo(values.dtype).eps * largest, deviation, 0.0)
+
+
 def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
     """Hyperparameters of a GP over observations, and what they are wanted to be."""
     inputs = gp.kernel.scaled_inputs(gp.X)
     pairs = [(one, _distances(one, jax.lax.stop_gradient(X))) for one, X in inputs]
-    variance = jnp.var(y - gp.mean)
+    variance = jnp.square(_deviation(y - gp.mean))
     pairs.append((jnp.mean(gp.kernel.diag(gp.X)), variance))
     pairs.append((jnp.mean(gp.noise_variance), _NOISE_SHARE * variance))
     return pairs
@@ -113,5 +125,5 @@ def _distances(lengthscale: Array, X: Float[Array, "n k"]) -> Array:
     """A median distance over sqrt(2): one, or one for each column."""
     if lengthscale.ndim == 0:
         return median_distance(X) / jnp.sqrt(2.0)
-    scale = jnp.std(X, axis=0)
+    scale = _deviation(X)
     return scale * median_distance(X / jnp.where(scale > 0, scale, 1.0)) / jnp.sqrt(2.0)

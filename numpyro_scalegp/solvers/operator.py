@@ -110,7 +110,7 @@ class KernelOperator(eqx.Module):
 
     def block(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
         """The entries `H[rows][:, columns]`, shape (r, c), with exact entries on the diagonal."""
-        same = rows[:, None] == columns[None, :]
+        same = rows[:, None] % self.size == columns[None, :] % self.size
         gram = self.kernel(self.X[rows], self.X[columns]).astype(self.dtype)
         return jnp.where(same, self.diagonal()[rows][:, None], gram)
 
@@ -169,7 +169,11 @@ class KernelOperator(eqx.Module):
             is not a floating-point array. Time O(n^2 (d + k)) like one or two products, memory
             O(n (d + k)) and a few blocks: every pair of rows is evaluated once more and
             differentiated on the spot.
+
+        Raises:
+            ValueError: if the shapes of U and V are not the same.
         """
+        checks.shape("V", V, U.shape, why="a vector for each one in `U`")
         U, V = U.astype(self.dtype), V.astype(self.dtype)
         # H_ij and H_ji' are equal: one block multiplies both sides' weights.
         sides = jnp.concatenate([U, V], axis=1), jnp.concatenate([V, U], axis=1)
@@ -186,7 +190,11 @@ class KernelOperator(eqx.Module):
 
         Returns:
             What `bilinear_gradient(weights * V, V)` does, by half its work on each pair of rows.
+
+        Raises:
+            ValueError: if there is not one weight for each vector.
         """
+        checks.shape("weights", weights, V.shape[1:], why="a weight for each column of `V`")
         V = V.astype(self.dtype)
         return self._symmetric_gradient(2.0 * weights.astype(self.dtype) * V, V)
 

@@ -217,9 +217,11 @@ def prepare(
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")
     operator, B, guess = jax.lax.stop_gradient((operator, B.astype(operator.dtype), guess))
+    # The squares of large or small numbers would leave the range of the type.
+    largest = jnp.max(jnp.abs(B), axis=0)
+    B = B / jnp.where(largest > 0, largest, 1.0)
     norm = jnp.linalg.norm(B, axis=0)
-    scale = jnp.where(norm > 0, norm, 1.0)
-    B = B / scale
+    B, scale = B / jnp.where(norm > 0, norm, 1.0), jnp.where(norm > 0, largest * norm, 1.0)
     if guess is None:
         return operator, System(scale, B, jnp.zeros_like(B), B, 0)
     guess = checks.as_float(guess, "guess")

@@ -524,3 +524,47 @@ def test_an_estimator_without_arguments_solves(family):
     posterior = gp.condition(jnp.sin(9.0 * X[:, 0]))
     assert posterior.diagnostics["converged"]
     assert posterior.diagnostics["residual"] <= 1e-2
+
+
+def scaled_inputs(weights: Array, X: Array) -> Array:
+    return X * weights
+
+
+@every_estimator
+def test_maps_of_inputs_have_gradients_or_are_refused(estimator: str, x64: None) -> None:
+    X, y = data()
+
+    def loss(weights: Array, mapping: Any, estimator: Any) -> Array:
+        kernel = sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), mapping(weights))
+        return sgp.GaussianProcess(kernel, X, 0.3, estimator=estimator, key=KEY).log_prob(y)
+
+    def gradient(mapping: Any, estimator: Any) -> Array:
+        return jax.jit(jax.grad(lambda w: loss(w, mapping, estimator)))(jnp.array([0.7, 1.5]))
+
+    def of_partial(weights: Array) -> Any:
+        return jax.tree_util.Partial(scaled_inputs, weights)
+
+    def of_closure(weights: Array) -> Any:
+        return lambda X: scaled_inputs(weights, X)
+
+    def of_nested_default(weights: Array) -> Any:
+        inner = of_closure(weights)
+        return lambda X, inner=inner: inner(X)
+
+    stochastic = make(estimator, num_probes=400)
+    exact = gradient(of_closure, sgp.estimators.Cholesky())
+    np.testing.assert_allclose(gradient(of_partial, stochastic), exact, rtol=0.1, atol=1.0)
+    for mapping in (of_closure, of_nested_default):
+        with pytest.raises(ValueError, match=r"closes over traced values \(weights\), whose"):
+            gradient(mapping, stochastic)
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_posteriors_in_extreme_units(scale: float) -> None:
+    # Squares of such numbers are not in the range of float32.
+    X, y = data()
+    X, y = jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32)
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1, estimator=Pathwise(num_probes=4))
+    plain, scaled = (gp.condition(unit * y, key=KEY) for unit in (1.0, jnp.float32(scale)))
+    assert bool(scaled.diagnostics["converged"])
+    np.testing.assert_allclose(scaled.mean(X) / scale, plain.mean(X), atol=0.02)

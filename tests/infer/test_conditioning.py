@@ -455,3 +455,23 @@ def test_of_no_gp():
 
     with pytest.raises(ValueError, match="the model has no GP site"):
         sgp.posterior(model, {"s": jnp.ones(3)}, X, Y)
+
+
+def test_hyperparameters_that_lack_a_function_or_a_parameter_are_refused():
+    X = jnp.linspace(0.0, 1.0, 12)[:, None]
+
+    def latent(X, y):
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.3), X))
+        numpyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
+
+    def collapsed(X, y):
+        lengthscale = numpyro.param("lengthscale", 5.0)
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, 0.1), obs=y)
+
+    with pytest.raises(ValueError, match="none of the function `f`"):
+        sgp.posterior(latent, sgp.infer.Hyperparameters({}), X, X[:, 0])
+    for values in ({}, {"lenghtscale": 0.3}):
+        with pytest.raises(ValueError, match=r"none of the parameters \['lengthscale'\]"):
+            sgp.posterior(collapsed, sgp.infer.Hyperparameters(values), X, X[:, 0])
+    found = sgp.posterior(collapsed, sgp.infer.Hyperparameters({"lengthscale": 0.3}), X, X[:, 0])
+    assert found.kernel.lengthscale == 0.3

@@ -287,3 +287,50 @@ def test_warns_where_the_start_is_never_left():
             num_steps=2,
             num_refinements=0,
         )
+
+
+def test_starts_from_distances_beside_a_constant_column():
+    X = jax.random.normal(jax.random.key(0), (200, 2)) * 1e4
+    X = jnp.concatenate([X, jnp.full((200, 1), 0.1)], axis=1)
+
+    def ard(X: Array, y: Array) -> None:
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1).expand([3]).to_event(1))
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, 0.1), obs=y)
+
+    found = scaled(ard, X, jnp.sin(X[:, 0]))["lengthscale"]
+    assert (np.asarray(found[:2]) > 3e3).all()
+    assert 0.1 < found[2] < 10.0
+
+
+def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
+    X, y = data()
+
+    def extended(X: Array, y: Array, extra: bool = False) -> None:
+        model(X, y)
+        if extra:
+            with numpyro.handlers.mask(mask=False):
+                hidden = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.01)
+                numpyro.sample("hidden", hidden, obs=-5.0 * y)
+            other = sgp.GaussianProcess(sgp.kernels.RBF(0.5), data()[0][:30], 0.04)
+            numpyro.sample("other", other, obs=data()[1][:30])
+
+    def scores(extra: bool) -> np.ndarray:
+        fits = Fits(jax.random.key(0), extended, X, y, (), {"extra": extra}, 0.1)
+        params = fits.start(jnp.arange(80))
+        return fits.score(params, jnp.arange(20), 50)
+
+    np.testing.assert_allclose(scores(True), scores(False), rtol=1e-5)
+
+
+def test_no_steps_on_all_rows_where_a_map_closes_over_what_is_learned():
+    X, y = data()
+
+    def deep(X: Array, y: Array) -> None:
+        slope = numpyro.param("slope", jnp.ones(1))
+        kernel = sgp.kernels.FeatureMapped(sgp.kernels.RBF(0.5), lambda X: X * slope)
+        numpyro.sample("y", sgp.GaussianProcess(kernel, X, 0.04), obs=y)
+
+    options = {"subset_size": 60, "num_subsets": 1, "num_steps": 2, "num_scored": 5}
+    with pytest.warns(RuntimeWarning, match="closes over slope, which they would not learn"):
+        values = sgp.infer.initial_hyperparameters(jax.random.key(0), deep, X, y, **options)
+    assert not any("all rows" in name for name, _, _ in values.scores)

@@ -304,3 +304,17 @@ def test_the_memory_test_sees_dense_matrices():
 
 
 # Bad input
+
+
+def test_blocks_count_rows_from_the_end():
+    H = KernelOperator(RBF(0.9), rows(), jnp.linspace(0.1, 2.0, N))
+    found = H.block(jnp.array([-1, 2]), jnp.array([N - 1, 2 - N]))
+    np.testing.assert_allclose(found, dense(H)[[[-1], [2]], [-1, 2]], rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_refuse_vectors_that_do_not_match(unchecked):
+    H = KernelOperator(RBF(0.9), rows(), 0.3)
+    with pytest.raises(ValueError, match=r"`V` must have shape \(23, 2\), got \(23, 3\)"):
+        H.bilinear_gradient(vectors(N, 2), vectors(N, 3))
+    with pytest.raises(ValueError, match=r"`weights` must have shape \(3,\)"):
+        H.quadratic_gradient(jnp.ones(2), vectors(N, 3))
