@@ -1,7 +1,7 @@
 """User functions as pytrees, so that a model object holding one passes through JAX transforms."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -50,19 +50,15 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
 
 
 def traced_closures(tree: Any) -> list[str]:
-    """Names of traced values that functions in a pytree close over: no leaf has them."""
+    """Names of traced values that functions in a pytree close over: no leaf has them.
+
+    Functions of a `Partial` are not looked at: those of Flax modules close over traced values which
+    their arguments replace.
+    """
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, RowsFunction))
-    wrapped = [node for node in nodes if isinstance(node, RowsFunction)]
-    return [name for node in wrapped for one in _functions(node) for name in _traced(one, set())]
-
-
-def _functions(node: RowsFunction) -> Iterator[FunctionType]:
-    whole = node.arrays if node.structure is None else eqx.combine(node.arrays, node.structure)
-    partial = jax.tree_util.Partial
-    for leaf in jax.tree.leaves(whole, is_leaf=lambda leaf: isinstance(leaf, partial)):
-        function = leaf.func if isinstance(leaf, partial) else leaf
-        if isinstance(function, FunctionType):
-            yield function
+    static = [node.structure for node in nodes if isinstance(node, RowsFunction)]
+    leaves = [leaf for leaf in jax.tree.leaves(static) if isinstance(leaf, FunctionType)]
+    return [name for function in leaves for name in _traced(function, set())]
 
 
 def _traced(function: FunctionType, seen: set[int]) -> list[str]:

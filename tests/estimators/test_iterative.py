@@ -13,8 +13,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flax import nnx
 from jaxtyping import Array
 from numpyro import handlers
+from numpyro.contrib.module import nnx_module
 from numpyro.infer import AIES, HMC, MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoNormal
 
@@ -568,3 +570,21 @@ def test_posteriors_in_extreme_units(scale: float) -> None:
     plain, scaled = (gp.condition(unit * y, key=KEY) for unit in (1.0, jnp.float32(scale)))
     assert bool(scaled.diagnostics["converged"])
     np.testing.assert_allclose(scaled.mean(X) / scale, plain.mean(X), atol=0.02)
+
+
+def test_flax_modules_in_a_model_are_learned() -> None:
+    # What NumPyro makes of them closes over traced values, which its arguments replace.
+    X, y = data()
+    X, y = jnp.asarray(X, jnp.float32), jnp.asarray(y, jnp.float32)
+
+    def model(X: Array, y: Array) -> None:
+        network = nnx_module("network", nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
+        kernel = sgp.kernels.FeatureMapped(sgp.kernels.RBF(1.0), network)
+        gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=Pathwise(num_probes=4))
+        numpyro.sample("y", gp, obs=y)
+
+    svi = SVI(model, AutoDelta(model), optax.adam(0.1), Trace_ELBO())
+    state = svi.init(KEY, X, y)
+    before, after = (svi.get_params(one) for one in (state, svi.update(state, X, y)[0]))
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert (np.abs(one - other) > 0.05).all()
