@@ -26,7 +26,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from iterative import gpytorch_exact
-from sparse import GPyTorch
+from sparse import GPyTorch, score
 
 import numpyro_scalegp as sgp
 
@@ -85,17 +85,14 @@ def exact_peer(data, seconds):
         model.likelihood.eval()
         with torch.no_grad(), gpytorch.settings.fast_pred_var():
             found = model.likelihood(model(torch.tensor(np.float32(data.X_test))))
-            errors = found.mean.numpy() - data.y_test
-            variance = found.variance.numpy()
+            found = score(found.mean.numpy(), found.variance.numpy(), data.y_test)
     elapsed = time.perf_counter() - start
-    rmse = np.sqrt(np.mean(errors**2))
-    nll = np.mean(0.5 * (np.log(2 * np.pi * variance) + errors**2 / variance))
     print(
-        f"  GPyTorch, exact: RMSE {rmse:.4f}, NLL {nll:.4f}, {num_steps} steps, {elapsed:.0f} s, "
-        f"noise {model.likelihood.noise.item():.3g}",
+        f"  GPyTorch, exact: RMSE {found.rmse:.4f}, NLL {found.nll:.4f}, {num_steps} steps, "
+        f"{elapsed:.0f} s, noise {model.likelihood.noise.item():.3g}",
         flush=True,
     )
-    return rmse, nll, elapsed
+    return found.rmse, found.nll, elapsed
 
 
 def run(name, split, arguments):

@@ -212,12 +212,12 @@ def initial_hyperparameters(
         candidates.add("random rows with neighbors", fitted[1])
         mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *fitted[2:])
         candidates.add("neighborhoods", mean)
+        best = candidates.best
         if num_refinements:
-            best = candidates.params[candidates.best]
-            refined = _ticking(bar, fits.refine(best, rest, num_refinements))
+            refined = _ticking(bar, fits.refine(candidates.params[best], rest, num_refinements))
             _refine(bar, candidates, refined, num_refinements)
         elif candidates.disagree() and len(rest) > subset_size:
-            best, size = candidates.best, min(2 * subset_size, len(rest))
+            size = min(2 * subset_size, len(rest))
             group = {"random rows": 1, "neighborhoods": subset_size // 4}.get(best, _GROUP)
             larger = [subsets.draw(size, group)]
             (params,) = fits.run(candidates.params[best], larger, max(1, num_steps // 4))
