@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.closures import Closure, hoisted
 
 
 class RowsFunction(eqx.Module):
@@ -32,7 +33,7 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
     """Wrap a user's function.
 
     An Equinox module is applied row by row, as Equinox networks are written; anything else to the
-    whole matrix.
+    whole matrix. What a function closes over is learned like what a `Partial` holds.
 
     Raises:
         TypeError: if `function` is not callable; the message calls it `name`.
@@ -43,41 +44,16 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
     maps_single_rows = isinstance(function, eqx.Module)
     if isinstance(function, functools.partial) and not isinstance(function, jax.tree_util.Partial):
         function = jax.tree_util.Partial(function.func, *function.args, **function.keywords)
+    if isinstance(function, FunctionType):
+        function = hoisted(function)
+    elif isinstance(function, jax.tree_util.Partial) and isinstance(function.func, FunctionType):
+        inner = hoisted(function.func)
+        called = (_call, inner) if isinstance(inner, Closure) else (inner,)
+        function = jax.tree_util.Partial(*called, *function.args, **function.keywords)
     if all(eqx.is_array(leaf) for leaf in jax.tree.leaves(function)):
         return RowsFunction(function, None, maps_single_rows)
     # Activations of an Equinox network and plain functions are no arrays: they stay static.
     return RowsFunction(*eqx.partition(function, eqx.is_array), maps_single_rows)
-
-
-def traced_closures(tree: Any) -> list[str]:
-    """Names of traced values that functions in a pytree close over: no leaf has them.
-
-    Functions of a `Partial` are not looked at: those of Flax modules close over traced values which
-    their arguments replace.
-    """
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, RowsFunction))
-    static = [node.structure for node in nodes if isinstance(node, RowsFunction)]
-    leaves = [leaf for leaf in jax.tree.leaves(static) if isinstance(leaf, FunctionType)]
-    return [name for function in leaves for name in _traced(function, set())]
-
-
-def _traced(function: FunctionType, seen: set[int]) -> list[str]:
-    """Names of the variables of a function, and of functions among them, with traced values."""
-    if id(function) in seen:
-        return []
-    seen.add(id(function))
-    names = list(function.__code__.co_freevars)
-    values = [cell.cell_contents for cell in function.__closure__ or ()]
-    defaults = function.__defaults__ or ()
-    count = function.__code__.co_argcount
-    names += function.__code__.co_varnames[count - len(defaults) : count]
-    found = []
-    for name, value in zip(names, [*values, *defaults], strict=True):
-        if isinstance(value, FunctionType):
-            found += _traced(value, seen)
-        elif any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            found.append(name)
-    return found
 
 
 def constant_function(constant: Float[Array, ""]) -> RowsFunction:
@@ -87,3 +63,7 @@ def constant_function(constant: Float[Array, ""]) -> RowsFunction:
 
 def _repeat(constant: Float[Array, ""], X: Float[Array, "n d"]) -> Float[Array, " n"]:
     return jnp.broadcast_to(constant.astype(jnp.result_type(constant, X)), X.shape[:1])
+
+
+def _call(function: Callable[..., Array], *args: Any, **kwargs: Any) -> Array:
+    return function(*args, **kwargs)

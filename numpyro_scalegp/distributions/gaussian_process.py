@@ -193,7 +193,7 @@ class GaussianProcess(RowsDistribution):
         Args:
             y: observations, shape (n,).
             key: a typed JAX key for an estimator that draws at random, by default the
-                distribution's own.
+                distribution's own. A `state` of an estimator without `fresh_probes` keeps its own.
             num_samples: posterior samples to store with an iterative estimator, by default its
                 `num_probes`.
             max_epochs: budget of the solve with an iterative estimator, by default the solver's: a

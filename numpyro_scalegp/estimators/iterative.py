@@ -193,12 +193,6 @@ class AbstractIterative(AbstractEstimator):
         state: SolverState | None = None,
     ) -> tuple[Float[Array, "*batch"], Solution]:
         """What `log_prob` returns, with its gradient, and the solution that it rests on."""
-        if names := functions.traced_closures(operator.kernel):
-            raise ValueError(
-                f"a function in the kernel closes over traced values ({', '.join(names)}), whose "
-                "gradient would be lost here: give the kernel `jax.tree_util.Partial(function, "
-                "values)`, with `function(values, X)` defined outside of the model."
-            )
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)
         probe_key, guess, solver_key = key, None, None
         if state is not None:

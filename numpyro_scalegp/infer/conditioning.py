@@ -60,7 +60,8 @@ def posterior(
         *args: after the result of SVI, the model's positional arguments as in the fit, observations
             included, without mini-batches where the model has a collapsed GP.
         site: the name of the GP site; None if the model has only one.
-        key: after SVI, None for the guide's medians, or a typed JAX key for one draw.
+        key: after SVI, None for the guide's medians, or a typed JAX key for one draw. Under
+            `Hyperparameters`, of the samples that an iterative estimator stores.
         num_samples: of a `GaussianProcess` with an iterative estimator, posterior samples to store.
         max_epochs: of such a one, the budget of the solve. After SVI with a `state`, a second call
             with the same result goes on where the first ended.
@@ -102,13 +103,15 @@ def posterior(
     """
     checks.function("model", model)
     key = key if key is None else checks.as_key(key)
-    options = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
-    options = {name: value for name, value in options.items() if value is not None}
+    given = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if isinstance(fit, Hyperparameters):
         values: dict[str, Any] = dict(fit)
         name, role = _the_site(model, values, args, kwargs, site)
         trace = run_model(model, values, args, kwargs)
         _refuse_missing(trace, values, name, role)
+        if key is not None:
+            options["key"] = key
         return conditioned(trace, name, values, progress_bar=progress_bar, **options)
     if isinstance(fit, Mapping):
         if start is not None:

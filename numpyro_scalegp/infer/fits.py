@@ -130,17 +130,6 @@ class Fits:
         state, _ = jax.lax.scan(step, first, length=num_steps)
         return self.svi.optim.get_params(state.optim_state)
 
-    def closures(self, params: Any) -> list[str]:
-        """What functions in kernels close over: the steps of `refine` would not learn it."""
-        names: list[str] = []
-
-        def run(params: Any) -> None:
-            for gp, _ in self._processes(params, self.all):
-                names.extend(functions.traced_closures(gp.kernel))
-
-        jax.eval_shape(run, params)
-        return names
-
     def refine(self, start: Any, subset: Int[Array, " m"], num_steps: int) -> Iterator[Any]:
         """Go on from `start` on many rows: the parameters after each step."""
         # From near the mode, and at the end the steps average the noise of the gradients.

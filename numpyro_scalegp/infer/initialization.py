@@ -1,6 +1,5 @@
 """Hyperparameters for large data, from exact fits on parts of them."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -59,6 +58,14 @@ class Hyperparameters(dict[str, Any]):
     ) -> None:
         super().__init__(values)
         self.picked, self.scores = picked, scores
+
+    def copy(self) -> "Hyperparameters":
+        """The same values and scores, in another dict."""
+        return Hyperparameters(self, self.picked, self.scores)
+
+    def __or__(self, other: Mapping[str, Any]) -> "Hyperparameters":
+        """These values, and others in place of some or beside them: as given ones."""
+        return Hyperparameters({**self, **other})
 
     @property
     def report(self) -> str:
@@ -137,8 +144,7 @@ def initial_hyperparameters(
         where the model has params, for the `init_params` of `SVI.run`. Its `report` says what was
         picked and why. Time O(num_steps num_subsets subset_size^3 + num_scored (n d +
         num_neighbors^3) + num_refinements n^2 d), memory O(1000 n). A warning where a fit never
-        left its start, or where there are no steps on all rows, since a function in the kernel
-        closes over what is to be learned.
+        left its start.
 
     Raises:
         ValueError: if a number is less than 1, `y` does not match `X`, one of them holds NaN or
@@ -193,15 +199,6 @@ def initial_hyperparameters(
         num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
     subsets = _Subsets(keys[2], X, rest)
     start = fits.start(rest[:subset_size])
-    if num_refinements and (names := fits.closures(start)):
-        num_refinements = 0
-        warnings.warn(
-            f"no steps on all rows: a function in the kernel closes over {', '.join(names)}, which "
-            "they would not learn. `jax.tree_util.Partial(function, values)`, with "
-            "`function(values, X)` defined outside of the model, has them.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
     candidates = _Candidates(lambda params: fits.score(params, held, num_neighbors))
     total = len(rows) + num_refinements

@@ -122,8 +122,11 @@ class KernelOperator(eqx.Module):
 
         Returns:
             Shape (n, k). Time O(n^2 (d / 2 + k)), memory O(n (d + k)) and one block.
+
+        Raises:
+            ValueError: if V does not have n rows.
         """
-        V = V.astype(self.dtype)
+        V = self._vectors("V", V, self.size)
         blocks = _Blocks(self.X, self.block_size)
         # Vectors lie in rows: so neither product of a block transposes it on the left, where that
         # is slow on a CPU.
@@ -145,7 +148,7 @@ class KernelOperator(eqx.Module):
 
     def rows_matmul(self, index: Int[Array, " r"], V: Float[Array, "n k"]) -> Float[Array, "r k"]:
         """Multiply the rows `index`, H[index] V: shape (r, k), in O(r n (d + k))."""
-        V = V.astype(self.dtype)
+        V = self._vectors("V", V, self.size)
         product = kernel_matmul(self.kernel, self.X[index], self.X, V, self.memory_budget)
         return product + self.noise()[index][:, None] * V[index]
 
@@ -153,9 +156,14 @@ class KernelOperator(eqx.Module):
         self, index: Int[Array, " r"], W: Float[Array, "r k"]
     ) -> Float[Array, "n k"]:
         """Multiply the columns `index`, H[:, index] W: shape (n, k), in O(r n (d + k))."""
-        W = W.astype(self.dtype)
+        W = self._vectors("W", W, index.shape[0])
         product = kernel_matmul(self.kernel, self.X, self.X[index], W, self.memory_budget)
         return product.at[index].add(self.noise()[index][:, None] * W)
+
+    def _vectors(self, name: str, value: Float[Array, "n k"], rows: int) -> Float[Array, "n k"]:
+        columns = value.shape[1] if value.ndim == 2 else 1
+        checks.shape(name, value, (rows, columns), why="vectors are columns")
+        return value.astype(self.dtype)
 
     def bilinear_gradient(self, U: Float[Array, "n k"], V: Float[Array, "n k"]) -> "KernelOperator":
         """The gradient of sum_c u_c'H v_c with respect to the kernel, X and the noise variance.
@@ -171,10 +179,10 @@ class KernelOperator(eqx.Module):
             differentiated on the spot.
 
         Raises:
-            ValueError: if the shapes of U and V are not the same.
+            ValueError: if U and V do not have n rows and as many columns.
         """
         checks.shape("V", V, U.shape, why="a vector for each one in `U`")
-        U, V = U.astype(self.dtype), V.astype(self.dtype)
+        U, V = self._vectors("U", U, self.size), self._vectors("V", V, self.size)
         # H_ij and H_ji' are equal: one block multiplies both sides' weights.
         sides = jnp.concatenate([U, V], axis=1), jnp.concatenate([V, U], axis=1)
         return self._symmetric_gradient(*sides)
@@ -192,10 +200,10 @@ class KernelOperator(eqx.Module):
             What `bilinear_gradient(weights * V, V)` does, by half its work on each pair of rows.
 
         Raises:
-            ValueError: if there is not one weight for each vector.
+            ValueError: if V does not have n rows, or there is not one weight for each column.
         """
         checks.shape("weights", weights, V.shape[1:], why="a weight for each column of `V`")
-        V = V.astype(self.dtype)
+        V = self._vectors("V", V, self.size)
         return self._symmetric_gradient(2.0 * weights.astype(self.dtype) * V, V)
 
     def _symmetric_gradient(

@@ -65,6 +65,64 @@ def test_constant_function():
     assert jax.tree.leaves(jax.grad(lambda f: jnp.sum(f(X)))(function)) == [3.0]
 
 
+def column(weights, shift=None, *, power=2, mask=None):
+    """A function that closes over all of these."""
+    inner = lambda X: X if mask is None else X[:, mask]  # noqa: E731
+    return lambda X, shift=shift: shift["by"] + jnp.sum((inner(X) @ weights) ** power, axis=1)
+
+
+def test_what_a_function_closes_over_is_its_leaves():
+    weights, shift, mask = jnp.array([[2.0]]), {"by": jnp.array(0.5)}, np.array([True, False])
+    indicator = jnp.array(mask)
+    plain = column(weights, shift, power=3, mask=mask)
+    function = functions.as_pytree(plain, "mean")
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(function)) == [(), (1, 1)]
+    # The mask has a value where everything is traced.
+    np.testing.assert_allclose(jax.jit(lambda f: f(X))(function), plain(X), rtol=1e-6)
+
+    def loss(weights):
+        made = functions.as_pytree(column(weights, shift, mask=indicator), "mean")
+        return jnp.sum(made(X))
+
+    expected = jnp.sum(2.0 * weights * X[:, 0] ** 2)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(weights), [[expected]], rtol=1e-6)
+
+
+def test_functions_made_anew_are_the_same_where_code_and_constants_are():
+    def structure(weights, **options):
+        shift = {"by": weights[0, 0]}
+        return jax.tree.structure(functions.as_pytree(column(weights, shift, **options), "mean"))
+
+    one = structure(jnp.ones((2, 1)), power=3)
+    assert structure(jnp.zeros((2, 1)), power=3) == one
+    assert jax.jit(lambda weights: structure(weights, power=3) == one)(jnp.ones((2, 1)))
+    assert structure(jnp.ones((2, 1)), power=4) != one
+    masks = [np.array(mask) for mask in ([True, False], [True, False], [False, True])]
+    same, again, other = (structure(jnp.ones((1, 1)), mask=mask) for mask in masks)
+    assert same == again
+    assert same != other
+    constants = [functions.as_pytree(lambda X, k=k: k * X[:, 0], "mean") for k in (2, 2, 3)]
+    assert constants[0] == constants[1]
+    assert constants[0] != constants[2]
+    np.testing.assert_array_equal(constants[2](X), 3 * X[:, 0])
+
+
+def test_functions_that_call_themselves_or_count_their_calls():
+    weights, calls = jnp.array([1.0, 2.0]), 0
+
+    def power(X, count=3):
+        return jnp.ones(len(X)) if count == 0 else (X @ weights) * power(X, count - 1)
+
+    def counted(X):
+        nonlocal calls
+        calls += 1
+        return X @ weights
+
+    np.testing.assert_allclose(functions.as_pytree(power, "mean")(X), (X @ weights) ** 3)
+    np.testing.assert_allclose(functions.as_pytree(counted, "mean")(X), X @ weights)
+    assert calls == 1
+
+
 @pytest.mark.parametrize("value", [1.0, "tanh", None])
 def test_not_callable(value, unchecked):
     with pytest.raises(TypeError, match=f"`mean` must be callable, got {value!r}"):

@@ -475,3 +475,19 @@ def test_hyperparameters_that_lack_a_function_or_a_parameter_are_refused():
             sgp.posterior(collapsed, sgp.infer.Hyperparameters(values), X, X[:, 0])
     found = sgp.posterior(collapsed, sgp.infer.Hyperparameters({"lengthscale": 0.3}), X, X[:, 0])
     assert found.kernel.lengthscale == 0.3
+
+
+def test_the_key_of_a_posterior_under_hyperparameters():
+    X = jnp.linspace(0.0, 1.0, 12)[:, None]
+
+    def model(X, y):
+        estimator = sgp.estimators.Pathwise(num_probes=4)
+        gp = sgp.GaussianProcess(sgp.kernels.RBF(0.3), X, 0.1, estimator=estimator)
+        numpyro.sample("y", gp, obs=y)
+
+    values = sgp.infer.Hyperparameters({})
+    keys = (None, jax.random.key(1), jax.random.key(1), jax.random.key(2))
+    found = [sgp.posterior(model, values, X, X[:, 0], key=key).variance(X) for key in keys]
+    np.testing.assert_array_equal(found[1], found[2])
+    assert not np.allclose(found[0], found[1])
+    assert not np.allclose(found[1], found[3])

@@ -139,6 +139,15 @@ def test_all_rows_are_fitted_at_once_where_they_are_few():
         np.testing.assert_allclose(three[name], one[name], rtol=1e-5)
 
 
+def test_copies_and_changes_of_values_are_values():
+    values = sgp.infer.Hyperparameters({"noise": 0.1}, "random rows", (("random rows", 1.0, 0.1),))
+    assert values.copy().report == values.report
+    changed = values | {"noise": 0.2}
+    assert isinstance(changed, sgp.infer.Hyperparameters)
+    assert (changed["noise"], changed.report) == (0.2, "hyperparameters from given values")
+    assert values["noise"] == 0.1
+
+
 def test_values_are_a_pytree_that_keeps_its_report():
     doubled = jax.jit(lambda values: jax.tree.map(lambda leaf: 2.0 * leaf, values))(found())
     assert doubled.report == found().report
@@ -322,7 +331,7 @@ def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
     np.testing.assert_allclose(scores(True), scores(False), rtol=1e-5)
 
 
-def test_no_steps_on_all_rows_where_a_map_closes_over_what_is_learned():
+def test_steps_on_all_rows_learn_what_a_map_closes_over():
     X, y = data()
 
     def deep(X: Array, y: Array) -> None:
@@ -330,7 +339,7 @@ def test_no_steps_on_all_rows_where_a_map_closes_over_what_is_learned():
         kernel = sgp.kernels.FeatureMapped(sgp.kernels.RBF(0.5), lambda X: X * slope)
         numpyro.sample("y", sgp.GaussianProcess(kernel, X, 0.04), obs=y)
 
-    options = {"subset_size": 60, "num_subsets": 1, "num_steps": 2, "num_scored": 5}
-    with pytest.warns(RuntimeWarning, match="closes over slope, which they would not learn"):
-        values = sgp.infer.initial_hyperparameters(jax.random.key(0), deep, X, y, **options)
-    assert not any("all rows" in name for name, _, _ in values.scores)
+    fits = Fits(jax.random.key(0), deep, X, y, (), {}, 0.1)
+    start = fits.start(jnp.arange(60))
+    first = next(fits.refine(start, jnp.arange(80), 5))
+    assert abs(float(first["slope"][0] - start["slope"][0])) > 0.01

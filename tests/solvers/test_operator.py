@@ -312,9 +312,16 @@ def test_blocks_count_rows_from_the_end():
     np.testing.assert_allclose(found, dense(H)[[[-1], [2]], [-1, 2]], rtol=1e-6, atol=1e-7)
 
 
-def test_gradients_refuse_vectors_that_do_not_match(unchecked):
+def test_vectors_that_do_not_match(unchecked):
     H = KernelOperator(RBF(0.9), rows(), 0.3)
     with pytest.raises(ValueError, match=r"`V` must have shape \(23, 2\), got \(23, 3\)"):
         H.bilinear_gradient(vectors(N, 2), vectors(N, 3))
+    for wrong in (H.matmul, lambda V: H.rows_matmul(jnp.arange(2), V)):
+        with pytest.raises(ValueError, match=r"`V` must have shape \(23, 2\), got \(22, 2\)"):
+            wrong(vectors(N - 1, 2))
+        with pytest.raises(ValueError, match=r"got \(23,\): vectors are columns"):
+            wrong(jnp.ones(N))
+    with pytest.raises(ValueError, match=r"`W` must have shape \(2, 3\), got \(3, 3\)"):
+        H.columns_matmul(jnp.arange(2), jnp.ones((3, 3)))
     with pytest.raises(ValueError, match=r"`weights` must have shape \(3,\)"):
         H.quadratic_gradient(jnp.ones(2), vectors(N, 3))

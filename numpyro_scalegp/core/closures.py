@@ -1,0 +1,113 @@
+"""User functions that close over arrays as pytrees: equal where code, globals and values are."""
+
+import dis
+from collections import defaultdict, deque
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The last functions of one code, such as of a lambda that each run of a model makes anew.
+_KEPT = 16
+_SKELETONS: dict[tuple[CodeType, int], deque[FunctionType]] = defaultdict(
+    lambda: deque(maxlen=_KEPT)
+)
+
+
+class Closure(eqx.Module):
+    """A function whose leaves are the arrays that it closes over or has as defaults."""
+
+    held: Any
+    skeleton: FunctionType = eqx.field(static=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the arrays in their places."""
+        variables = eqx.combine(self.held, _variables(self.skeleton))
+        return _with(self.skeleton, variables)(*args, **kwargs)
+
+
+def hoisted(function: FunctionType) -> Closure | FunctionType:
+    """A function with traced or floating-point arrays in its variables as a `Closure`.
+
+    Of functions that are the same but for these arrays there is one skeleton, so that a lambda made
+    anew has the structure that it had before. What else it closes over, such as a mask of columns
+    or the width of a layer, stays as it is: under `jit`, too, it has a value.
+    """
+    return _hoisted(function, ())
+
+
+def _hoisted(function: FunctionType, outer: tuple[FunctionType, ...]) -> Closure | FunctionType:
+    if function in outer or _writes(function.__code__):
+        return function
+    try:
+        variables = _variables(function)
+    except ValueError:  # a variable that is not set yet
+        return function
+
+    def inside(leaf: Any) -> Any:
+        is_function = isinstance(leaf, FunctionType)
+        return _hoisted(leaf, (*outer, function)) if is_function else leaf
+
+    held, kept = eqx.partition(jax.tree.map(inside, variables), _is_value)
+    if jax.tree.leaves(held):
+        return Closure(held, _interned(_with(function, kept)))
+    is_local = "<" in function.__qualname__
+    return _interned(_with(function, kept)) if is_local else function
+
+
+def _writes(code: CodeType) -> bool:
+    """Whether a function counts its calls, say: a copy would count for itself."""
+    stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    return not stored.isdisjoint(code.co_freevars)
+
+
+def _is_value(leaf: Any) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        return True
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _variables(function: FunctionType) -> tuple[Any, Any, Any]:
+    """What a function closes over, and its defaults."""
+    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    return cells, function.__defaults__, function.__kwdefaults__
+
+
+def _with(function: FunctionType, variables: tuple[Any, Any, Any]) -> FunctionType:
+    """The same code with other variables."""
+    cells, defaults, keywords = variables
+    closure = tuple(map(CellType, cells))
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, closure
+    )
+    made.__kwdefaults__ = keywords
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
+
+
+def _interned(function: FunctionType) -> FunctionType:
+    """The first function that was the same as this one."""
+    known = _SKELETONS[function.__code__, id(function.__globals__)]
+    for one in known:
+        if _is_same(_variables(one), _variables(function)):
+            return one
+    known.append(function)
+    return function
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(_is_same_leaf(a, b) for a, b in pairs)
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, np.ndarray | jax.Array):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other)
