@@ -212,6 +212,16 @@ def test_containers(tmp_path):
     assert isinstance(again["list"][5][1], Pair)
 
 
+def test_hyperparameters(tmp_path):
+    scores = (("random rows", 1.25, 0.1), ("neighborhoods", 1.0, 0.2))
+    values = sgp.infer.Hyperparameters({"noise": jnp.array(0.1)}, "random rows", scores)
+    sgp.save(tmp_path / "values.npz", values)
+    again = sgp.load(tmp_path / "values.npz")
+    assert isinstance(again, sgp.infer.Hyperparameters)
+    assert (again.report, list(again)) == (values.report, ["noise"])
+    assert again["noise"] == values["noise"]
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_typed_keys(impl, tmp_path):
     key = jax.random.key(7, impl=impl)

@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import functions, linalg
+from numpyro_scalegp.core import linalg
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Hutchinson, Pathwise

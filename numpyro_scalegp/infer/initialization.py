@@ -34,8 +34,7 @@ class Hyperparameters(dict[str, Any]):
     """Values of a model's latent sites and parameters, by name, and how they were found.
 
     `sgp.posterior(model, values, X, y)` conditions on them. As a dict they go into
-    `init_to_value(values=...)` and the handlers `substitute` and `condition`; `sgp.save` takes
-    `dict(values)`.
+    `init_to_value(values=...)` and the handlers `substitute` and `condition`.
 
     Args:
         values: by name; of your own, too, to condition on these.

@@ -72,7 +72,7 @@ class Encoder:
             return self._array(value, path)
         if isinstance(value, eqx.Module):
             return self._module(value, path)
-        if isinstance(value, dict | list | tuple):
+        if isinstance(value, dict | list | tuple) and not is_node(type(value)):
             return self._container(value, path)
         if type(value) in PARTIALS.values():
             parts = self.encode((value.func, value.args, value.keywords), path)
