@@ -21,7 +21,7 @@ class Closure(eqx.Module):
     """A function whose leaves are the arrays that it closes over or has as defaults."""
 
     held: Any
-    skeleton: FunctionType = eqx.field(static=True)
+    skeleton: Any = eqx.field(static=True)  # a `FunctionType`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with the arrays in their places."""
@@ -99,10 +99,10 @@ def _interned(function: FunctionType) -> FunctionType:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if jax.tree.structure(one) != jax.tree.structure(other):
+    leaves, structures = zip(*map(jax.tree.flatten, (one, other)), strict=True)
+    if structures[0] != structures[1]:
         return False
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(_is_same_leaf(a, b) for a, b in pairs)
+    return all(_is_same_leaf(a, b) for a, b in zip(*leaves, strict=True))
 
 
 def _is_same_leaf(one: Any, other: Any) -> bool:

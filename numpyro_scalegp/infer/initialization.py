@@ -62,7 +62,7 @@ class Hyperparameters(dict[str, Any]):
         """The same values and scores, in another dict."""
         return Hyperparameters(self, self.picked, self.scores)
 
-    def __or__(self, other: Mapping[str, Any]) -> "Hyperparameters":
+    def __or__(self, other: Mapping[str, Any]) -> "Hyperparameters":  # type: ignore[override]
         """These values, and others in place of some or beside them: as given ones."""
         return Hyperparameters({**self, **other})
 
