@@ -1,20 +1,18 @@
 """User functions that close over arrays as pytrees: equal where code, globals and values are."""
 
 import dis
-from collections import defaultdict, deque
+from collections import defaultdict
 from types import CellType, CodeType, FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The last functions of one code, such as of a lambda that each run of a model makes anew.
-_KEPT = 16
-_SKELETONS: dict[tuple[CodeType, int], deque[FunctionType]] = defaultdict(
-    lambda: deque(maxlen=_KEPT)
-)
+# By code and globals, as long as something has the structure.
+_SKELETONS: dict[tuple[CodeType, int], WeakSet[FunctionType]] = defaultdict(WeakSet)
 
 
 class Closure(eqx.Module):
@@ -94,7 +92,7 @@ def _interned(function: FunctionType) -> FunctionType:
     for one in known:
         if _is_same(_variables(one), _variables(function)):
             return one
-    known.append(function)
+    known.add(function)
     return function
 
 
@@ -108,6 +106,16 @@ def _is_same(one: Any, other: Any) -> bool:
 def _is_same_leaf(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
-    if isinstance(one, np.ndarray | jax.Array):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    return bool(one == other)
+    try:
+        if isinstance(one, np.ndarray | jax.Array):
+            return one.dtype == other.dtype and np.array_equal(_numbers(one), _numbers(other))
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False  # what cannot be compared, such as an array that was donated
+
+
+def _numbers(array: Any) -> np.ndarray:
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return np.asarray(array)
+    with jax.ensure_compile_time_eval():
+        return np.asarray(jax.random.key_data(array))

@@ -101,6 +101,17 @@ def test_functions_made_anew_are_the_same_where_code_and_constants_are():
     same, again, other = (structure(jnp.ones((1, 1)), mask=mask) for mask in masks)
     assert same == again
     assert same != other
+    keys = [jax.random.key(seed) for seed in (0, 0, 1)]
+    random = [
+        functions.as_pytree(lambda X, key=key: jax.random.normal(key, X.shape[:1]), "mean")
+        for key in keys
+    ]
+    assert random[0] == random[1] != random[2]
+    gone = jnp.arange(3)
+    held = functions.as_pytree(lambda X: X[gone], "mean")
+    gone.delete()
+    for _ in range(2):
+        assert functions.as_pytree(lambda X: X[gone], "mean") != held
     constants = [functions.as_pytree(lambda X, k=k: k * X[:, 0], "mean") for k in (2, 2, 3)]
     assert constants[0] == constants[1]
     assert constants[0] != constants[2]
