@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_Jitted: Any = type(jax.jit(lambda: None))
+
 # By code and globals, as long as something has the structure.
 _SKELETONS: dict[tuple[CodeType, int], WeakSet[FunctionType]] = defaultdict(WeakSet)
 
@@ -27,29 +29,29 @@ class Closure(eqx.Module):
         return _with(self.skeleton, variables)(*args, **kwargs)
 
 
-def hoisted(function: FunctionType) -> Closure | FunctionType:
+def hoisted(function: Any) -> Any:
     """A function with traced or floating-point arrays in its variables as a `Closure`.
 
     Of functions that are the same but for these arrays there is one skeleton, so that a lambda made
     anew has the structure that it had before. What else it closes over, such as a mask of columns
-    or the width of a layer, stays as it is: under `jit`, too, it has a value.
+    or the width of a layer, stays as it is: under `jit`, too, it has a value. Of a function that is
+    jitted it is the function inside; what is no function comes back as it is.
     """
     return _hoisted(function, ())
 
 
-def _hoisted(function: FunctionType, outer: tuple[FunctionType, ...]) -> Closure | FunctionType:
-    if function in outer or _writes(function.__code__):
+def _hoisted(function: Any, outer: tuple[Any, ...]) -> Any:
+    if isinstance(function, _Jitted):
+        inner = _hoisted(function.__wrapped__, outer)
+        return inner if isinstance(inner, Closure) else function
+    if not isinstance(function, FunctionType) or function in outer or _writes(function.__code__):
         return function
     try:
         variables = _variables(function)
     except ValueError:  # a variable that is not set yet
         return function
-
-    def inside(leaf: Any) -> Any:
-        is_function = isinstance(leaf, FunctionType)
-        return _hoisted(leaf, (*outer, function)) if is_function else leaf
-
-    held, kept = eqx.partition(jax.tree.map(inside, variables), _is_value)
+    inside = jax.tree.map(lambda leaf: _hoisted(leaf, (*outer, function)), variables)
+    held, kept = eqx.partition(inside, _is_value)
     if jax.tree.leaves(held):
         return Closure(held, _interned(_with(function, kept)))
     is_local = "<" in function.__qualname__
@@ -83,6 +85,7 @@ def _with(function: FunctionType, variables: tuple[Any, Any, Any]) -> FunctionTy
     )
     made.__kwdefaults__ = keywords
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    made.__dict__.update(function.__dict__)
     return made
 
 

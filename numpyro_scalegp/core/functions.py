@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import equinox as eqx
@@ -44,9 +43,8 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
     maps_single_rows = isinstance(function, eqx.Module)
     if isinstance(function, functools.partial) and not isinstance(function, jax.tree_util.Partial):
         function = jax.tree_util.Partial(function.func, *function.args, **function.keywords)
-    if isinstance(function, FunctionType):
-        function = hoisted(function)
-    elif isinstance(function, jax.tree_util.Partial) and isinstance(function.func, FunctionType):
+    function = hoisted(function)
+    if isinstance(function, jax.tree_util.Partial):
         inner = hoisted(function.func)
         called = (_call, inner) if isinstance(inner, Closure) else (inner,)
         function = jax.tree_util.Partial(*called, *function.args, **function.keywords)

@@ -550,7 +550,7 @@ def test_maps_of_inputs_have_gradients(estimator: str, x64: None) -> None:
         return lambda X: scaled_inputs(weights, X)
 
     def of_nested_default(weights: Array) -> Any:
-        inner = of_closure(weights)
+        inner = jax.jit(of_closure(weights))
         return lambda X, inner=inner: inner(X)
 
     stochastic = make(estimator, num_probes=400)
