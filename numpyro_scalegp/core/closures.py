@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_ITSELF = object()  # in the variables of a function that calls itself
 _Jitted: Any = type(jax.jit(lambda: None))
 
 # By code and globals, as long as something has the structure.
@@ -72,17 +73,20 @@ def _is_value(leaf: Any) -> bool:
 
 def _variables(function: FunctionType) -> tuple[Any, Any, Any]:
     """What a function closes over, and its defaults."""
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    cells = tuple(_ITSELF if one is function else one for one in held)
     return cells, function.__defaults__, function.__kwdefaults__
 
 
 def _with(function: FunctionType, variables: tuple[Any, Any, Any]) -> FunctionType:
     """The same code with other variables."""
     cells, defaults, keywords = variables
-    closure = tuple(map(CellType, cells))
+    closure = tuple(CellType() for _ in cells)
     made = FunctionType(
         function.__code__, function.__globals__, function.__name__, defaults, closure
     )
+    for cell, held in zip(closure, cells, strict=True):
+        cell.cell_contents = made if held is _ITSELF else held
     made.__kwdefaults__ = keywords
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
     made.__dict__.update(function.__dict__)

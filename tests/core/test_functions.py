@@ -119,18 +119,26 @@ def test_functions_made_anew_are_the_same_where_code_and_constants_are():
 
 
 def test_functions_that_call_themselves_or_count_their_calls():
-    weights, calls = jnp.array([1.0, 2.0]), 0
+    calls = 0
 
-    def power(X, count=3):
-        return jnp.ones(len(X)) if count == 0 else (X @ weights) * power(X, count - 1)
+    def powers(weights):
+        def power(X, count=3):
+            return jnp.ones(len(X)) if count == 0 else (X @ weights) * power(X, count - 1)
+
+        return functions.as_pytree(power, "mean")
 
     def counted(X):
         nonlocal calls
         calls += 1
-        return X @ weights
+        return X[:, 0]
 
-    np.testing.assert_allclose(functions.as_pytree(power, "mean")(X), (X @ weights) ** 3)
-    np.testing.assert_allclose(functions.as_pytree(counted, "mean")(X), X @ weights)
+    weights = jnp.array([1.0, 2.0])
+    assert jax.tree.structure(powers(weights)) == jax.tree.structure(powers(2.0 * weights))
+    np.testing.assert_allclose(powers(weights)(X), (X @ weights) ** 3)
+    found = jax.grad(lambda function: jnp.sum(function(X)))(powers(weights))
+    expected = 3.0 * (X @ weights) ** 2 @ X
+    np.testing.assert_allclose(jax.tree.leaves(found), [expected])
+    np.testing.assert_allclose(functions.as_pytree(counted, "mean")(X), X[:, 0])
     assert calls == 1
 
 
