@@ -68,6 +68,15 @@ class AbstractVariationalGP(RowsDistribution):
         """The mean and the variance of f at each row of X, from one factorization."""
         return self.posterior().marginals(self.X)
 
+    def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
+        """The mean and the variance at each row of X, or both parts of it.
+
+        Families with inducing points return three arrays: the mean, the variance of what the
+        inducing values decide, and what they leave unexplained. `QuadratureELBO` tightens its
+        bound by the last.
+        """
+        return self.marginals()
+
     @property
     def mean(self) -> Float[Array, "*batch n"]:
         """The mean of f at each row."""

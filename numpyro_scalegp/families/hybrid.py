@@ -65,11 +65,9 @@ class HybridPosterior(AbstractKernelPosterior):
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return expansion(self._of_f, X, self.residual_points, self.residual_weights)
 
-    def _moments(
-        self, factors: Any, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        mean, variance = self.sparse._moments(factors, X)
-        return mean + self._residual(X), variance
+    def _moments(self, factors: Any, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
+        mean, *variances = self.sparse._moments(factors, X)
+        return mean + self._residual(X), *variances
 
     def _joint(
         self, factors: Any, X: Float[Array, "n d"]
@@ -160,6 +158,10 @@ class HybridGP(AbstractVariationalGP):
         self.key = key if key is None else checks.as_key(key)
         self.jitter = checks.jitter(jitter)
         super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
+
+    def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
+        """Mean, variance of the inducing values' part, and unexplained variance at each row."""
+        return self.posterior().split_marginals(self.X)
 
     def posterior(self) -> HybridPosterior:
         """The process itself, for moments and joint samples at any inputs."""

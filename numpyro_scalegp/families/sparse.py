@@ -69,7 +69,7 @@ class SparsePosterior(AbstractKernelPosterior):
 
     def _moments(
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    ) -> tuple[Float[Array, " n"], ...]:
         K, factor = factors
         across = self._of_f(self.inducing_points, X)
         diagonal = self._of_f.diag(X)
@@ -146,6 +146,10 @@ class SparseGP(AbstractVariationalGP):
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.jitter = checks.jitter(jitter)
         super().__init__(self.loc.shape[:-1], (self.X.shape[0],), validate_args=validate_args)
+
+    def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
+        """Mean, variance of the inducing values' part, and unexplained variance at each row."""
+        return self.posterior().split_marginals(self.X)
 
     def posterior(self) -> SparsePosterior:
         """The process itself, for moments and joint samples at any inputs."""

@@ -16,6 +16,7 @@ from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, Pair, elbo_terms
 from numpyro_scalegp.tracing.likelihood import summed
 from numpyro_scalegp.tracing.runs import Trace, flat_provenance, mutable_values, staged, traced
 from numpyro_scalegp.tracing.sites import StandIn
+from numpyro_scalegp.tracing.unexplained import row_scales, tightened
 
 
 class QuadratureELBO(AbstractParticleELBO):
@@ -38,6 +39,8 @@ class QuadratureELBO(AbstractParticleELBO):
         num_nodes: nodes for each GP site, positive.
         num_particles: draws of the other sites.
         vectorize_particles: as in NumPyro's ELBOs.
+        tight: whether, for a Gaussian likelihood, the bound of inducing points is Titsias's new
+            one; if not, that of Hensman, Matthews and Ghahramani.
 
     Raises:
         ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site, a site
@@ -59,8 +62,10 @@ class QuadratureELBO(AbstractParticleELBO):
         *,
         num_particles: int = 1,
         vectorize_particles: bool | Callable = True,
+        tight: bool = True,
     ) -> None:
         self.num_nodes = checks.count("num_nodes", num_nodes)
+        self.tight = checks.instance("tight", tight, bool, "True or False")
         super().__init__(num_particles, vectorize_particles)
 
     def particle(self, key: Array, pair: Pair) -> tuple[Float[Array, ""], dict[str, Any]]:
@@ -78,32 +83,45 @@ class QuadratureELBO(AbstractParticleELBO):
                 "`QuadratureELBO` found no GP site in the guide: use one of sgp.guides, or "
                 "NumPyro's own ELBOs for a guide without GP sites."
             )
-        moments = {name: family.marginals() for name, family in sites.families.items()}
-        _check_guide(run_guide, guide_trace, moments)
+        moments = {name: family.split_marginals() for name, family in sites.families.items()}
+        means = {name: mean for name, (mean, *_) in moments.items()}
+        _check_guide(run_guide, guide_trace, means)
         mutable = mutable_values(guide_trace)
         given = {**params, **mutable}
 
-        def run_model(*functions: Array) -> tuple[dict[str, Array], dict[str, Any]]:
+        def run_model(*functions: Array) -> tuple[dict[str, Array], dict[str, Any], dict]:
             drawn = {
                 name: {**guide_trace[name], "value": f}
                 for name, f in zip(moments, functions, strict=True)
             }
             trace = {**guide_trace, **drawn}
             model_trace = traced(model, model_key, given, args, kwargs, replayed=trace)
-            return elbo_terms(model_trace, trace), mutable_values(model_trace)
+            terms = elbo_terms(model_trace, trace)
+            return terms, mutable_values(model_trace), row_scales(model_trace)
 
-        run = staged(run_model, *(mean for mean, _ in moments.values()))
-        _check_rows(run, {name: mean for name, (mean, _) in moments.items()})
+        run = staged(run_model, *means.values())
+        _check_rows(run, means)
 
         def total(*functions: Array) -> tuple[Array, dict[str, Any]]:
-            terms, new_mutable = run(*functions)
+            terms, new_mutable, _ = run(*functions)
             return summed(terms), new_mutable
 
-        elbo, new_mutable = normal_expectation(total, list(moments.values()), self.num_nodes)
-        return elbo, {**mutable, **new_mutable}
+        def observed(*functions: Array) -> dict[str, Array]:
+            return {name: term for name, term in run(*functions)[0].items() if name in scales}
+
+        scales = run(*means.values())[2]
+        pairs, costs = [], jnp.zeros(())
+        for name, (mean, *variances) in moments.items():
+            if self.tight and len(variances) == 2:
+                scale = guide_trace[name]["scale"]
+                variances, cost = tightened(observed, means, name, variances, scales, scale)
+                costs += cost
+            pairs.append((mean, sum(variances)))
+        elbo, new_mutable = normal_expectation(total, pairs, self.num_nodes)
+        return elbo - costs, {**mutable, **new_mutable}
 
 
-def _check_rows(run: Callable[..., tuple[dict[str, Array], Any]], means: dict[str, Array]) -> None:
+def _check_rows(run: Callable[..., Any], means: dict[str, Array]) -> None:
     """Raise where a term of the bound combines rows of a function."""
     # Not at the means of the other functions: with zeros there, a product shows nothing.
     generator = np.random.default_rng(2)
@@ -121,18 +139,17 @@ def _check_rows(run: Callable[..., tuple[dict[str, Array], Any]], means: dict[st
 
 
 def _check_guide(
-    run: Callable[[StandIn], Trace], guide_trace: Trace, moments: dict[str, tuple[Array, Array]]
+    run: Callable[[StandIn], Trace], guide_trace: Trace, means: dict[str, Array]
 ) -> None:
     """Raise where the guide's distribution of one site depends on the function of another."""
     names = [name for name, site in guide_trace.items() if site["type"] == "sample"]
-    if names[-1] in moments and len(moments) == 1:
+    if names[-1] in means and len(means) == 1:
         return  # nothing comes after the one function
 
     def distributions(**functions: Array) -> dict[str, list[Array]]:
         trace = run(StandIn(lambda name, family, key: functions[name]))
         return {name: list(map(jnp.asarray, jax.tree.leaves(trace[name]["fn"]))) for name in names}
 
-    means = {name: mean for name, (mean, _) in moments.items()}
     for name, leaves in eval_provenance(distributions, **means).items():
         if functions := sorted(frozenset().union(*flat_provenance(leaves))):
             raise ValueError(

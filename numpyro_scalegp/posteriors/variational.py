@@ -51,10 +51,8 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """What the moments at all inputs need once."""
 
     @abc.abstractmethod
-    def _moments(
-        self, factors: Any, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        """The mean and the variance of f at each row of X."""
+    def _moments(self, factors: Any, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
+        """The mean and the parts of the variance of f at each row of X; see `split_marginals`."""
 
     # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
     @eqx.filter_jit
@@ -70,8 +68,20 @@ class AbstractVariationalPosterior(AbstractPosterior):
         Returns:
             Means and variances, each of shape (*batch, n).
         """
+        mean, *variances = self._split(X, chunk_size)
+        return mean, sum(variances)
 
-        def of_one(one: AbstractVariationalPosterior) -> tuple[Array, Array]:
+    @eqx.filter_jit
+    def split_marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, "*batch n"], ...]:
+        """The mean and the parts of the variance of f at each row of X, each of shape (*batch, n).
+
+        With inducing points the variance has two: that of their values, and what they leave
+        unexplained.
+        """
+        return self._split(X, None)
+
+    def _split(self, X: Array, chunk_size: int | None) -> tuple[Array, ...]:
+        def of_one(one: AbstractVariationalPosterior) -> tuple[Array, ...]:
             factors = one._factorize()
             if chunk_size is None:
                 return one._moments(factors, X)

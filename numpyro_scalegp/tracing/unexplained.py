@@ -1,0 +1,85 @@
+"""The bound of sparse GPs, tightened by what inducing points leave unexplained.
+
+Given its inducing values, f keeps the prior's variance u_i at each row in Titsias's bound of 2009.
+With variances v_i u_i instead the divergence grows by sum (v_i - 1 - log v_i) / 2. For a Gaussian
+likelihood of precision p_i the best v_i is 1 / (1 + p_i u_i), for each row by itself, and in place
+of p_i u_i / 2 the bound loses log(1 + p_i u_i) / 2.
+
+References:
+    Titsias (2025), New Bounds for Sparse Variational Gaussian Processes; Bui, Ashman and Turner
+    (2025), Tighter Sparse Variational Gaussian Processes.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from numpyro.ops.provenance import eval_provenance
+
+from numpyro_scalegp.tracing.likelihood import summed
+from numpyro_scalegp.tracing.runs import Trace, flat_provenance, is_observed, takes_part
+
+Terms = Callable[..., dict[str, Array]]
+
+
+def row_scales(trace: Trace) -> dict[str, Float[Array, "2"]]:
+    """How many rows each row of an observed site may stand for: by its plates, and by its scale."""
+    parts = {name: site["args"] for name, site in trace.items() if takes_part(site)}
+
+    def scale(site: dict[str, Any]) -> Array:
+        sizes = [parts[frame.name] for frame in site["cond_indep_stack"] if frame.name in parts]
+        by_plates = math.prod(size / taken for size, taken in sizes)
+        own = 1.0 if site["scale"] is None else site["scale"]
+        return jnp.stack([jnp.asarray(by_plates, float), jnp.max(jnp.asarray(own, float))])
+
+    return {name: scale(site) for name, site in trace.items() if is_observed(site)}
+
+
+def tightened(
+    terms: Terms,
+    means: dict[str, Float[Array, "*batch n"]],
+    name: str,
+    variances: list[Float[Array, "*batch n"]],
+    scales: dict[str, Float[Array, "2"]],
+    own_scale: Any = None,
+) -> tuple[list[Float[Array, "*batch n"]], Float[Array, ""]]:
+    """The variances that the likelihood sees, and what the rest of them costs.
+
+    Args:
+        terms: scaled log densities of the observed sites, given all functions.
+        means: of all functions, by name.
+        name: of the function.
+        variances: of what its inducing values decide, and what they leave unexplained.
+        scales: of the observed sites, as `row_scales` gives them. The cost grows with the larger of
+            the two, up to that of the untightened bound: one that is too large is safe.
+        own_scale: of the function's site, whose divergence has it; None for 1.
+
+    Returns:
+        The first variance alone, and the whole cost of the second, where the likelihood is Gaussian
+        in f and its precision independent of other functions; otherwise both, and zero.
+    """
+
+    def curvature(**functions: Array) -> Array:
+        def total(f: Array) -> Array:
+            return summed(terms(*({**functions, name: f}[one] for one in means)))
+
+        # Terms of single rows: the sum of a row of the Hessian is its diagonal.
+        f = functions[name]
+        return jax.jvp(jax.grad(total), (f,), (jnp.ones_like(f),))[1]
+
+    depends = eval_provenance(lambda **given: terms(*map(given.__getitem__, means)), **means)
+    weights = [scales[site] for site, origin in depends.items() if name in _names(origin)]
+    if not weights or _names(eval_provenance(curvature, **means)):
+        return variances, jnp.zeros(())
+    inside, unexplained = variances
+    factors = jnp.stack([jnp.asarray(1.0 if own_scale is None else own_scale), jnp.ones(())])
+    weight = jnp.max(jnp.stack(weights) * factors).astype(inside.dtype)
+    precision = jnp.maximum(-curvature(**means), 0.0) / weight
+    return [inside], 0.5 * jnp.sum(weight * jnp.log1p(precision * unexplained))
+
+
+def _names(provenance: Any) -> frozenset[str]:
+    return frozenset().union(*flat_provenance([provenance]))
