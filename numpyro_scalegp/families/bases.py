@@ -15,7 +15,7 @@ from numpyro_scalegp.core.index_sampling import stratified_indices
 
 
 class InitialPoints:
-    """Where points start: as given, or on the rows of the first mini-batch.
+    """Where points start: as given, or on the rows of the data.
 
     Args:
         name: of the argument that gives the points, for messages.
@@ -40,14 +40,15 @@ class InitialPoints:
         # On the host, so that an optimizer that donates its state cannot delete this copy.
         self.points = None if points is None else np.array(checks.inputs(name, points))
 
-    def __call__(self, key: Array, X: Float[Array, "n d"]) -> Float[Array, "M d"]:
-        """The points, with the rows of the first mini-batch."""
+    def __call__(self, key: Array, rows: Callable[[], Float[Array, "n d"]]) -> Float[Array, "M d"]:
+        """The points, as given or among rows that are made for it."""
         if self.points is not None:
-            return checks.inputs(self.name, self.points, width=X.shape[1])
+            return checks.inputs(self.name, self.points, width=jax.eval_shape(rows).shape[1])
+        X = rows()
         if X.shape[0] < self.num:
             warnings.warn(
-                f"`{self.num_name}` is {self.num}, but the first mini-batch has only {X.shape[0]} "
-                f"rows: these are the {self.name.replace('_', ' ')}. Give `{self.name}`, such as "
+                f"`{self.num_name}` is {self.num}, but there are only {X.shape[0]} rows in the "
+                f"first mini-batch, or in all: these are the {self.name.replace('_', ' ')}. Give `{self.name}`, such as "
                 f"{self.advice}, to choose from all rows.",
                 UserWarning,
                 stacklevel=2,

@@ -167,7 +167,7 @@ def _kl_sparse_latent(q: SparseGP, p: LatentGP) -> Float[Array, "*batch"]:
 def initial_inducing_points(
     num_inducing: int, inducing_points: Float[ArrayLike, "M d"] | None
 ) -> InitialPoints:
-    """Where inducing points start: as given, or at cluster centers of the first mini-batch."""
+    """Where inducing points start: as given, or at cluster centers of rows from all over."""
     return InitialPoints(
         "inducing_points",
         "num_inducing",
@@ -181,7 +181,7 @@ def initial_inducing_points(
 def declare_whitened(
     param: Callable[..., Any],
     start: InitialPoints,
-    X: Float[Array, "n d"],
+    rows: Callable[[], Float[Array, "n d"]],
     batch_shape: tuple[int, ...],
 ) -> tuple[Float[Array, "M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
     """Declare inducing points, and mean and scale of the whitened inducing values, at the prior.
@@ -189,10 +189,10 @@ def declare_whitened(
     Args:
         param: as `numpyro.param`, with a short name.
         start: of the points.
-        X: the rows of the first mini-batch.
+        rows: makes the rows to choose from.
         batch_shape: of independent functions.
     """
-    Z = param("inducing_points", lambda key: start(key, X))
+    Z = param("inducing_points", lambda key: start(key, rows))
     M = Z.shape[0]
     loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype))
     scale_tril = param(

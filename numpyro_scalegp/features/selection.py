@@ -1,5 +1,7 @@
 """Where to put inducing points: cluster centers, or the data points that leave least variance."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
@@ -55,6 +57,7 @@ def kmeans_points(
     return _kmeans(seed_key, X, num_points, num_steps)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
     keys = jax.random.split(key, num_points)
     start = X[jax.random.randint(keys[0], (), 0, X.shape[0])]

@@ -13,11 +13,12 @@ import numpyro
 from jaxtyping import Array, Key
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
-from numpyro.infer.initialization import init_to_median
+from numpyro.infer.initialization import init_to_value
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
+from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.runs import is_latent, substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
@@ -81,6 +82,7 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             The value of each latent site, by name.
         """
+        _set_start(self, args, kwargs)
         with handlers.trace() as rest_trace:
             self.rest(*args, **kwargs)
         latent, indices = (
@@ -316,6 +318,13 @@ def set_up(
     vars(guide).update(vars(trial))
 
 
+def _set_start(guide: AbstractGPGuide, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let NumPyro's guide of the rest start with lengthscales from the data, unless it is told."""
+    rest = _innermost(guide)
+    if isinstance(rest, AutoGuide) and rest.init_loc_fn is MEDIAN and _is_fresh(rest):
+        rest.init_loc_fn = init_to_value(values=starting_values(guide.model, args, kwargs))
+
+
 def _is_fresh(guide: Guide) -> bool:
     """Whether a guide, or the rest of one, has not been set up for the model's sites."""
     return getattr(_innermost(guide), "prototype_trace", ()) is None
@@ -333,9 +342,9 @@ def _build_rest(rest: Rest, model: Model) -> Guide:
     if isinstance(rest, type | functools.partial):
         guide_class = rest.func if isinstance(rest, functools.partial) else rest
         given = rest.keywords if isinstance(rest, functools.partial) else {}
-        # NumPyro's own start, uniform in (-2, 2), puts lengthscales anywhere from 0.1 to 7.
+        # `_set_start` replaces it. NumPyro's own start is uniform in (-2, 2).
         if isinstance(guide_class, type) and issubclass(guide_class, AutoGuide):
-            given = {"init_loc_fn": init_to_median, **given}
+            given = {"init_loc_fn": MEDIAN, **given}
         return rest(model, **given)
     if not callable(rest):
         raise ValueError(

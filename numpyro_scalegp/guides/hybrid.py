@@ -100,7 +100,9 @@ class AutoHybridGP(AbstractDecoupledGuide):
     ) -> tuple[Basis, Float[Array, "*batch M_r"]]:
         """Declare the residual points and their weights."""
         if self.growth is None:
-            R = self.param(site, "residual_points", lambda key: self.residual_points(key, site.X))
+            R = self.param(
+                site, "residual_points", lambda key: self.residual_points(key, site.rows)
+            )
             basis = Basis(R, jnp.ones(len(R), bool))
             return basis, self.param(
                 site, "residual_weights", jnp.zeros((*site.batch_shape, len(R)), R.dtype)
@@ -120,7 +122,7 @@ class AutoHybridGP(AbstractDecoupledGuide):
         return HybridGP(
             site.kernel,
             site.X,
-            *declare_whitened(param, self.inducing_points, site.X, site.batch_shape),
+            *declare_whitened(param, self.inducing_points, site.rows, site.batch_shape),
             R,
             jnp.where(active, w, 0.0) / prior_scale(site, R),
             **self.columns(len(R)),

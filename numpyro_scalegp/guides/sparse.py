@@ -27,8 +27,9 @@ class AutoSparseGP(AbstractGPGuide):
             `functools.partial` of one; another GP guide class; or any guide that takes the model's
             arguments and samples them all.
         num_inducing: number of inducing points, if `inducing_points` is not given.
-        inducing_points: where they start, shape (M, d); None for k-means on the rows of the first
-            mini-batch. Give `sgp.features.kmeans_points(key, X, M)` to use all rows.
+        inducing_points: where they start, shape (M, d); None for k-means on 20,000 rows of all that
+            the model's plate takes mini-batches of, or where it gets them as arguments on the rows
+            of the first: then give `sgp.features.kmeans_points(key, X, M)`.
         prefix: part of the parameters' names.
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
@@ -71,5 +72,5 @@ class AutoSparseGP(AbstractGPGuide):
     def family(self, site: GPSite, *, training: bool = True) -> SparseGP:
         """The sparse GP, at the prior to begin with; see `AbstractGPGuide.family`."""
         param = functools.partial(self.param, site)
-        whitened = declare_whitened(param, self.inducing_points, site.X, site.batch_shape)
+        whitened = declare_whitened(param, self.inducing_points, site.rows, site.batch_shape)
         return SparseGP(site.kernel, site.X, *whitened, jitter=self.jitter)

@@ -21,10 +21,13 @@ from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Hutchinson, Pathwise
 from numpyro_scalegp.infer.fitted_runs import trace_of
-from numpyro_scalegp.infer.starting_values import scaled_start
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import AlternatingProjections
 from numpyro_scalegp.tracing.runs import is_observed
+from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
+
+# Of the observations' variance, what the noise starts at.
+_NOISE_SHARE = 0.1
 
 
 def _exact(gp: GaussianProcess) -> AbstractEstimator:
@@ -101,7 +104,11 @@ class Fits:
         """Parameters to start from, by scales of the data."""
         rows = self._of(subset)
         params = self.svi.optim.get_params(self._first(self.svi, rows).optim_state)
-        return jax.jit(lambda p: scaled_start(lambda q: self._processes(q, rows), p))(params)
+
+        def scales(params: Any) -> list[tuple[Array, Array]]:
+            return [pair for one in self._processes(params, rows) for pair in _scales(*one)]
+
+        return jax.jit(lambda params: scaled_start(scales, params))(params)
 
     def run(self, start: Any, subsets: list[Int[Array, " m"]], num_steps: int) -> Iterator[Any]:
         """Fit each subset exactly, all from the same start: their parameters."""
@@ -173,6 +180,19 @@ class Fits:
             found = _predict_from_neighbors(gp.kernel, gp.X, noise, y - gp.mean, held, count)
             total += np.asarray(found, float)
         return np.where(np.isfinite(total), total, -np.inf)
+
+
+def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
+    """Hyperparameters of a GP over observations, and what they are wanted to be.
+
+    The mean variance of the function that of the observations, the noise variance a tenth of it.
+    """
+    variance = jnp.square(deviation(y - gp.mean))
+    return [
+        *lengthscale_pairs(gp.kernel, gp.X),
+        (jnp.mean(gp.kernel.diag(gp.X)), variance),
+        (jnp.mean(gp.noise_variance), _NOISE_SHARE * variance),
+    ]
 
 
 def _is_hidden(site: dict[str, Any]) -> bool:

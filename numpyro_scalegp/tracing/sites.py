@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpyro
 from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
+from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.families.family import AbstractPriorGP
@@ -61,6 +63,7 @@ class GPSite(NamedTuple):
     batch_shape: tuple[int, ...]  # of independent functions, by plates
     plates: tuple[CondIndepStackFrame, ...]
     partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements
+    spread: Callable[[int], Array] | None = None  # rows of other mini-batches, at most so many
 
     @property
     def kernel(self) -> AbstractKernel:
@@ -71,6 +74,10 @@ class GPSite(NamedTuple):
     def X(self) -> Float[Array, "n d"]:
         """The rows."""
         return self.prior.X
+
+    def rows(self, max_rows: int = 20_000) -> Float[Array, "m d"]:
+        """Rows from all over the data: those here, or of mini-batches that share none."""
+        return self.X if self.spread is None else self.spread(max_rows)
 
 
 class HideGPSite(Messenger):
@@ -93,12 +100,12 @@ class HideGPSite(Messenger):
         self.kind = kind
         self.hide_others = hide_others
         self.found: list[GPSite] = []
-        self.partial: set[str] = set()  # plates that take a part of their elements
+        self.partial: dict[str, Any] = {}  # plates that take a part of their elements: sizes
 
     def process_message(self, msg: dict) -> None:
         """Stop at the GP site."""
         if takes_part(msg):
-            self.partial.add(msg["name"])
+            self.partial[msg["name"]] = msg["args"]
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         if role_of(msg["fn"]) != "prior":
@@ -120,7 +127,7 @@ class HideGPSite(Messenger):
         if is_other and not self.hide_others:
             return
         plates = tuple(msg["cond_indep_stack"])
-        if self.partial.intersection(frame.name for frame in plates):
+        if not self.partial.keys().isdisjoint(frame.name for frame in plates):
             names = ", ".join(f"`{frame.name}`" for frame in plates)
             raise ValueError(
                 f"the GP site `{msg['name']}` stands inside the plate {names}, which takes a part "
@@ -204,5 +211,27 @@ def find_gp_site(
     hidden = HideGPSite(given, site, kind, hide_others=True)
     visible = ("param", "mutable", "plate")
     seeded = handlers.seed(hidden, numpyro.prng_key())
-    handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
-    return hidden.the_site()
+    with handlers.trace() as trace:
+        handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
+    found = hidden.the_site()
+    params = {name: one["value"] for name, one in trace.items() if one["type"] != "plate"}
+    parts = [(name, *sizes) for name, sizes in hidden.partial.items()]
+    if len(parts) != 1 or parts[0][2] != len(found.X):
+        return found
+    ((plate, size, taken),) = parts
+
+    def spread(max_rows: int) -> Array:
+        count = max(1, min(max_rows, size) // taken)
+        index = stratified_indices(jax.random.key(0), size, count * taken)
+
+        def of_batch(index: Array) -> Array:
+            again = substituted(model, params, values, {**(indices or {}), plate: index})
+            other = HideGPSite(again, site, kind, hide_others=True)
+            with handlers.block():
+                handlers.seed(other, jax.random.key(0))(*args, **kwargs)
+            return other.the_site().X
+
+        # Each mini-batch has rows from all over the data, too.
+        return jax.lax.map(of_batch, index.reshape(taken, count).T).reshape(-1, found.X.shape[1])
+
+    return found._replace(spread=spread)

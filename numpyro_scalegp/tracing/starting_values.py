@@ -9,11 +9,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
-from numpyro_scalegp.distributions import GaussianProcess
+from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.distances import squared_distances
-
-# Of the observations' variance, what the noise starts at.
-_NOISE_SHARE = 0.1
 
 # Steps that are cut short where a parameter hardly moves what is wanted: at the end of a bounded
 # parameter's range there would be no gradient to come back by.
@@ -63,18 +60,16 @@ def median_distance(X: Float[ArrayLike, "n d"], *, max_rows: int = 1000) -> Floa
 
 
 def scaled_start(
-    processes: Callable[[dict[str, Array]], list[tuple[GaussianProcess, Array]]],
-    params: dict[str, Array],
+    scales: Callable[[dict[str, Array]], list[tuple[Array, Array]]], params: dict[str, Array]
 ) -> dict[str, Array]:
-    """Move parameters until lengthscales, variance and noise of a model have the data's scales.
+    """Move parameters until what depends on them has the scales of the data.
 
-    Lengthscales go to the median distance over sqrt(2), in the inputs that they divide, each column
-    by its own deviation; the mean variance of the function to that of the observations, and the
-    noise variance to a tenth of it. Steps of Gauss and Newton of least norm in the logarithms, so
-    that parameters with no part in these stay.
+    Steps of Gauss and Newton of least norm in the logarithms, so that parameters with no part in
+    these stay.
 
     Args:
-        processes: maps parameters, unconstrained, to the GPs over observations and their values.
+        scales: maps parameters, unconstrained, to pairs of what depends on them, positive, and what
+            it is wanted to be; no way is gone where that is zero.
         params: where to start, by name.
 
     Returns:
@@ -82,8 +77,7 @@ def scaled_start(
     """
 
     def excess(params: dict[str, Array]) -> Array:
-        pairs = [pair for one in processes(params) for pair in _scales(*one)]
-        return jnp.concatenate([jnp.ravel(_log_ratio(*pair)) for pair in pairs])
+        return jnp.concatenate([jnp.ravel(_log_ratio(*pair)) for pair in scales(params)])
 
     def step(params: dict[str, Array], _: None) -> tuple[dict[str, Array], None]:
         flat, unravel = jax.flatten_util.ravel_pytree(params)
@@ -105,25 +99,25 @@ def _log_ratio(value: Array, wanted: Array) -> Array:
     return jnp.log(value / jnp.where(has_scale, wanted, jax.lax.stop_gradient(value)))
 
 
-def _deviation(values: Float[Array, "n *k"]) -> Float[Array, "*k"]:
+def deviation(values: Float[Array, "n *k"]) -> Float[Array, "*k"]:
     """The standard deviation, zero where it is rounding."""
-    deviation, largest = jnp.std(values, axis=0), jnp.max(jnp.abs(values), axis=0)
-    return jnp.where(deviation > 10.0 * jnp.finfo(values.dtype).eps * largest, deviation, 0.0)
+    spread, largest = jnp.std(values, axis=0), jnp.max(jnp.abs(values), axis=0)
+    return jnp.where(spread > 10.0 * jnp.finfo(values.dtype).eps * largest, spread, 0.0)
 
 
-def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
-    """Hyperparameters of a GP over observations, and what they are wanted to be."""
-    inputs = gp.kernel.scaled_inputs(gp.X)
-    pairs = [(one, _distances(one, jax.lax.stop_gradient(X))) for one, X in inputs]
-    variance = jnp.square(_deviation(y - gp.mean))
-    pairs.append((jnp.mean(gp.kernel.diag(gp.X)), variance))
-    pairs.append((jnp.mean(gp.noise_variance), _NOISE_SHARE * variance))
-    return pairs
+def lengthscale_pairs(kernel: AbstractKernel, X: Float[Array, "n d"]) -> list[tuple[Array, Array]]:
+    """Each lengthscale of a kernel, and what it is wanted to be, for `scaled_start`.
+
+    That is the median distance over sqrt(2), in the inputs that it divides, each column by its own
+    deviation.
+    """
+    pairs = kernel.scaled_inputs(X)
+    return [(one, _distances(one, jax.lax.stop_gradient(seen))) for one, seen in pairs]
 
 
 def _distances(lengthscale: Array, X: Float[Array, "n k"]) -> Array:
     """A median distance over sqrt(2): one, or one for each column."""
     if lengthscale.ndim == 0:
         return median_distance(X) / jnp.sqrt(2.0)
-    scale = _deviation(X)
+    scale = deviation(X)
     return scale * median_distance(X / jnp.where(scale > 0, scale, 1.0)) / jnp.sqrt(2.0)

@@ -1,0 +1,78 @@
+"""Where hyperparameters of a guide start: prior medians, with lengthscales from the data."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.infer.initialization import init_to_median
+from numpyro.primitives import Messenger
+
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
+from numpyro_scalegp.tracing.runs import Trace, is_latent, substituted
+from numpyro_scalegp.tracing.sites import Model
+from numpyro_scalegp.tracing.starting_values import lengthscale_pairs, scaled_start
+
+MEDIAN = init_to_median()
+
+
+class _Priors(Messenger):
+    """Puts zeros in the place of a model's functions, and records their priors."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.found: list[Any] = []
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Stop at a function, of which no handler outside need draw."""
+        if msg["type"] != "sample" or role_of(msg["fn"]) != "prior" or msg["is_observed"]:
+            return
+        prior, _, _ = unwrapped(msg["fn"])
+        self.found.append(prior)
+        msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
+        msg["stop"] = True
+
+
+@eqx.filter_jit
+def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Values of a model's latent sites but functions: prior medians, moved by `scaled_start`.
+
+    So that functions vary over distances between rows: from lengthscales far from these the
+    likelihood may say nothing of them.
+
+    Args:
+        model: a model with functions, which may take a mini-batch of the rows.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        Values by name. Lengthscales that nothing but a function of fixed values decides stay.
+    """
+
+    def run(handler: Any) -> tuple[Trace, list[Any]]:
+        priors = _Priors(model)
+        seeded = handlers.seed(handler(priors), jax.random.key(0))
+        with handlers.block():
+            return handlers.trace(seeded).get_trace(*args, **kwargs), priors.found
+
+    trace, _ = run(lambda inner: handlers.substitute(inner, substitute_fn=MEDIAN))
+    sites = {name: site for name, site in trace.items() if is_latent(site)}
+    sites = {name: one for name, one in sites.items() if not one["fn"].support.is_discrete}
+    maps = {name: biject_to(site["fn"].support) for name, site in sites.items()}
+
+    def values(params: dict[str, Array]) -> dict[str, Array]:
+        return {name: maps[name](value) for name, value in params.items()}
+
+    def scales(params: dict[str, Array]) -> list[tuple[Array, Array]]:
+        _, found = run(lambda inner: substituted(inner, {}, values(params)))
+        kernels = [(getattr(prior, "kernel", None), prior.X) for prior in found]
+        pairs = [lengthscale_pairs(kernel, X) for kernel, X in kernels if kernel and len(X) > 1]
+        return [pair for some in pairs for pair in some]
+
+    params = {name: maps[name].inv(site["value"]) for name, site in sites.items()}
+    if not params or not scales(params):
+        return values(params)
+    return values(scaled_start(scales, params))
