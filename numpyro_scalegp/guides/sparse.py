@@ -23,8 +23,8 @@ class AutoSparseGP(AbstractGPGuide):
         model: a NumPyro model with a `LatentGP` site outside the plate of its rows; a plate over
             outputs makes it a batch of functions.
         site: the name of that site; None if the model has only one.
-        rest: what guides the other sites: an autoguide class, which starts at prior medians; a
-            `functools.partial` of one; another GP guide class; or any guide that takes the model's
+        rest: what guides the other sites: an autoguide class, which starts at prior medians, and
+            lengthscales from the distances between rows; a `functools.partial` of one; another GP guide class; or any guide that takes the model's
             arguments and samples them all.
         num_inducing: number of inducing points, if `inducing_points` is not given.
         inducing_points: where they start, shape (M, d); None for k-means on 20,000 rows of all that

@@ -10,10 +10,10 @@ from numpyro_scalegp.infer.log_determinants import (
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
-from numpyro_scalegp.tracing.starting_values import median_distance
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
 from numpyro_scalegp.quadruply_stochastic.row_svi import RowSVI
+from numpyro_scalegp.tracing.starting_values import median_distance
 
 __all__ = [
     "Draws",

@@ -19,10 +19,11 @@ from numpyro.contrib.module import nnx_module
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Predictive, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
-from numpyro.infer.initialization import init_to_median, init_to_uniform
+from numpyro.infer.initialization import init_to_value
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.guides import AutoSparseGP
+from numpyro_scalegp.tracing.sites import find_gp_site
 
 N, M = 40, 6
 KEY = jax.random.key(0)
@@ -406,9 +407,10 @@ def test_parameters_start_as_the_whitened_prior(x64):
     np.testing.assert_array_equal(params["f_q_loc"], np.zeros(5))
     np.testing.assert_allclose(params["f_q_scale_tril"], np.eye(5), atol=1e-6)
     assert {leaf.dtype for leaf in params.values()} == {jnp.dtype("float64")}
-    # The rest starts near prior medians: at those of a few draws.
+    # The rest starts near prior medians, those of a few draws, and lengthscales from the data.
     medians = guide.median(params)
-    assert abs(np.log(medians["lengthscale"]) + 0.5) < 0.5
+    distance = sgp.infer.median_distance(X) / np.sqrt(2.0)
+    np.testing.assert_allclose(medians["lengthscale"], distance, rtol=0.01)
     assert abs(np.log(medians["noise"]) + 1.5) < 0.5
 
 
@@ -425,17 +427,18 @@ def test_inducing_points_start_among_the_data():
     assert len(np.unique(trace)) == M
 
 
-def test_more_inducing_points_than_rows_in_the_first_batch():
+def test_more_inducing_points_than_rows():
     X, y = data()
-    guide = AutoSparseGP(model, num_inducing=20)
+    guide = AutoSparseGP(argument_model, num_inducing=20)
     with pytest.warns(
         UserWarning, match=r"`num_inducing` is 20, but .* only 10 rows.*kmeans_point"
     ):
-        value = draw(guide, X, y, 10)
+        value = draw(guide, X[:10], y[:10], N)
     assert value["f"].shape == (10,)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw(guide, X, y, 20)
+        draw(AutoSparseGP(argument_model, num_inducing=20), X[:20], y[:20], N)
+        draw(AutoSparseGP(model, num_inducing=20), X, y, 10)
 
 
 def test_predictive_at_new_inputs():
@@ -591,8 +594,59 @@ def test_bad_options(unchecked):
         draw(AutoSparseGP(model, inducing_points=jnp.zeros((4, 2))), X, y)
 
 
-def test_the_rest_starts_at_prior_medians_unless_told_otherwise():
-    for rest in (AutoNormal, functools.partial(AutoNormal, init_scale=0.01)):
-        assert AutoSparseGP(two_sites, "f", rest=rest).rest.init_loc_fn is init_to_median
-    told = functools.partial(AutoNormal, init_loc_fn=init_to_uniform)
-    assert AutoSparseGP(two_sites, "f", rest=told).rest.init_loc_fn is init_to_uniform
+def init_params(model: Callable, guide: Callable, *args: Any) -> dict[str, Array]:
+    svi = SVI(model, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    return svi.get_params(jax.jit(lambda key: svi.init(key, *args))(KEY))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_lengthscales_start_from_the_distances_between_rows(scale):
+    rng = np.random.default_rng(0)
+    X, y = jnp.array(rng.normal(size=(200, 12)) * scale), jnp.array(rng.normal(size=200))
+
+    def model(X: Array, y: Array) -> None:
+        lengthscale = numpyro.sample(
+            "lengthscale", dist.LogNormal(0.0, 1.0).expand([12]).to_event()
+        )
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    wanted = sgp.infer.median_distance(X) / np.sqrt(2)
+    guide = AutoSparseGP(model, num_inducing=M)
+    medians = guide.median(init_params(model, guide, X, y))
+    np.testing.assert_allclose(medians["lengthscale"], wanted, rtol=0.3)
+    assert abs(np.log(medians["noise"]) + 1.0) < 0.5  # which distances say nothing of
+    values = {"lengthscale": jnp.full(12, 1.5)}
+    guide = AutoSparseGP(
+        model,
+        rest=functools.partial(AutoNormal, init_loc_fn=init_to_value(values=values)),
+        num_inducing=M,
+    )
+    medians = guide.median(init_params(model, guide, X, y))
+    np.testing.assert_allclose(medians["lengthscale"], 1.5, rtol=1e-5)
+
+
+def test_inducing_points_start_among_rows_that_are_not_in_the_first_batch():
+    X, y = data(1000)  # sorted
+    params = init_params(model, AutoSparseGP(model, num_inducing=100), X, y, 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Z = np.sort(np.asarray(params["f_auto_inducing_points"])[:, 0])
+    assert Z.shape == (100,)
+    assert np.diff(Z).max() < 0.2
+    assert np.diff(Z).min() > 0.0
+
+
+def test_rows_from_all_over_are_different_ones():
+    X, y = jnp.arange(100.0)[:, None], jnp.zeros(100)
+    values = {"lengthscale": 1.0, "noise": 0.1}
+    with handlers.seed(rng_seed=0):
+        site = find_gp_site(model, None, sgp.LatentGP, values, (X, y, 15), {})
+        whole = find_gp_site(model, None, sgp.LatentGP, values, (X, y), {})
+    found = np.sort(np.asarray(site.rows())[:, 0])
+    assert len(np.unique(found)) == len(found) == 90
+    assert np.diff(found).max() <= 3
+    assert site.rows(40).shape == (30, 1)
+    np.testing.assert_array_equal(whole.rows(), X)
