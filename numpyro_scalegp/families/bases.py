@@ -48,8 +48,8 @@ class InitialPoints:
         if X.shape[0] < self.num:
             warnings.warn(
                 f"`{self.num_name}` is {self.num}, but there are only {X.shape[0]} rows in the "
-                f"first mini-batch, or in all: these are the {self.name.replace('_', ' ')}. Give `{self.name}`, such as "
-                f"{self.advice}, to choose from all rows.",
+                f"first mini-batch, or in all: these are the {self.name.replace('_', ' ')}. Give "
+                f"`{self.name}`, such as {self.advice}, to choose from all rows.",
                 UserWarning,
                 stacklevel=2,
             )

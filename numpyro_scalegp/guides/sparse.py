@@ -24,8 +24,8 @@ class AutoSparseGP(AbstractGPGuide):
             outputs makes it a batch of functions.
         site: the name of that site; None if the model has only one.
         rest: what guides the other sites: an autoguide class, which starts at prior medians, and
-            lengthscales from the distances between rows; a `functools.partial` of one; another GP guide class; or any guide that takes the model's
-            arguments and samples them all.
+            lengthscales from the distances between rows; a `functools.partial` of one; another GP
+            guide class; or any guide that takes the model's arguments and samples them all.
         num_inducing: number of inducing points, if `inducing_points` is not given.
         inducing_points: where they start, shape (M, d); None for k-means on 20,000 rows of all that
             the model's plate takes mini-batches of, or where it gets them as arguments on the rows
