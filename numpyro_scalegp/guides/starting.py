@@ -54,7 +54,7 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def run(handler: Any) -> tuple[Trace, list[Any]]:
         priors = _Priors(model)
-        seeded = handlers.seed(handler(priors), jax.random.key(0))
+        seeded = handler(handlers.seed(priors, jax.random.key(0)))
         with handlers.block():
             return handlers.trace(seeded).get_trace(*args, **kwargs), priors.found
 
