@@ -38,28 +38,32 @@ def whitened_moments(
         Means, variances of the inducing values and unexplained variances, each of shape (n,). Time
         O(n M^2 + M^3).
     """
-    return _moments(K_ZZ, K_ZX, diagonal, loc, scale_tril, factor.tril)
+    mean, inside, unexplained = _moments(K_ZZ, K_ZX, diagonal, loc, scale_tril, factor.tril)
+    return mean, inside, unexplained
 
 
+# One array: of several outputs, `vmap` adds up cotangents of one that is the same for all, and the
+# reverse rule would then count it for each of them.
 @jax.custom_vjp
 def _moments(
     K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, L: Array
-) -> tuple[Array, Array, Array]:
+) -> Float[Array, "3 n"]:
     return _moments_forward(K_ZZ, K_ZX, diagonal, loc, S, L)[0]
 
 
 def _moments_forward(
     K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, L: Array
-) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
+) -> tuple[Float[Array, "3 n"], tuple[Array, ...]]:
     W = inverse_cholesky_given(K_ZZ, L)
     A = matmul(W, K_ZX)
     SA = matmul(S.T, A)
     unexplained = jnp.maximum(diagonal - jnp.sum(jnp.square(A), axis=0), 0.0)
-    return (matmul(loc, A), jnp.sum(jnp.square(SA), axis=0), unexplained), (W, A, SA, loc, S)
+    found = jnp.stack([matmul(loc, A), jnp.sum(jnp.square(SA), axis=0), unexplained])
+    return found, (W, A, SA, loc, S)
 
 
 def _moments_backward(
-    residuals: tuple[Array, ...], cotangents: tuple[Array, Array, Array]
+    residuals: tuple[Array, ...], cotangents: Float[Array, "3 n"]
 ) -> tuple[Array, ...]:
     W, A, SA, loc, S = residuals
     g, e, u = cotangents

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro.ops.provenance import eval_provenance
 
+from numpyro_scalegp.tracing.affine import is_affine
 from numpyro_scalegp.tracing.likelihood import summed
 from numpyro_scalegp.tracing.runs import Trace, flat_provenance, is_observed, takes_part
 
@@ -40,19 +41,19 @@ def row_scales(trace: Trace) -> dict[str, Float[Array, "2"]]:
 
 def tightened(
     terms: Terms,
-    means: dict[str, Float[Array, "*batch n"]],
+    means: dict[str, Array],
     name: str,
-    variances: list[Float[Array, "*batch n"]],
+    variances: list[Array],
     scales: dict[str, Float[Array, "2"]],
     own_scale: Any = None,
-) -> tuple[list[Float[Array, "*batch n"]], Float[Array, ""]]:
+) -> tuple[list[Array], Float[Array, ""]]:
     """The variances that the likelihood sees, and what the rest of them costs.
 
     Args:
         terms: scaled log densities of the observed sites, given all functions.
-        means: of all functions, by name.
+        means: of all functions, by name, each of shape (*batch, n).
         name: of the function.
-        variances: of what its inducing values decide, and what they leave unexplained.
+        variances: of what its inducing values decide, and what they leave unexplained, at each row.
         scales: of the observed sites, as `row_scales` gives them. The cost grows with the larger of
             the two, up to that of the untightened bound: one that is too large is safe.
         own_scale: of the function's site, whose divergence has it; None for 1.
@@ -62,22 +63,25 @@ def tightened(
         in f and its precision independent of other functions; otherwise both, and zero.
     """
 
-    def curvature(**functions: Array) -> Array:
+    def slope(functions: dict[str, Array]) -> Array:
         def total(f: Array) -> Array:
             return summed(terms(*({**functions, name: f}[one] for one in means)))
 
-        # Terms of single rows: the sum of a row of the Hessian is its diagonal.
-        f = functions[name]
-        return jax.jvp(jax.grad(total), (f,), (jnp.ones_like(f),))[1]
+        return jax.grad(total)(functions[name])
 
     depends = eval_provenance(lambda **given: terms(*map(given.__getitem__, means)), **means)
     weights = [scales[site] for site, origin in depends.items() if name in _names(origin)]
-    if not weights or _names(eval_provenance(curvature, **means)):
+    if not weights or not is_affine(slope, means):
         return variances, jnp.zeros(())
     inside, unexplained = variances
+    # Terms of single rows: the sum of a row of the Hessian is its diagonal.
+    along = {
+        one: jnp.ones_like(f) if one == name else jnp.zeros_like(f) for one, f in means.items()
+    }
+    curvature = jax.jvp(slope, (means,), (along,))[1]
     factors = jnp.stack([jnp.asarray(1.0 if own_scale is None else own_scale), jnp.ones(())])
     weight = jnp.max(jnp.stack(weights) * factors).astype(inside.dtype)
-    precision = jnp.maximum(-curvature(**means), 0.0) / weight
+    precision = jnp.maximum(-curvature, 0.0) / weight
     return [inside], 0.5 * jnp.sum(weight * jnp.log1p(precision * unexplained))
 
 

@@ -80,6 +80,22 @@ def test_values_and_gradients_of_all_arguments(M, n, x64):
         assert np.any(one != 0)
 
 
+def test_gradients_of_what_several_functions_share(x64):
+    K_ZZ, K_ZX, diagonal, loc, S = arguments(4, 5)
+    locs, scales, weigh = jnp.stack([loc, -loc, 0.5 * loc]), jnp.stack([S, 2 * S, S]), weigher(5)
+
+    def total(function: Callable[..., Any], K_ZX: Array, diagonal: Array) -> Array:
+        each = jax.vmap(lambda loc, S: weigh(function(K_ZZ, K_ZX, diagonal, loc, S)))
+        return jnp.sum(each(locs, scales))
+
+    found, expected = (
+        jax.jit(jax.grad(lambda *args, f=f: total(f, *args), (0, 1)))(K_ZX, diagonal)
+        for f in (moments, dense)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("over", ["forward", "reverse"])
 def test_second_derivatives(over, x64):
     M, n = 4, 5

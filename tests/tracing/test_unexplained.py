@@ -79,6 +79,7 @@ def test_gaussian_likelihoods_have_the_logarithm(x64):
         (lambda f: dist.Normal(f, sds), expected(sds)),
         (lambda f: dist.Normal(2.0 * f + X, sds), expected(sds, 2.0, X)),
         (lambda f: dist.Normal(f, SD).mask(active), expected(SD, active=active)),
+        (lambda f: dist.Normal(f[::-1][::-1], SD), expected(SD)),
     ]
     for likelihood, value in cases:
         np.testing.assert_allclose(bound(likelihood), value, rtol=1e-10)
@@ -112,13 +113,15 @@ def test_both_bounds_lie_below_the_evidence(x64):
 
 
 def test_other_likelihoods_have_the_bound_that_they_had(x64):
-    def two(f: Array) -> Any:
-        return dist.StudentT(4.0, f, SD)
-
-    def of_squares(f: Array) -> Any:
-        return dist.Normal(f**2, SD)
-
-    for likelihood in (two, of_squares):
+    likelihoods = [
+        lambda f: dist.StudentT(4.0, f, SD),
+        lambda f: dist.Normal(f**2, SD),
+        lambda f: dist.Normal(jnp.abs(f), SD),
+        lambda f: dist.Normal(jnp.where(f > 0.0, f, 2.0 * f), SD),
+        # No curvature, but at one value.
+        lambda f: dist.Laplace(f, SD),
+    ]
+    for likelihood in likelihoods:
         assert bound(likelihood) == bound(likelihood, tight=False)
 
 
