@@ -61,14 +61,19 @@ def as_positive(value: Any, name: str = "value", *, or_zero: bool = False) -> Fl
     So does its derivative. With `or_zero`, zero stays zero.
     """
     array = as_float(value, name)
-    return _or_nan(array, (array >= 0) if or_zero else (array > 0))
+    return _or_nan(array, jnp.greater_equal if or_zero else jnp.greater)
 
 
-def _or_nan(array: Float[Array, "..."], is_good: Any = True) -> Float[Array, "..."]:
-    """Entries of a traced array that are finite and good, and NaN for others."""
+def _or_nan(
+    array: Float[Array, "..."], compare: Callable[[Array, float], Array] | None = None
+) -> Float[Array, "..."]:
+    """Entries of a traced array that are finite, and compare well with zero; NaN for others."""
     if is_concrete(array):
         return array
-    return array * jnp.where(is_good & jnp.isfinite(array), 1.0, jnp.nan)
+    is_good = jnp.isfinite(array)
+    if compare is not None:
+        is_good &= compare(array, 0)
+    return array * jnp.where(is_good, 1.0, jnp.nan)
 
 
 def positive(name: str, value: Array, *, or_zero: bool = False) -> None:

@@ -1,5 +1,7 @@
 """Random subsets of a large range of indices, at the cost of the subset."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,11 @@ def stratified_indices(key: Key[Array, ""], size: int, num: int) -> Int[Array, "
         raise ValueError(f"`num` must be from 1 to `size`, here {size}, got {num}.")
     if num == size:
         return jnp.arange(size, dtype=jnp.int32)
+    return _stratified(key, size, num)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _stratified(key: Array, size: int, num: int) -> Array:
     edges = np.arange(num + 1, dtype=np.int64) * size // num
     within_key, shift_key = jax.random.split(key)
     widths = jnp.array(np.diff(edges), jnp.int32)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import blocked
+from numpyro_scalegp.core import blocked, checks
 from numpyro_scalegp.core.derivatives import lasting_jvp
 
 # Factorizations are tried with these multiples of `eps` times the mean diagonal, in turn.
@@ -112,6 +112,24 @@ def factorize(
             lambda: jax.debug.callback(_warn_of_jitter, works, step, ratio, few),
         )
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
+
+
+def lift(factor: Factor) -> Float[Array, ""]:
+    """What was added to the diagonal, or NaN where nothing helped."""
+    return factor.jitter + 0.0 * factor.tril[0, 0]
+
+
+def warn_of_lift(lifts: Float[Array, "..."]) -> None:
+    """Warn as `factorize` does, on the host: compiled code that can warn is in no lasting cache.
+
+    Args:
+        lifts: as `lift` gives them; nothing happens where they are traced.
+    """
+    if checks.is_concrete(lifts):
+        found = np.asarray(lifts)
+        works = not np.isnan(found).any()
+        if not works or (found > 0).any():
+            _warn_of_jitter(works, 1, np.nan, False)
 
 
 def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: ArrayLike) -> None:

@@ -93,10 +93,13 @@ class plate(numpyro.plate):
             ValueError: if a leading axis is not `size` long, or entries of a masked array are
                 missing.
         """
-        taken = tuple(self._rows(place, one) for place, one in enumerate((data, *others), start=1))
+        taken = tuple(self._checked(place, one) for place, one in enumerate((data, *others), start=1))
+        if self.subsample_size != self.size:
+            # An array of NumPy cannot be indexed by traced indices.
+            taken = _taken(jax.tree.map(jnp.asarray, taken), self._indices)
         return taken if others else taken[0]
 
-    def _rows(self, place: int, data: Any) -> Any:
+    def _checked(self, place: int, data: Any) -> Any:
         name = f"argument {place} of take"
 
         def of_leaf(leaf: Any) -> Any:
@@ -106,8 +109,11 @@ class plate(numpyro.plate):
                     f"leading axis, got shape {np.shape(leaf)}."
                 )
             checks.not_masked(name, leaf)
-            # An array of NumPy cannot be indexed by traced indices.
-            is_whole = self.subsample_size == self.size
-            return leaf if is_whole else jnp.asarray(leaf)[self._indices]
+            return leaf
 
         return jax.tree.map(of_leaf, data)
+
+
+@jax.jit
+def _taken(data: Any, index: Int[Array, " m"]) -> Any:
+    return jax.tree.map(lambda rows: rows[index], data)

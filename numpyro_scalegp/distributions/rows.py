@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from numpyro.distributions import (
@@ -13,6 +14,8 @@ from numpyro.distributions import (
     constraints,
 )
 
+from numpyro_scalegp.core import checks
+
 
 class RowsDistribution(Distribution):
     """A distribution whose event is a vector with one entry for each row of `X`."""
@@ -20,6 +23,23 @@ class RowsDistribution(Distribution):
     support = constraints.real_vector
     # "prior" of a function in a model, "variational" in a guide, "collapsed" over observations.
     role: ClassVar[str] = ""
+
+    def validate_args(self, strict: bool = True) -> None:
+        """Check parameters against their constraints, in one program.
+
+        NumPyro compiles each operation of a check by itself, under a trace as well.
+        """
+        own = self.arg_constraints
+        args = {
+            name: value
+            for name, value in self.get_args().items()
+            if value is not None and not constraints.is_dependent(own[name])
+        }
+        if not args or not (strict or checks.is_concrete(args)):
+            return
+        is_valid = _is_valid({name: own[name] for name in args}, args)
+        if not (checks.is_concrete(is_valid) and is_valid):
+            super().validate_args(strict)
 
     def expand(self, batch_shape: Sequence[int]) -> Any:
         """Independent copies, as a plate over outputs makes them.
@@ -53,6 +73,11 @@ class RowsDistribution(Distribution):
                 "`y[mask]`."
             )
         return super().mask(mask)
+
+
+@jax.jit
+def _is_valid(of: dict[str, Any], args: dict[str, Any]) -> Bool[Array, ""]:
+    return jnp.all(jnp.stack([jnp.all(of[name](value)) for name, value in args.items()]))
 
 
 class Unwrapped(NamedTuple):

@@ -62,6 +62,9 @@ class HybridPosterior(AbstractKernelPosterior):
     def _factorize(self) -> Any:
         return self.sparse._factorize()
 
+    def _lift(self, factors: Any) -> Float[Array, ""]:
+        return self.sparse._lift(factors)
+
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return expansion(self._of_f, X, self.residual_points, self.residual_weights)
 

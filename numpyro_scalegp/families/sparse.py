@@ -1,13 +1,15 @@
 """The coupled sparse variational family: SVGP."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
-from numpyro.distributions import constraints
+from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
@@ -65,7 +67,10 @@ class SparsePosterior(AbstractKernelPosterior):
 
     def _factorize(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
         K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
-        return K, linalg.factorize(K)
+        return K, linalg.factorize(K, warn=False)
+
+    def _lift(self, factors: tuple[Float[Array, "M M"], linalg.Factor]) -> Float[Array, ""]:
+        return linalg.lift(factors[1])
 
     def _moments(
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
@@ -198,9 +203,55 @@ def declare_whitened(
     scale_tril = param(
         "scale_tril",
         lambda _: jnp.broadcast_to(jnp.eye(M, dtype=Z.dtype), (*batch_shape, M, M)),
-        constraint=constraints.lower_cholesky,
+        constraint=_scale_tril,
     )
     return Z, loc, scale_tril
+
+
+class _ScaleTril(constraints.ParameterFreeConstraint):
+    """As `constraints.lower_cholesky`, for optimizers: square matrices are its other side."""
+
+    event_dim = 2
+
+    def __call__(self, x: Array) -> Array:
+        return constraints.lower_cholesky(x)
+
+
+_scale_tril = _ScaleTril()
+
+
+class _FromSquare(transforms.ParameterFreeTransform):
+    """Drops what is above the diagonal, and takes the exponential of that.
+
+    NumPyro's own, from vectors, gathers and scatters.
+    """
+
+    domain = constraints.real_matrix
+    codomain = _scale_tril
+
+    def __call__(self, x: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
+        return _with_diagonal(x, jnp.exp)
+
+    def _inverse(self, y: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
+        return _with_diagonal(y, jnp.log)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _with_diagonal(
+    A: Float[Array, "*batch M M"], change: Callable[[Array], Array]
+) -> Float[Array, "*batch M M"]:
+    """Lower triangles, with their diagonals changed."""
+    eye = jnp.eye(A.shape[-1], dtype=A.dtype)
+    return jnp.tril(A, -1) + eye * change(_diagonal(A))[..., None, :]
+
+
+def _diagonal(A: Float[Array, "*batch M M"]) -> Float[Array, "*batch M"]:
+    return jnp.diagonal(A, axis1=-2, axis2=-1)
+
+
+@biject_to.register(_ScaleTril)
+def _(constraint: _ScaleTril) -> _FromSquare:
+    return _FromSquare()
 
 
 def whitened_divergence(
@@ -208,8 +259,7 @@ def whitened_divergence(
 ) -> Float[Array, "*batch"]:
     """KL(N(loc, S S') || N(0, I)), in O(M^2)."""
     trace = jnp.sum(jnp.square(scale_tril), axis=(-2, -1)) + jnp.sum(jnp.square(loc), axis=-1)
-    diagonal = jnp.diagonal(scale_tril, axis1=-2, axis2=-1)
-    return 0.5 * (trace - loc.shape[-1]) - jnp.sum(jnp.log(diagonal), axis=-1)
+    return 0.5 * (trace - loc.shape[-1]) - jnp.sum(jnp.log(_diagonal(scale_tril)), axis=-1)
 
 
 def whitened_parts(

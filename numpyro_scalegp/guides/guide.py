@@ -13,20 +13,25 @@ import numpyro
 from jaxtyping import Array, Key
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoGuide, AutoNormal
-from numpyro.infer.initialization import init_to_value
+from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_value
+from numpyro.infer.util import log_density
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.tracing.first_run import compiled, emit
 from numpyro_scalegp.tracing.runs import is_latent, substituted, traced
-from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, WithoutSite, find_gp_site
+from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
 
 Guide = Callable[..., Any]
 
 
 Rest = type | functools.partial | Guide
+
+# Strategies of NumPyro's autoguides that draw nothing.
+_GIVEN = (init_to_value, init_to_median, init_to_mean)
 
 
 class AbstractGPGuide(abc.ABC):
@@ -82,6 +87,11 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             The value of each latent site, by name.
         """
+        if _is_fresh(self) and (done := _first_run(self, args, kwargs)) is not None:
+            return done
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
         _set_start(self, args, kwargs)
         with handlers.trace() as rest_trace:
             self.rest(*args, **kwargs)
@@ -316,6 +326,50 @@ def set_up(
                 "`numpyro.handlers.seed(guide, 0)(X, y)`."
             )
     vars(guide).update(vars(trial))
+
+
+def _first_run(
+    guide: AbstractGPGuide, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Array] | None:
+    """Set a guide up and run it in one program; None where that is not possible.
+
+    NumPyro's autoguides set themselves up one operation at a time, each compiled by itself: here
+    they do it under a trace. Their search for valid values has nothing to find where values are
+    given, so that it needs no likelihood; whether that is finite is seen once.
+    """
+    rest = _innermost(guide)
+    key = numpyro.prng_key()
+    leaves = jax.tree.leaves((key, args, kwargs))
+    strategy = getattr(getattr(rest, "init_loc_fn", None), "func", None)
+    if key is None or strategy not in _GIVEN or not isinstance(rest.model, WithoutSite):
+        return None
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> tuple[dict[str, Array], Array]:
+        with rest.model.without_likelihood(), StandIn(_draw_from_prior):
+            values = guide._run(args, kwargs)
+        seeded = handlers.seed(rest.model, numpyro.prng_key())
+        with handlers.block():
+            return values, jnp.isfinite(log_density(seeded, args, kwargs, values)[0])
+
+    try:
+        (values, is_valid), trace = compiled(run, rest, key, args, kwargs)
+    except jax.errors.JAXTypeError:
+        return None  # the model is not to be traced
+    return values if is_valid and emit(trace) else None
+
+
+def _draw_from_prior(name: str, family: AbstractVariationalGP, _: None) -> Array:
+    """A value for the site of a guide that has not been trained: at the prior, if it has a kernel.
+
+    So that no factorization is compiled for it.
+    """
+    key = numpyro.prng_key()
+    if not hasattr(family, "kernel"):
+        return family.sample(key)
+    noise = jax.random.normal(key, family.shape(), family.X.dtype)
+    return jnp.sqrt(family.kernel.diag(family.X)) * noise
 
 
 def _set_start(guide: AbstractGPGuide, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import chunks
+from numpyro_scalegp.core import chunks, linalg
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
@@ -54,8 +54,10 @@ class AbstractVariationalPosterior(AbstractPosterior):
     def _moments(self, factors: Any, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
         """The mean and the parts of the variance of f at each row of X; see `split_marginals`."""
 
-    # Outside of `jit`, as when SVI sets itself up, one compilation instead of one per operation.
-    @eqx.filter_jit
+    def _lift(self, factors: Any) -> Float[Array, ""]:
+        """What the factorization added to the diagonal, as `linalg.lift` gives it."""
+        return jnp.zeros(())
+
     def marginals(
         self, X: Float[Array, "n d"], *, chunk_size: int | None = None
     ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
@@ -68,24 +70,30 @@ class AbstractVariationalPosterior(AbstractPosterior):
         Returns:
             Means and variances, each of shape (*batch, n).
         """
-        mean, *variances = self._split(X, chunk_size)
+        (mean, *variances), lift = self._split(X, chunk_size)
+        linalg.warn_of_lift(lift)
         return mean, sum(variances)
 
-    @eqx.filter_jit
     def split_marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, "*batch n"], ...]:
         """The mean and the parts of the variance of f at each row of X, each of shape (*batch, n).
 
         With inducing points the variance has two: that of their values, and what they leave
         unexplained.
         """
-        return self._split(X, None)
+        moments, lift = self._split(X, None)
+        linalg.warn_of_lift(lift)
+        return moments
 
-    def _split(self, X: Array, chunk_size: int | None) -> tuple[Array, ...]:
-        def of_one(one: AbstractVariationalPosterior) -> tuple[Array, ...]:
+    # Outside of `jit` one compilation in place of one for each operation.
+    @eqx.filter_jit
+    def _split(self, X: Array, chunk_size: int | None) -> tuple[tuple[Array, ...], Array]:
+        def of_one(one: AbstractVariationalPosterior) -> tuple[tuple[Array, ...], Array]:
             factors = one._factorize()
+            lift = one._lift(factors)
             if chunk_size is None:
-                return one._moments(factors, X)
-            return chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
+                return one._moments(factors, X), lift
+            moments = chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
+            return moments, lift
 
         return self._each(of_one)
 
@@ -114,9 +122,18 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
     def _of_f(self) -> AbstractKernel:
         """The prior's kernel, of f or of the part of it that this is."""
 
-    @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        mean, covariance = self._each(lambda one: one._joint(one._factorize(), Xs))
+        draws, lift = self._drawn(key, Xs, num_samples)
+        linalg.warn_of_lift(lift)
+        return draws
+
+    @eqx.filter_jit
+    def _drawn(self, key: Array, Xs: Array, num_samples: int) -> tuple[Array, Array]:
+        def joint(one: AbstractKernelPosterior) -> tuple[Array, Array, Array]:
+            factors = one._factorize()
+            return *one._joint(factors, Xs), one._lift(factors)
+
+        mean, covariance, lift = self._each(joint)
         prior_variance = self._of_f.diag(Xs)
 
         def draw(key: Array, mean: Array, covariance: Array) -> Array:
@@ -127,4 +144,4 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             keys = jax.random.split(key, self.batch_shape)
         for _ in self.batch_shape:
             draw = jax.vmap(draw)
-        return jnp.moveaxis(draw(keys, mean, covariance), -2, 0)
+        return jnp.moveaxis(draw(keys, mean, covariance), -2, 0), lift

@@ -1,6 +1,7 @@
 """Handlers that stand in for the GP sites of models and guides, which are never sampled."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.runs import substituted, takes_part
+from numpyro_scalegp.tracing.runs import is_observed, substituted, takes_part
 
 Model = Callable[..., Any]
 Prior = type[AbstractPriorGP]
@@ -176,11 +177,31 @@ class WithoutSite:
         self.model = model
         self.site = site
         self.kind = kind
+        self._is_masked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with zeros for the function."""
         # A handler for each run, so that no traced value outlives it.
-        return HideGPSite(self.model, self.site, self.kind)(*args, **kwargs)
+        hidden = HideGPSite(self.model, self.site, self.kind)
+        return (_MaskObserved(hidden) if self._is_masked else hidden)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def without_likelihood(self) -> Iterator[None]:
+        """A context in which observed sites have no density."""
+        self._is_masked = True
+        try:
+            yield
+        finally:
+            self._is_masked = False
+
+
+class _MaskObserved(Messenger):
+    """Leaves the densities of observed sites out."""
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Mask an observed site."""
+        if is_observed(msg):
+            msg["fn"] = msg["fn"].mask(False)
 
 
 def find_gp_site(
