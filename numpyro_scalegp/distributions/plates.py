@@ -93,7 +93,9 @@ class plate(numpyro.plate):
             ValueError: if a leading axis is not `size` long, or entries of a masked array are
                 missing.
         """
-        taken = tuple(self._checked(place, one) for place, one in enumerate((data, *others), start=1))
+        taken = tuple(
+            self._checked(place, one) for place, one in enumerate((data, *others), start=1)
+        )
         if self.subsample_size != self.size:
             # An array of NumPy cannot be indexed by traced indices.
             taken = _taken(jax.tree.map(jnp.asarray, taken), self._indices)

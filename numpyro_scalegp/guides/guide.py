@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpyro
 from jaxtyping import Array, Key
 from numpyro import handlers
-from numpyro.infer.autoguide import AutoGuide, AutoNormal
+from numpyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
 from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_value
 from numpyro.infer.util import log_density
 from numpyro.primitives import Messenger
@@ -21,7 +28,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.first_run import compiled, emit
+from numpyro_scalegp.tracing.first_run import compiled, emit, only_watched
 from numpyro_scalegp.tracing.runs import is_latent, substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
 
@@ -30,7 +37,15 @@ Guide = Callable[..., Any]
 
 Rest = type | functools.partial | Guide
 
-# Strategies of NumPyro's autoguides that draw nothing.
+# NumPyro's guides that keep nothing traced which could not be replaced, and starts that draw
+# nothing.
+_PLAIN = (
+    AutoNormal,
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoMultivariateNormal,
+    AutoLowRankMultivariateNormal,
+)
 _GIVEN = (init_to_value, init_to_median, init_to_mean)
 
 
@@ -337,13 +352,13 @@ def _first_run(
     they do it under a trace. Their search for valid values has nothing to find where values are
     given, so that it needs no likelihood; whether that is finite is seen once.
     """
-    rest = _innermost(guide)
-    key = numpyro.prng_key()
-    leaves = jax.tree.leaves((key, args, kwargs))
-    strategy = getattr(getattr(rest, "init_loc_fn", None), "func", None)
-    if key is None or strategy not in _GIVEN or not isinstance(rest.model, WithoutSite):
+    rest: Any = _innermost(guide)
+    if type(rest) not in _PLAIN or not isinstance(rest.model, WithoutSite):
         return None
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if getattr(rest.init_loc_fn, "func", None) not in _GIVEN:
+        return None
+    key = numpyro.prng_key()
+    if key is None or not checks.is_concrete((key, args, kwargs)) or not only_watched():
         return None
 
     def run(*args: Any, **kwargs: Any) -> tuple[dict[str, Array], Array]:
@@ -353,19 +368,28 @@ def _first_run(
         with handlers.block():
             return values, jnp.isfinite(log_density(seeded, args, kwargs, values)[0])
 
+    before = {name: copy.copy(one) for name, one in vars(rest).items()}
+    is_valid = False
     try:
         (values, is_valid), trace = compiled(run, rest, key, args, kwargs)
     except jax.errors.JAXTypeError:
-        return None  # the model is not to be traced
-    return values if is_valid and emit(trace) else None
+        pass  # the model is not to be traced
+    finally:
+        if not is_valid:
+            vars(rest).clear()
+            vars(rest).update(before)
+    if not is_valid:
+        return None  # NumPyro's search, or its message
+    emit(trace)
+    return values
 
 
-def _draw_from_prior(name: str, family: AbstractVariationalGP, _: None) -> Array:
+def _draw_from_prior(_: str, family: Any, key: Array | None) -> Array:
     """A value for the site of a guide that has not been trained: at the prior, if it has a kernel.
 
     So that no factorization is compiled for it.
     """
-    key = numpyro.prng_key()
+    key = numpyro.prng_key() if key is None else key
     if not hasattr(family, "kernel"):
         return family.sample(key)
     noise = jax.random.normal(key, family.shape(), family.X.dtype)

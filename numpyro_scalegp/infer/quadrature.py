@@ -1,5 +1,6 @@
 """The evidence lower bound with the function integrated by Gauss-Hermite quadrature."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +117,7 @@ class QuadratureELBO(AbstractParticleELBO):
                 scale = guide_trace[name]["scale"]
                 variances, cost = tightened(observed, means, name, variances, scales, scale)
                 costs += cost
-            pairs.append((mean, sum(variances)))
+            pairs.append((mean, functools.reduce(jnp.add, variances)))
         elbo, new_mutable = normal_expectation(total, pairs, self.num_nodes)
         return elbo - costs, {**mutable, **new_mutable}
 

@@ -1,6 +1,7 @@
 """The base class of posteriors that are summarized by basis functions."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """
         (mean, *variances), lift = self._split(X, chunk_size)
         linalg.warn_of_lift(lift)
-        return mean, sum(variances)
+        return mean, functools.reduce(jnp.add, variances)
 
     def split_marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, "*batch n"], ...]:
         """The mean and the parts of the variance of f at each row of X, each of shape (*batch, n).

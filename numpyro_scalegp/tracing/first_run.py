@@ -7,9 +7,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import Array
 from numpyro import handlers
-from numpyro.primitives import Messenger, apply_stack
+from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
 
 from numpyro_scalegp.tracing.runs import Trace
 
@@ -35,10 +36,9 @@ def compiled(
 
     Returns:
         What the function returns, and its trace, both with values in place of what was traced, as
-        in the attributes of `owner`. Where the run raises, these are as they were.
+        in the attributes of `owner`. Where the run raises, these may have what was traced.
     """
-    arrays, static = eqx.partition((args, kwargs), eqx.is_array)
-    before = {name: copy.copy(one) for name, one in vars(owner).items()}
+    arrays, static = eqx.partition((args, kwargs), _is_numbers)
     made: Any = None
 
     @functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
@@ -53,12 +53,7 @@ def compiled(
         made = made, list(found)
         return list(found.values())
 
-    try:
-        values = program(key, arrays)
-    except BaseException:
-        vars(owner).clear()
-        vars(owner).update(before)
-        raise
+    values = program(key, arrays)
     made, names = made
     of = dict(zip(names, values, strict=True))
     result, trace, attributes = _replaced(made, lambda one: of[id(one)])
@@ -66,23 +61,21 @@ def compiled(
     return result, trace
 
 
-def emit(trace: Trace) -> bool:
-    """Show the sites of a trace to the handlers around this call, as if they were made here.
+def only_watched() -> bool:
+    """Whether no handler around this call would change the values of sites."""
+    return all(type(one) in (handlers.block, handlers.seed, handlers.trace) for one in _PYRO_STACK)
 
-    Returns:
-        Whether these left the parameters and the mutable state as they were. If not, then no other
-        site was shown, since it may depend on them.
-    """
-    kinds = ("param", "mutable")
-    # That they stopped at the handler which hid them is over.
-    sites = [{**site, "stop": False} for site in trace.values()]
-    declared = [site for site in sites if site["type"] in kinds]
-    if any(apply_stack(dict(site))["value"] is not site["value"] for site in declared):
-        return False
-    for site in sites:
-        if site["type"] not in kinds:
-            apply_stack(site)
-    return True
+
+def emit(trace: Trace) -> None:
+    """Show the sites of a trace to the handlers around this call, as if they were made here."""
+    for site in trace.values():
+        # That it stopped at the handler which hid it is over.
+        apply_stack({**site, "stop": False})
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Whether an argument is traced: an array, if no strings or objects and nothing masked."""
+    return eqx.is_array(leaf) or (type(leaf) is np.ndarray and leaf.dtype.kind in "biuf")
 
 
 def _replaced(tree: Any, value_of: Callable[[Any], Any]) -> Any:

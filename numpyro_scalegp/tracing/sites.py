@@ -26,11 +26,11 @@ class StandIn(Messenger):
     """Stands in for the GP sites of a guide and records their families.
 
     Args:
-        value: the value of a site, from its name, its family and a key; None for zeros, which take
-            no moments.
+        value: the value of a site, from its name, its family and a key, or None where handlers
+            outside have the keys; None for zeros, which take no moments.
     """
 
-    def __init__(self, value: Callable[[str, Any, Array], Array] | None = None) -> None:
+    def __init__(self, value: Callable[[str, Any, Array | None], Array] | None = None) -> None:
         super().__init__()
         self.value = value
         self.families: dict[str, AbstractVariationalGP] = {}
