@@ -30,7 +30,7 @@ class StandIn(Messenger):
             outside have the keys; None for zeros, which take no moments.
     """
 
-    def __init__(self, value: Callable[[str, Any, Array | None], Array] | None = None) -> None:
+    def __init__(self, value: Callable[..., Array] | None = None) -> None:
         super().__init__()
         self.value = value
         self.families: dict[str, AbstractVariationalGP] = {}
