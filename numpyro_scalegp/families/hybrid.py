@@ -15,7 +15,12 @@ from numpyro_scalegp.families.decoupled import expansion, squared_norm
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
-from numpyro_scalegp.families.sparse import SparsePosterior, whitened_divergence, whitened_parts
+from numpyro_scalegp.families.sparse import (
+    SparsePosterior,
+    unexplained_part,
+    whitened_divergence,
+    whitened_parts,
+)
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
 
@@ -126,6 +131,7 @@ class HybridGP(AbstractVariationalGP):
         "scale_tril": constraints.lower_cholesky,
         "residual_points": constraints.real_matrix,
         "residual_weights": constraints.real_vector,
+        "unexplained_scale": constraints.positive,
     }
     reparametrized_params = list(arg_constraints)
     pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
@@ -144,6 +150,7 @@ class HybridGP(AbstractVariationalGP):
         num_columns: int | None = None,
         key: Key[Array, ""] | None = None,
         jitter: float | None = None,
+        unexplained_scale: Float[ArrayLike, "*batch"] | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -160,6 +167,7 @@ class HybridGP(AbstractVariationalGP):
         self.num_columns = checks.count_or_none("num_columns", num_columns)
         self.key = key if key is None else checks.as_key(key)
         self.jitter = checks.jitter(jitter)
+        self.unexplained_scale = unexplained_part(unexplained_scale, batch)
         super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
 
     def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:

@@ -107,6 +107,9 @@ class SparseGP(AbstractVariationalGP):
         loc: mean of v, shape (M,), or (*batch, M) for independent functions.
         scale_tril: S, lower triangular with a positive diagonal, shape (*batch, M, M).
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+        unexplained_scale: by what the variance that inducing values leave is multiplied in the
+            bound of `QuadratureELBO` where no better one is known, positive, shape (*batch,); None
+            for 1. Moments and draws are as without it.
 
     Raises:
         ValueError: if a shape does not fit, or `X` or `inducing_points` holds NaN or infinity.
@@ -129,9 +132,10 @@ class SparseGP(AbstractVariationalGP):
         "inducing_points": constraints.real_matrix,
         "loc": constraints.real_vector,
         "scale_tril": constraints.lower_cholesky,
+        "unexplained_scale": constraints.positive,
     }
-    reparametrized_params = ["inducing_points", "loc", "scale_tril"]
-    pytree_data_fields = ("kernel", "X", "inducing_points", "loc", "scale_tril")
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = ("kernel", "X", *arg_constraints)
     pytree_aux_fields = ("jitter",)
 
     def __init__(
@@ -143,6 +147,7 @@ class SparseGP(AbstractVariationalGP):
         scale_tril: Float[ArrayLike, "*batch M M"],
         *,
         jitter: float | None = None,
+        unexplained_scale: Float[ArrayLike, "*batch"] | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -150,6 +155,7 @@ class SparseGP(AbstractVariationalGP):
         self.inducing_points = checks.inputs("inducing_points", inducing_points, self.X.shape[1])
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
         self.jitter = checks.jitter(jitter)
+        self.unexplained_scale = unexplained_part(unexplained_scale, self.loc.shape[:-1])
         super().__init__(self.loc.shape[:-1], (self.X.shape[0],), validate_args=validate_args)
 
     def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
@@ -252,6 +258,32 @@ def _diagonal(A: Float[Array, "*batch M M"]) -> Float[Array, "*batch M"]:
 @biject_to.register(_ScaleTril)
 def _(constraint: _ScaleTril) -> _FromSquare:
     return _FromSquare()
+
+
+def declare_unexplained_scale(
+    param: Callable[..., Any], dtype: jnp.dtype, batch_shape: tuple[int, ...]
+) -> Float[Array, "*batch"]:
+    """Declare the scale of what inducing values leave unexplained, at one, which changes nothing.
+
+    Args:
+        param: as `numpyro.param`, with a short name.
+        dtype: of the scale.
+        batch_shape: of independent functions.
+    """
+    start = jnp.ones(batch_shape, dtype)
+    return param("unexplained_scale", start, constraint=constraints.positive)
+
+
+def unexplained_part(
+    scale: Float[ArrayLike, "..."] | None, batch: tuple[int, ...]
+) -> Float[Array, "..."] | None:
+    """Check the scale of what inducing values leave unexplained."""
+    if scale is None:
+        return None
+    array = checks.as_positive(scale, "unexplained_scale")
+    checks.shape("unexplained_scale", array, batch, why="one for each function")
+    checks.positive("unexplained_scale", array)
+    return array
 
 
 def whitened_divergence(

@@ -7,7 +7,11 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import SparseGP
-from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
+from numpyro_scalegp.families.sparse import (
+    declare_unexplained_scale,
+    declare_whitened,
+    initial_inducing_points,
+)
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
@@ -15,8 +19,9 @@ from numpyro_scalegp.tracing.sites import GPSite, Model
 class AutoSparseGP(AbstractGPGuide):
     """A guide with a whitened sparse GP (SVGP) at one GP site and another guide for the rest.
 
-    Its parameters are `{site}_{prefix}_inducing_points`, `..._loc` and `..._scale_tril`. Train it
-    with `QuadratureELBO` or NumPyro's `TraceMeanField_ELBO`. For two GP sites, nest:
+    Its parameters are `{site}_{prefix}_inducing_points`, `..._loc`, `..._scale_tril` and, for the
+    bound of likelihoods that are not Gaussian, `..._unexplained_scale`. Train it with
+    `QuadratureELBO` or NumPyro's `TraceMeanField_ELBO`. For two GP sites, nest:
     `AutoSparseGP(model, "f", rest=functools.partial(AutoSparseGP, site="g"))`.
 
     Args:
@@ -73,4 +78,7 @@ class AutoSparseGP(AbstractGPGuide):
         """The sparse GP, at the prior to begin with; see `AbstractGPGuide.family`."""
         param = functools.partial(self.param, site)
         whitened = declare_whitened(param, self.inducing_points, site.rows, site.batch_shape)
-        return SparseGP(site.kernel, site.X, *whitened, jitter=self.jitter)
+        scale = None
+        if training:
+            scale = declare_unexplained_scale(param, site.X.dtype, site.batch_shape)
+        return SparseGP(site.kernel, site.X, *whitened, jitter=self.jitter, unexplained_scale=scale)

@@ -40,8 +40,9 @@ class QuadratureELBO(AbstractParticleELBO):
         num_nodes: nodes for each GP site, positive.
         num_particles: draws of the other sites.
         vectorize_particles: as in NumPyro's ELBOs.
-        tight: whether, for a Gaussian likelihood, the bound of inducing points is Titsias's new
-            one; if not, that of Hensman, Matthews and Ghahramani.
+        tight: whether the bound of inducing points is Titsias's new one: at its best for a Gaussian
+            likelihood, for others by one number that the guide learns; if not, that of Hensman,
+            Matthews and Ghahramani.
 
     Raises:
         ValueError: if `num_nodes` is not positive; in a step, if the guide has no GP site, a site
@@ -115,7 +116,8 @@ class QuadratureELBO(AbstractParticleELBO):
         for name, (mean, *variances) in moments.items():
             if self.tight and len(variances) == 2:
                 scale = guide_trace[name]["scale"]
-                variances, cost = tightened(observed, means, name, variances, scales, scale)
+                shared = getattr(sites.families[name], "unexplained_scale", None)
+                variances, cost = tightened(observed, means, name, variances, scales, scale, shared)
                 costs += cost
             pairs.append((mean, functools.reduce(jnp.add, variances)))
         elbo, new_mutable = normal_expectation(total, pairs, self.num_nodes)

@@ -3,7 +3,8 @@
 Given its inducing values, f keeps the prior's variance u_i at each row in Titsias's bound of 2009.
 With variances v_i u_i instead the divergence grows by sum (v_i - 1 - log v_i) / 2. For a Gaussian
 likelihood of precision p_i the best v_i is 1 / (1 + p_i u_i), for each row by itself, and in place
-of p_i u_i / 2 the bound loses log(1 + p_i u_i) / 2.
+of p_i u_i / 2 the bound loses log(1 + p_i u_i) / 2. For other likelihoods all rows have the same v,
+a parameter, and the likelihood is integrated over the smaller variances.
 
 References:
     Titsias (2025), New Bounds for Sparse Variational Gaussian Processes; Bui, Ashman and Turner
@@ -46,6 +47,7 @@ def tightened(
     variances: list[Array],
     scales: dict[str, Float[Array, "2"]],
     own_scale: Any = None,
+    shared: Float[Array, "*batch"] | None = None,
 ) -> tuple[list[Array], Float[Array, ""]]:
     """The variances that the likelihood sees, and what the rest of them costs.
 
@@ -57,10 +59,12 @@ def tightened(
         scales: of the observed sites, as `row_scales` gives them. The cost grows with the larger of
             the two, up to that of the untightened bound: one that is too large is safe.
         own_scale: of the function's site, whose divergence has it; None for 1.
+        shared: by what the second variance of all rows is multiplied; None for 1.
 
     Returns:
         The first variance alone, and the whole cost of the second, where the likelihood is Gaussian
-        in f and its precision independent of other functions; otherwise both, and zero.
+        in f and its precision independent of other functions; otherwise both, the second smaller,
+        and what that costs.
     """
 
     def slope(functions: dict[str, Array]) -> Array:
@@ -71,16 +75,20 @@ def tightened(
 
     depends = eval_provenance(lambda **given: terms(*map(given.__getitem__, means)), **means)
     weights = [scales[site] for site, origin in depends.items() if name in _names(origin)]
-    if not weights or not is_affine(slope, means):
+    if not weights:
         return variances, jnp.zeros(())
     inside, unexplained = variances
+    factors = jnp.stack([jnp.asarray(1.0 if own_scale is None else own_scale), jnp.ones(())])
+    weight = jnp.max(jnp.stack(weights) * factors).astype(inside.dtype)
+    if not is_affine(slope, means):
+        scale = jnp.ones_like(inside) if shared is None else shared[..., None]
+        cost = jnp.broadcast_to(scale - 1.0 - jnp.log(scale), inside.shape)
+        return [inside, scale * unexplained], 0.5 * weight * jnp.sum(cost)
     # Terms of single rows: the sum of a row of the Hessian is its diagonal.
     along = {
         one: jnp.ones_like(f) if one == name else jnp.zeros_like(f) for one, f in means.items()
     }
     curvature = jax.jvp(slope, (means,), (along,))[1]
-    factors = jnp.stack([jnp.asarray(1.0 if own_scale is None else own_scale), jnp.ones(())])
-    weight = jnp.max(jnp.stack(weights) * factors).astype(inside.dtype)
     precision = jnp.maximum(-curvature, 0.0) / weight
     return [inside], 0.5 * jnp.sum(weight * jnp.log1p(precision * unexplained))
 
