@@ -24,6 +24,10 @@ class RowsDistribution(Distribution):
     # "prior" of a function in a model, "variational" in a guide, "collapsed" over observations.
     role: ClassVar[str] = ""
 
+    def get_args(self) -> dict[str, Any]:
+        """The parameters that were given."""
+        return {name: value for name, value in super().get_args().items() if value is not None}
+
     def validate_args(self, strict: bool = True) -> None:
         """Check parameters against their constraints, in one program.
 
@@ -33,7 +37,7 @@ class RowsDistribution(Distribution):
         args = {
             name: value
             for name, value in self.get_args().items()
-            if value is not None and not constraints.is_dependent(own[name])
+            if not constraints.is_dependent(own[name])
         }
         if not args or not (strict or checks.is_concrete(args)):
             return

@@ -260,20 +260,6 @@ def _(constraint: _ScaleTril) -> _FromSquare:
     return _FromSquare()
 
 
-def declare_unexplained_scale(
-    param: Callable[..., Any], dtype: jnp.dtype, batch_shape: tuple[int, ...]
-) -> Float[Array, "*batch"]:
-    """Declare the scale of what inducing values leave unexplained, at one, which changes nothing.
-
-    Args:
-        param: as `numpyro.param`, with a short name.
-        dtype: of the scale.
-        batch_shape: of independent functions.
-    """
-    start = jnp.ones(batch_shape, dtype)
-    return param("unexplained_scale", start, constraint=constraints.positive)
-
-
 def unexplained_part(
     scale: Float[ArrayLike, "..."] | None, batch: tuple[int, ...]
 ) -> Float[Array, "..."] | None:

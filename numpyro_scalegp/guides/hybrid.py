@@ -11,13 +11,10 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import HybridGP
 from numpyro_scalegp.families.bases import Basis, InitialPoints, spread_rows
-from numpyro_scalegp.families.sparse import (
-    declare_unexplained_scale,
-    declare_whitened,
-    initial_inducing_points,
-)
+from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
 from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, prior_scale
+from numpyro_scalegp.guides.sparse import declare_unexplained_scale
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 
@@ -123,9 +120,7 @@ class AutoHybridGP(AbstractDecoupledGuide):
         if not self.train_residual:
             R, w = jax.lax.stop_gradient((R, w))
         param = functools.partial(self.param, site)
-        scale = None
-        if training:
-            scale = declare_unexplained_scale(param, site.X.dtype, site.batch_shape)
+        scale = declare_unexplained_scale(param, site) if training else None
         return HybridGP(
             site.kernel,
             site.X,

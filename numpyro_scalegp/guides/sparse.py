@@ -1,17 +1,17 @@
 """The guide for sparse Gaussian processes with inducing points."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
-from jaxtyping import ArrayLike, Float
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import SparseGP
-from numpyro_scalegp.families.sparse import (
-    declare_unexplained_scale,
-    declare_whitened,
-    initial_inducing_points,
-)
+from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
@@ -20,7 +20,7 @@ class AutoSparseGP(AbstractGPGuide):
     """A guide with a whitened sparse GP (SVGP) at one GP site and another guide for the rest.
 
     Its parameters are `{site}_{prefix}_inducing_points`, `..._loc`, `..._scale_tril` and, for the
-    bound of likelihoods that are not Gaussian, `..._unexplained_scale`. Train it with
+    bound where observations are not normal, `..._unexplained_scale`. Train it with
     `QuadratureELBO` or NumPyro's `TraceMeanField_ELBO`. For two GP sites, nest:
     `AutoSparseGP(model, "f", rest=functools.partial(AutoSparseGP, site="g"))`.
 
@@ -78,7 +78,23 @@ class AutoSparseGP(AbstractGPGuide):
         """The sparse GP, at the prior to begin with; see `AbstractGPGuide.family`."""
         param = functools.partial(self.param, site)
         whitened = declare_whitened(param, self.inducing_points, site.rows, site.batch_shape)
-        scale = None
-        if training:
-            scale = declare_unexplained_scale(param, site.X.dtype, site.batch_shape)
+        scale = declare_unexplained_scale(param, site) if training else None
         return SparseGP(site.kernel, site.X, *whitened, jitter=self.jitter, unexplained_scale=scale)
+
+
+def declare_unexplained_scale(
+    param: Callable[..., Any], site: GPSite
+) -> Float[Array, "*batch"] | None:
+    """Declare the scale of what inducing values leave unexplained, at one, which changes nothing.
+
+    Args:
+        param: as `numpyro.param`, with a short name.
+        site: the GP site.
+
+    Returns:
+        The scale, or None where all observations are normal: for these the bound has a better one.
+    """
+    if site.is_normal:
+        return None
+    start = jnp.ones(site.batch_shape, site.X.dtype)
+    return param("unexplained_scale", start, constraint=constraints.positive)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpyro
+import numpyro.distributions as dist
 from jaxtyping import Array, Float
 from numpyro import handlers
 from numpyro.primitives import CondIndepStackFrame, Messenger
@@ -16,7 +17,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.runs import is_observed, substituted, takes_part
+from numpyro_scalegp.tracing.runs import is_latent, is_observed, substituted, takes_part
 
 Model = Callable[..., Any]
 Prior = type[AbstractPriorGP]
@@ -65,6 +66,7 @@ class GPSite(NamedTuple):
     plates: tuple[CondIndepStackFrame, ...]
     partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements
     spread: Callable[[int], Array] | None = None  # rows of other mini-batches, at most so many
+    is_normal: bool = True  # whether all observations are
 
     @property
     def kernel(self) -> AbstractKernel:
@@ -102,14 +104,15 @@ class HideGPSite(Messenger):
         self.hide_others = hide_others
         self.found: list[GPSite] = []
         self.partial: dict[str, Any] = {}  # plates that take a part of their elements: sizes
+        self.is_normal = True  # whether all observations are
 
     def process_message(self, msg: dict) -> None:
         """Stop at the GP site."""
         if takes_part(msg):
             self.partial[msg["name"]] = msg["args"]
-        if msg["type"] != "sample" or msg["is_observed"]:
-            return
-        if role_of(msg["fn"]) != "prior":
+        if is_observed(msg):
+            self.is_normal &= isinstance(unwrapped(msg["fn"]).distribution, dist.Normal)
+        if not is_latent(msg) or role_of(msg["fn"]) != "prior":
             return
         prior, wrapper, _ = unwrapped(msg["fn"])
         is_own = prior.made_of == self.kind.made_of
@@ -161,7 +164,7 @@ class HideGPSite(Messenger):
                 f"the model has the GP sites {names}: name the one that this guide owns with "
                 "`site=`, and give a GP guide for the others as `rest=`."
             )
-        return self.found[0]._replace(partial=tuple(sorted(self.partial)))
+        return self.found[0]._replace(partial=tuple(sorted(self.partial)), is_normal=self.is_normal)
 
 
 class WithoutSite:

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
+import numpyro_scalegp as sgp
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from tests.distributions.test_gaussian_process import assert_within_standard_errors, data
 from tests.families.test_latent import dense_sparse, sparse
@@ -77,3 +79,22 @@ def test_many_rows_by_default(x64):
 def test_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         AbstractPosterior()
+
+
+def test_warns_from_the_host_and_never_from_compiled_code(x64):
+    """Programs that call back to Python are in no persistent cache of JAX."""
+    X, kernel = jnp.linspace(0.0, 1.0, 8)[:, None], sgp.kernels.RBF(0.5)
+
+    def posterior(Z: Array) -> Any:
+        q = sgp.SparseGP(kernel, X, Z, jnp.zeros(len(Z)), jnp.eye(len(Z)), jitter=0.0)
+        return q.posterior()
+
+    singular = posterior(jnp.zeros((3, 1)))
+    for call in (lambda: singular.mean(X), lambda: singular.sample(jax.random.key(0), X, 2)):
+        with pytest.warns(RuntimeWarning, match="jitter was added to its diagonal"):
+            call()
+    lost = type(singular)(kernel, X[:2].at[1].set(jnp.nan), jnp.zeros(2), jnp.eye(2))
+    with pytest.warns(RuntimeWarning, match="the result is NaN"):
+        assert jnp.isnan(lost.mean(X)).all()
+    jaxpr = jax.make_jaxpr(lambda Z: posterior(Z).split_marginals(X))(X[:3])
+    assert "callback" not in str(jaxpr)

@@ -536,6 +536,35 @@ def test_stable_update_keeps_the_state_on_nan():
         assert np.any(value != svi.get_params(state)[name])
 
 
+@pytest.mark.parametrize("kind", ("normal", "poisson"))
+def test_other_than_normal_observations_learn_a_scale(kind, x64):
+    """Of what inducing points leave unexplained; it raises the bound."""
+    X, y = data()
+
+    def counts(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.3), X))
+        with numpyro.plate("rows", len(X)):
+            normal, poisson = dist.Normal(f, 0.2), dist.Poisson(jnp.exp(3.0 + f))
+            numpyro.sample("y", normal if kind == "normal" else poisson, obs=y)
+
+    if kind == "poisson":
+        y = jnp.round(jnp.exp(3.0 + y))
+    guide = AutoSparseGP(counts, inducing_points=X[::8])
+    params, losses = train(counts, guide, X, y, steps=300, rate=0.05)
+    if kind == "normal":
+        assert "f_auto_unexplained_scale" not in params
+        return
+    assert 0.0 < params["f_auto_unexplained_scale"] < 0.5
+    loss = sgp.infer.QuadratureELBO(20, tight=False)
+    at_one = {**params, "f_auto_unexplained_scale": jnp.ones(())}
+    bounds = [-loss.loss(KEY, one, counts, guide, X, y) for one in (params, at_one)]
+    assert bounds[0] == bounds[1] < -losses[-1] - 1.0
+    # Predictions are the same without it.
+    del at_one["f_auto_unexplained_scale"]
+    posteriors = [guide.posterior(one, X, y) for one in (params, at_one)]
+    np.testing.assert_array_equal(posteriors[0].variance(X), posteriors[1].variance(X))
+
+
 def test_no_tracer_leaks():
     X, y = data()
     guide = AutoSparseGP(model, num_inducing=M)
