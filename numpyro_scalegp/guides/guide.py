@@ -1,6 +1,7 @@
 """A guide that owns one GP site of a model and wraps a guide for everything else."""
 
 import abc
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.first_run import compiled, emit, only_watched
-from numpyro_scalegp.tracing.runs import is_latent, substituted, traced
+from numpyro_scalegp.tracing.runs import Trace, is_latent, substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
 
 Guide = Callable[..., Any]
@@ -323,11 +324,7 @@ def set_up(
     guide = _innermost(guide)
     if not _is_fresh(guide):
         return
-    # A copy, so that a failure leaves no half of a set-up behind.
-    trial = copy.copy(guide)
-    vars(trial).update({k: dict(v) for k, v in vars(guide).items() if isinstance(v, dict)})
-    with jax.ensure_compile_time_eval(), handlers.block(), handlers.seed(rng_seed=0):
-        trace = handlers.trace(trial).get_trace(*args, **kwargs)
+    trial, trace = _tried(guide, args, kwargs)
     for name, site in trace.items():
         if site["type"] != "param":
             continue
@@ -343,6 +340,30 @@ def set_up(
     vars(guide).update(vars(trial))
 
 
+def _tried(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Trace]:
+    """A copy of a guide that has run, so that a failure leaves no half of a set-up behind."""
+
+    def copied() -> Any:
+        trial = copy.copy(guide)
+        vars(trial).update({k: dict(v) for k, v in vars(guide).items() if isinstance(v, dict)})
+        return trial
+
+    key, trial = jax.random.key(0), copied()
+    if _may_be_traced(trial) and checks.is_concrete((key, args, kwargs)):
+        with contextlib.suppress(jax.errors.JAXTypeError), trial.model.without_likelihood():
+            return trial, compiled(trial, trial, key, args, kwargs)[1]
+    trial = copied()
+    with jax.ensure_compile_time_eval(), handlers.block(), handlers.seed(rng_seed=0):
+        return trial, handlers.trace(trial).get_trace(*args, **kwargs)
+
+
+def _may_be_traced(rest: Any) -> bool:
+    """Whether a guide is one of NumPyro's that can set itself up under a trace."""
+    if type(rest) not in _PLAIN or not isinstance(rest.model, WithoutSite):
+        return False
+    return getattr(rest.init_loc_fn, "func", None) in _GIVEN
+
+
 def _first_run(
     guide: AbstractGPGuide, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Array] | None:
@@ -353,9 +374,7 @@ def _first_run(
     given, so that it needs no likelihood; whether that is finite is seen once.
     """
     rest: Any = _innermost(guide)
-    if type(rest) not in _PLAIN or not isinstance(rest.model, WithoutSite):
-        return None
-    if getattr(rest.init_loc_fn, "func", None) not in _GIVEN:
+    if not _may_be_traced(rest):
         return None
     key = numpyro.prng_key()
     if key is None or not checks.is_concrete((key, args, kwargs)) or not only_watched():
