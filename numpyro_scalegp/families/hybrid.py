@@ -95,7 +95,8 @@ class HybridGP(AbstractVariationalGP):
     + a'K(R, R) a / 2. With `num_columns`, the last term is estimated from that many random columns
     of K(R, R), without bias.
 
-    `kernel`, `X`, `inducing_points`, `scale_tril` and `jitter` are as of `SparseGP`.
+    `kernel`, `X`, `inducing_points`, `scale_tril`, `jitter` and `unexplained_scale` are as of
+    `SparseGP`.
 
     Args:
         loc: mean of v without the residual part, shape (M,), or (*batch, M) for independent
