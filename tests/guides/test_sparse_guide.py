@@ -679,3 +679,17 @@ def test_rows_from_all_over_are_different_ones():
     assert np.diff(found).max() <= 3
     assert site.rows(40).shape == (30, 1)
     np.testing.assert_array_equal(whole.rows(), X)
+
+
+@pytest.mark.parametrize(
+    "guide", [AutoSparseGP, functools.partial(sgp.guides.AutoHybridGP, num_residual=N)]
+)
+def test_optimizers_see_whitened_values_in_units_that_suit_them(guide):
+    X, y = data()
+    svi = SVI(model, guide(model, num_inducing=M), optax.adam(0.01), sgp.infer.QuadratureELBO())
+    state, _ = svi.update(svi.init(KEY, X, y), X, y)
+    params = svi.get_params(state)
+    # Adam's first step is the learning rate, whatever the gradient.
+    assert np.abs(params["f_auto_loc"]) == pytest.approx(0.04, rel=1e-2)
+    diagonal = np.diagonal(params["f_auto_scale_tril"])
+    assert np.abs(np.log(diagonal)) == pytest.approx(0.02, rel=1e-2)
