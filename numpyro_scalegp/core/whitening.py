@@ -48,12 +48,13 @@ def whitened_moments(
 def _moments(
     K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, L: Array
 ) -> Float[Array, "3 n"]:
-    return _moments_forward(K_ZZ, K_ZX, diagonal, loc, S, L)[0]
+    return moments_forward(K_ZZ, K_ZX, diagonal, loc, S, L)[0]
 
 
-def _moments_forward(
+def moments_forward(
     K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, L: Array
 ) -> tuple[Float[Array, "3 n"], tuple[Array, ...]]:
+    """The three rows of moments, and what the reverse rule needs."""
     W = inverse_cholesky_given(K_ZZ, L)
     A = matmul(W, K_ZX)
     SA = matmul(S.T, A)
@@ -62,9 +63,10 @@ def _moments_forward(
     return found, (W, A, SA, loc, S)
 
 
-def _moments_backward(
+def moments_backward(
     residuals: tuple[Array, ...], cotangents: Float[Array, "3 n"]
 ) -> tuple[Array, ...]:
+    """The reverse rule."""
     W, A, SA, loc, S = residuals
     g, e, u = cotangents
     weighted = SA * e[None, :]
@@ -76,4 +78,4 @@ def _moments_backward(
     return d_K_ZZ, d_K_ZX, u, Ag, 2.0 * matmul(A, weighted.T), jnp.zeros_like(W)
 
 
-_moments.defvjp(_moments_forward, _moments_backward)
+_moments.defvjp(moments_forward, moments_backward)

@@ -189,6 +189,13 @@ def initial_inducing_points(
     )
 
 
+def declare_points(
+    param: Callable[..., Any], start: InitialPoints, rows: Callable[[], Float[Array, "n d"]]
+) -> Float[Array, "M d"]:
+    """Declare inducing points, with arguments as of `declare_whitened`."""
+    return param("inducing_points", lambda key: start(key, rows))
+
+
 def declare_whitened(
     param: Callable[..., Any],
     start: InitialPoints,
@@ -203,7 +210,7 @@ def declare_whitened(
         rows: makes the rows to choose from.
         batch_shape: of independent functions.
     """
-    Z = param("inducing_points", lambda key: start(key, rows))
+    Z = declare_points(param, start, rows)
     M = Z.shape[0]
     loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype), constraint=_whitened_loc)
     scale_tril = param(

@@ -11,7 +11,12 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import SparseGP
-from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
+from numpyro_scalegp.families.natural import LOC, PRECISION, NaturalSparseGP
+from numpyro_scalegp.families.sparse import (
+    declare_points,
+    declare_whitened,
+    initial_inducing_points,
+)
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
@@ -35,6 +40,9 @@ class AutoSparseGP(AbstractGPGuide):
         inducing_points: where they start, shape (M, d); None for k-means on 20,000 rows of all that
             the model's plate takes mini-batches of, or where it gets them as arguments on the rows
             of the first: then give `sgp.features.kmeans_points(key, X, M)`.
+        natural: whether the inducing values have natural parameters, `..._natural_loc` and
+            `..._natural_precision`, in place of `..._loc` and `..._scale_tril`. Their derivatives
+            are natural gradients: train them with `sgp.infer.natural_gradients`.
         prefix: part of the parameters' names.
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
@@ -67,19 +75,29 @@ class AutoSparseGP(AbstractGPGuide):
         rest: Rest = AutoNormal,
         num_inducing: int = 512,
         inducing_points: Float[ArrayLike, "M d"] | None = None,
+        natural: bool = False,
         prefix: str = "auto",
         jitter: float | None = None,
     ) -> None:
         super().__init__(model, site, rest=rest, prefix=prefix)
+        self.natural = checks.instance("natural", natural, bool, "True or False")
         self.inducing_points = initial_inducing_points(num_inducing, inducing_points)
         self.jitter = checks.jitter(jitter)
 
     def family(self, site: GPSite, *, training: bool = True) -> SparseGP:
         """The sparse GP, at the prior to begin with; see `AbstractGPGuide.family`."""
         param = functools.partial(self.param, site)
+        options: dict[str, Any] = {
+            "jitter": self.jitter,
+            "unexplained_scale": declare_unexplained_scale(param, site) if training else None,
+        }
+        if self.natural:
+            Z = declare_points(param, self.inducing_points, site.rows)
+            b = param(LOC, jnp.zeros((*site.batch_shape, len(Z)), Z.dtype))
+            P = param(PRECISION, jnp.zeros((*b.shape, len(Z)), Z.dtype))
+            return NaturalSparseGP(site.kernel, site.X, Z, b, P, **options)
         whitened = declare_whitened(param, self.inducing_points, site.rows, site.batch_shape)
-        scale = declare_unexplained_scale(param, site) if training else None
-        return SparseGP(site.kernel, site.X, *whitened, jitter=self.jitter, unexplained_scale=scale)
+        return SparseGP(site.kernel, site.X, *whitened, **options)
 
 
 def declare_unexplained_scale(

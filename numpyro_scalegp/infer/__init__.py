@@ -7,6 +7,7 @@ from numpyro_scalegp.infer.log_determinants import (
     initial_pass,
     log_determinant_diagnostics,
 )
+from numpyro_scalegp.infer.natural_gradients import natural_gradients
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
@@ -29,6 +30,7 @@ __all__ = [
     "initial_pass",
     "log_determinant_diagnostics",
     "median_distance",
+    "natural_gradients",
     "replace_params",
     "row_adagrad",
     "row_adam",

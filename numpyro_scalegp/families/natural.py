@@ -1,0 +1,112 @@
+"""The sparse variational family by its natural parameters, for natural gradients."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core.natural import natural_divergence, natural_moments, normal_of
+from numpyro_scalegp.families.latent import LatentGP
+from numpyro_scalegp.families.same import one_if_same
+from numpyro_scalegp.families.sparse import SparseGP, SparsePosterior
+
+# What parameters are called, so that an optimizer knows them.
+LOC, PRECISION = "natural_loc", "natural_precision"
+
+
+class NaturalPosterior(SparsePosterior):
+    """A `SparsePosterior` whose moments have natural gradients."""
+
+    natural_loc: Any = None
+    natural_precision: Any = None
+
+    def _weights(self) -> tuple[Any, ...]:
+        return self.loc, self.scale_tril, self.natural_loc, self.natural_precision
+
+    def _moments(
+        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], ...]:
+        K, factor = factors
+        across, diagonal = self._of_f(self.inducing_points, X), self._of_f.diag(X)
+        q = self.natural_loc, self.natural_precision, (self.loc, self.scale_tril)
+        return natural_moments(K, across, diagonal, *q, factor)
+
+
+class NaturalSparseGP(SparseGP):
+    """A `SparseGP` by what observations add to the natural parameters of its inducing values.
+
+    The whitened inducing values have the precision I + P and the mean (I + P)^-1 b. Derivatives
+    with respect to b and P are natural gradients: gradient descent at rate r takes the step of that
+    size, and `infer.natural_gradients` does.
+
+    Args:
+        kernel: covariance function of the prior.
+        X: inputs, shape (n, d).
+        inducing_points: Z, shape (M, d).
+        natural_loc: b, shape (M,), or (*batch, M) for independent functions.
+        natural_precision: P, positive semidefinite, shape (*batch, M, M).
+        **options: as of `SparseGP`.
+
+    Raises:
+        ValueError: as `SparseGP`.
+
+    References:
+        Khan and Lin (2017), Conjugate-Computation Variational Inference. Time O(n M^2 + M^3),
+        memory O(n M + M^2).
+    """
+
+    arg_constraints = {
+        **SparseGP.arg_constraints,
+        LOC: constraints.real_vector,
+        PRECISION: constraints.real_matrix,
+    }
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = (LOC, PRECISION)
+
+    def __init__(
+        self,
+        kernel: Any,
+        X: Float[ArrayLike, "n d"],
+        inducing_points: Float[ArrayLike, "M d"],
+        natural_loc: Float[ArrayLike, "*batch M"],
+        natural_precision: Float[ArrayLike, "*batch M M"],
+        **options: Any,
+    ) -> None:
+        self.natural_loc = checks.as_float(natural_loc, LOC)
+        self.natural_precision = checks.as_float(natural_precision, PRECISION)
+        batch, M = self.natural_loc.shape[:-1], self.natural_loc.shape[-1]
+        checks.shape(PRECISION, self.natural_precision, (*batch, M, M), why="as of the precision")
+        loc, scale_tril = _normals(self.natural_loc, self.natural_precision)
+        super().__init__(kernel, X, inducing_points, loc, scale_tril, **options)
+
+    def posterior(self) -> NaturalPosterior:
+        """The process itself, for moments and joint samples at any inputs."""
+        own = super().posterior()
+        parts = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+        return NaturalPosterior(
+            **parts, natural_loc=self.natural_loc, natural_precision=self.natural_precision
+        )
+
+
+@jax.jit
+def _normals(b: Array, P: Array) -> tuple[Array, Array]:
+    each: Callable[..., Any] = normal_of
+    for _ in b.shape[:-1]:
+        each = jax.vmap(each)
+    return each(b, P)
+
+
+@kl_divergence.register(NaturalSparseGP, LatentGP)
+def _(q: NaturalSparseGP, p: LatentGP) -> Float[Array, "*batch"]:
+    """That of `SparseGP`, with natural gradients."""
+    each: Callable[..., Any] = natural_divergence
+    for _ in q.batch_shape:
+        each = jax.vmap(each)
+    divergence = each(q.natural_loc, q.natural_precision, (q.loc, q.scale_tril))
+    return one_if_same("kernel", q.kernel, p.kernel) * jnp.asarray(divergence)

@@ -1,0 +1,190 @@
+"""Natural gradients in stock SVI: one step, many, mini-batches, other likelihoods."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jaxtyping import Array
+from numpyro.infer import SVI, TraceMeanField_ELBO
+from numpyro.infer.autoguide import AutoDelta
+
+import numpyro_scalegp as sgp
+
+N, M, SD = 40, 6, 0.2
+KEY = jax.random.key(0)
+natural = functools.partial(sgp.guides.AutoSparseGP, natural=True)
+
+
+def data() -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-2.0, 2.0, size=(N, 1))
+    return jnp.array(X), jnp.array(np.sin(2.0 * X[:, 0]) + SD * rng.normal(size=N))
+
+
+def likelihood(kind: str, f: Array) -> Any:
+    return {
+        "normal": dist.Normal(f, SD),
+        "poisson": dist.Poisson(jnp.exp(1.0 + f)),
+        "student": dist.StudentT(3.0, f, SD),
+    }[kind]
+
+
+def fixed(X: Array, y: Array, kind: str = "normal", batch: int | None = None) -> None:
+    rows = sgp.plate("rows", N, batch)
+    X, y = rows.take(X, y)
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.7), X))
+    with rows:
+        numpyro.sample("y", likelihood(kind, f), obs=y)
+
+
+def counts(y: Array) -> Array:
+    return jnp.round(jnp.exp(1.0 + y))
+
+
+@pytest.mark.parametrize("tight", (True, False))
+def test_one_step_of_size_one_is_the_optimum(tight, x64):
+    X, y = data()
+    Z = X[:M]
+    guide = natural(fixed, inducing_points=Z, jitter=1e-10)
+    freeze = functools.partial(sgp.infer.natural_gradients, optax.set_to_zero(), step_size=1.0)
+    svi = SVI(fixed, guide, freeze(), sgp.infer.QuadratureELBO(2, tight=tight))
+    state, _ = svi.update(svi.init(KEY, X, y), X, y)
+    bound = -svi.evaluate(state, X, y)
+    kernel = sgp.kernels.RBF(0.7)
+    K = kernel.covariance(Z) + 1e-10 * jnp.eye(M)
+    Q = kernel(X, Z) @ jnp.linalg.solve(K, kernel(Z, X))
+    left = (1.0 - jnp.diagonal(Q)) / SD**2
+    optimum = dist.MultivariateNormal(jnp.zeros(N), Q + SD**2 * jnp.eye(N)).log_prob(y)
+    optimum -= 0.5 * jnp.sum(jnp.log1p(left) if tight else left)
+    np.testing.assert_allclose(bound, optimum, rtol=1e-6)
+    again, _ = svi.update(state, X, y)
+    np.testing.assert_allclose(-svi.evaluate(again, X, y), bound, rtol=1e-8)
+
+
+def test_steps_of_mini_batches_are_unbiased(x64):
+    X, y = data()
+    guide = natural(fixed, inducing_points=X[:M])
+    rng = np.random.default_rng(1)
+    root = rng.normal(size=(M, M))
+    params = {
+        "f_auto_inducing_points": X[:M],
+        "f_auto_natural_loc": jnp.array(rng.normal(size=M)),
+        "f_auto_natural_precision": jnp.array(root @ root.T),
+    }
+    loss = sgp.infer.QuadratureELBO(2)
+
+    def direction(key: Array, batch: int | None) -> dict[str, Array]:
+        bound = lambda one: loss.loss(key, one, fixed, guide, X, y, "normal", batch)  # noqa: E731
+        return jax.grad(bound)(params)
+
+    keys = jax.random.split(KEY, 1000)
+    draws = jax.jit(lambda keys: jax.lax.map(lambda key: direction(key, 8), keys))(keys)
+    for name, exact in direction(KEY, None).items():
+        error = np.std(draws[name], axis=0) / np.sqrt(len(keys))
+        assert np.all(np.abs(np.mean(draws[name], axis=0) - exact) <= 4.5 * error + 1e-9), name
+
+
+@pytest.mark.parametrize("kind", ("poisson", "student"))
+def test_other_likelihoods_come_to_the_same_optimum(kind, x64):
+    X, y = data()
+    y = counts(y) if kind == "poisson" else y.at[0].set(5.0)
+    loss = sgp.infer.QuadratureELBO(20, tight=False)
+
+    def best(make: Any, optimizer: Any, steps: int) -> float:
+        svi = SVI(fixed, make(fixed, inducing_points=X[:M]), optimizer, loss)
+
+        @jax.jit
+        def run(key: Array) -> Any:
+            step = lambda state, _: svi.update(state, X, y, kind)  # noqa: E731
+            return jax.lax.scan(step, svi.init(key, X, y, kind), length=steps)
+
+        return -float(run(KEY)[1][-1])
+
+    def labels(params: dict) -> dict:
+        return {name: "no" if "points" in name else "yes" for name in params}
+
+    adam = optax.multi_transform({"no": optax.set_to_zero(), "yes": optax.adam(0.02)}, labels)
+    optimum = best(sgp.guides.AutoSparseGP, adam, 2000)
+    found = best(natural, sgp.infer.natural_gradients(optax.set_to_zero(), 0.5), 40)
+    assert found == pytest.approx(optimum, abs=0.02)
+
+
+def learned(X: Array, y: Array, batch: int | None = None) -> None:
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    rows = sgp.plate("rows", len(X), batch)
+    X, y = rows.take(X, y)
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+    with rows:
+        numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+@pytest.mark.parametrize("loss", (sgp.infer.QuadratureELBO(2), TraceMeanField_ELBO()))
+def test_learns_hyperparameters_beside(loss):
+    X, y = data()
+    guide = natural(learned, rest=AutoDelta, num_inducing=10)
+    svi = SVI(learned, guide, sgp.infer.natural_gradients(optax.adam(0.05), 0.2), loss)
+    result = svi.run(KEY, 300, X, y, 20, progress_bar=False)
+    assert float(guide.median(result.params)["noise"]) == pytest.approx(SD, rel=0.4)
+    posterior = sgp.posterior(learned, guide, result, X, y)
+    grid = jnp.linspace(-1.5, 1.5, 20)[:, None]
+    error = posterior.mean(grid) - jnp.sin(2.0 * grid[:, 0])
+    assert float(jnp.sqrt(jnp.mean(error**2))) < 0.12
+    draws = posterior.sample(KEY, grid, 400)
+    np.testing.assert_allclose(draws.std(axis=0), jnp.sqrt(posterior.variance(grid)), rtol=0.2)
+
+
+def test_functions_of_a_plate(x64):
+    X, y = data()
+    Y = jnp.stack([y, -0.5 * y])
+
+    def model(X: Array, Y: Array) -> None:
+        outputs = numpyro.plate("outputs", 2, dim=-2)
+        with numpyro.plate("functions", 2):
+            f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.7), X))
+        with outputs, numpyro.plate("rows", N, dim=-1):
+            numpyro.sample("y", dist.Normal(f, SD), obs=Y)
+
+    still = sgp.infer.natural_gradients(optax.set_to_zero(), 1.0)
+    guide = natural(model, inducing_points=X[:M])
+    svi = SVI(model, guide, still, sgp.infer.QuadratureELBO(2))
+    state, _ = svi.update(svi.init(KEY, X, Y), X, Y)
+    both = guide.posterior(svi.get_params(state), X, Y)
+    for place, one in enumerate(Y):
+        alone = natural(fixed, inducing_points=X[:M])
+        svi = SVI(fixed, alone, still, sgp.infer.QuadratureELBO(2))
+        state, _ = svi.update(svi.init(KEY, X, one), X, one)
+        single = alone.posterior(svi.get_params(state), X, one)
+        np.testing.assert_allclose(both.mean(X)[place], single.mean(X), rtol=1e-8)
+        np.testing.assert_allclose(both.variance(X)[place], single.variance(X), rtol=1e-8)
+
+
+def test_can_be_saved(tmp_path):
+    X, y = data()
+    guide = natural(fixed, inducing_points=X[:M])
+    svi = SVI(fixed, guide, sgp.infer.natural_gradients(optax.adam(0.1)), TraceMeanField_ELBO())
+    posterior = guide.posterior(svi.get_params(svi.init(KEY, X, y)), X, y)
+    sgp.save(tmp_path / "one", posterior)
+    np.testing.assert_array_equal(sgp.load(tmp_path / "one").mean(X), posterior.mean(X))
+
+
+def test_bad_arguments(unchecked):
+    X, y = data()
+    with pytest.raises(ValueError, match=r"`step_size` must be in \(0, 1\], got 1.5"):
+        sgp.infer.natural_gradients(optax.adam(0.1), 1.5)
+    with pytest.raises(TypeError, match="`natural` must be True or False"):
+        sgp.guides.AutoSparseGP(fixed, natural="yes")
+    guide = sgp.guides.AutoSparseGP(fixed, inducing_points=X[:M])
+    svi = SVI(fixed, guide, sgp.infer.natural_gradients(optax.adam(0.1)), TraceMeanField_ELBO())
+    with pytest.raises(ValueError, match="found no natural parameters: give the guide"):
+        svi.init(KEY, X, y)
+    with pytest.raises(ValueError, match="`natural_precision` must have shape"):
+        sgp.families.natural.NaturalSparseGP(
+            sgp.kernels.RBF(1.0), X, X[:M], jnp.zeros(M), jnp.zeros((M, M + 1))
+        )
