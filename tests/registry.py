@@ -16,6 +16,7 @@ from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractEstimator
+from numpyro_scalegp.families.natural import NaturalSparseGP
 from numpyro_scalegp.families.sparse import SparsePosterior
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
@@ -202,6 +203,13 @@ def _sparse(kernel: AbstractKernel, X: Array) -> sgp.SparseGP:
     return sgp.SparseGP(kernel, X, X[:M] + 0.1, jnp.linspace(-1.0, 1.0, M), scale_tril)
 
 
+def _natural(kernel: AbstractKernel, X: Array) -> NaturalSparseGP:
+    sparse = _sparse(kernel, X)
+    M = sparse.loc.size
+    precision = jnp.eye(M) + 0.5 * jnp.ones((M, M))
+    return NaturalSparseGP(kernel, X, sparse.inducing_points, sparse.loc, precision)
+
+
 def _hybrid(kernel: AbstractKernel, X: Array) -> sgp.HybridGP:
     sparse = _sparse(kernel, X)
     parts = sparse.inducing_points, sparse.loc, sparse.scale_tril
@@ -255,6 +263,7 @@ LOG_DETERMINANTS: list[tuple[str, Callable[[], AbstractLogDeterminant]]] = [
 # family = factory(kernel, X): variational families for a function site.
 LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("sparse", _sparse),
+    ("natural", _natural),
     ("hybrid", _hybrid),
     ("decoupled", _decoupled),
     ("chevron", lambda kernel, X: _chevron(sgp.features.RandomFourier(kernel, 6, seed=0), X)),
@@ -342,6 +351,7 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ),
     ("feature", _conditioned(lambda: sgp.estimators.RandomFourier(6))),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
+    ("natural", lambda kernel, X: _natural(kernel, X).posterior()),
     (
         "sparse_batch",
         lambda kernel, X: SparsePosterior(
@@ -382,6 +392,7 @@ ELBOS: list[tuple[str, Callable[[], AbstractParticleELBO]]] = [
 # guide = factory(model): guides that own the GP site of a model.
 GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
     ("sparse", lambda model: sgp.guides.AutoSparseGP(model, num_inducing=4)),
+    ("natural", lambda model: sgp.guides.AutoSparseGP(model, num_inducing=4, natural=True)),
     ("hybrid", lambda model: sgp.guides.AutoHybridGP(model, num_inducing=4, num_residual=5)),
     (
         "decoupled",
