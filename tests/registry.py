@@ -192,6 +192,7 @@ ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("hutchinson", lambda: sgp.estimators.Hutchinson(_tight(), 4)),
     ("pathwise", lambda: sgp.estimators.Pathwise(_tight(), 4, num_features=32)),
     ("random_fourier", lambda: sgp.estimators.RandomFourier(6)),
+    ("sgpr", lambda: sgp.estimators.SGPR(jnp.linspace(-1.0, 1.0, 4 * NUM_COLUMNS).reshape(4, -1))),
     ("single_sample_rff", lambda: sgp.estimators.SingleSampleRFF(2, 2)),
     ("own", CLASSES["Dense"]),
 ]
@@ -350,6 +351,10 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         ),
     ),
     ("feature", _conditioned(lambda: sgp.estimators.RandomFourier(6))),
+    (
+        "collapsed",
+        lambda kernel, X: _conditioned(lambda: sgp.estimators.SGPR(X[:3]))(kernel, X),
+    ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     ("natural", lambda kernel, X: _natural(kernel, X).posterior()),
     (

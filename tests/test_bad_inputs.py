@@ -408,6 +408,15 @@ ESTIMATORS: list[Row] = [
     ("epochs", lambda: E.Hutchinson(CG, logdet_epochs=0), "`logdet_epochs` must be at least 1"),
     ("features", lambda: E.RandomFourier(0), "`num_features` must be even and at least 2, got 0"),
     ("float features", lambda: E.RandomFourier(4.0), "`num_features` must be an integer"),
+    ("points", lambda: E.SGPR(X[:, 0]), r"`inducing_points` must have shape \(n, d\)"),
+    ("points NaN", lambda: E.SGPR(NAN * X), "`inducing_points` .* NaN"),
+    ("tight", lambda: E.SGPR(X, tight=1), "`tight` must be True or False, got 1"),
+    ("points jitter", lambda: E.SGPR(X, jitter=-1.0), "`jitter` must be"),
+    (
+        "points width",
+        lambda: sgp.GaussianProcess(rbf, X, 1.0, estimator=E.SGPR(X[:, :1])).log_prob(X[:, 0]),
+        "`inducing_points` must have .* columns",
+    ),
     ("least features", lambda: E.SingleSampleRFF(0), "`min_features` must be even and at least 2"),
     ("odd step", lambda: E.SingleSampleRFF(50, 5), "`step` must be even and at least 2, got 5"),
     (

@@ -6,10 +6,12 @@ from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.hutchinson import Hutchinson
 from numpyro_scalegp.estimators.pathwise import Pathwise
 from numpyro_scalegp.estimators.random_fourier import RandomFourier
+from numpyro_scalegp.estimators.sgpr import SGPR
 from numpyro_scalegp.estimators.single_sample_rff import SingleSampleRFF
 from numpyro_scalegp.estimators.solver_state import SolverState
 
 __all__ = [
+    "SGPR",
     "AbstractEstimator",
     "Audit",
     "Cholesky",

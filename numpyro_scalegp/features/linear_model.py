@@ -49,12 +49,18 @@ def statistics(
 
     def of_chunk(rows: tuple[Array, Array, Array]) -> Statistics:
         X, precision, y = rows
-        Phi = features(X)
-        weighted = (precision[:, None] * Phi).T
-        squares = jnp.sum(precision[:, None] * jnp.square(y), axis=0)
-        return Statistics(matmul(weighted, Phi), matmul(weighted, y), squares)
+        return statistics_of(features(X), precision, y)
 
     return sum_rows(of_chunk, (X, 1.0 / noise, residual), rows_per_chunk(num_features))
+
+
+def statistics_of(
+    Phi: Float[Array, "n p"], precision: Float[Array, " n"], residual: Float[Array, "n m"]
+) -> Statistics:
+    """The statistics of rows with these features and noise precisions; they add up."""
+    weighted = (precision[:, None] * Phi).T
+    squares = jnp.sum(precision[:, None] * jnp.square(residual), axis=0)
+    return Statistics(matmul(weighted, Phi), matmul(weighted, residual), squares)
 
 
 def posterior(statistics: Statistics) -> Weights:

@@ -61,6 +61,10 @@ class FeaturePosterior(AbstractConditioned):
         return matmul(self.features(rows), self.weights.mean)
 
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return self._of_weights(rows)
+
+    def _of_weights(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        """The variance of phi(x)'w."""
         return jnp.sum(jnp.square(self._white(rows)), axis=1)
 
     def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "r p"]:
@@ -97,7 +101,7 @@ class FeaturePosterior(AbstractConditioned):
             Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
         """
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
-        variance = self.variance(self.X)
+        variance = self._map(self._of_weights, self.X, None)
         # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may give less.
         eps = jnp.finfo(variance.dtype).eps
         rest = jnp.maximum(1.0 - variance / noise, eps)

@@ -1,0 +1,84 @@
+"""The posterior of a sparse GP with the optimal distribution over its inducing values."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, ArrayLike, Float
+
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.feature import FeaturePosterior
+
+
+class WhitenedPoints(eqx.Module):
+    """The features L^-1 k(Z, x), with K(Z, Z) = L L': of variance one a priori."""
+
+    kernel: AbstractKernel
+    points: Float[Array, "M d"]
+    whitening: Float[Array, "M M"]  # L^-1
+
+    def __call__(self, X: Float[Array, "n d"]) -> Float[Array, "n M"]:
+        """The features of each row."""
+        return matmul(self.kernel(X, self.points), self.whitening.T)
+
+    def unexplained(self, X: Float[Array, "n d"], Phi: Float[Array, "n M"]) -> Float[Array, " n"]:
+        """The variance that the features Phi of X leave unexplained."""
+        return jnp.maximum(self.kernel.diag(X) - jnp.sum(jnp.square(Phi), axis=1), 0.0)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "WhitenedPoints":
+        """Those of a part of f, with the whole's whitening."""
+        return dataclasses.replace(self, kernel=change(self.kernel))
+
+
+class CollapsedPosterior(FeaturePosterior):
+    """The posterior of a sparse GP under the optimal q over its inducing values.
+
+    That of the features L^-1 k(Z, x), with K(Z, Z) = L L', and in its variances what these leave of
+    the prior's: mean phi(x)'B^-1 Phi'D^-1 (y - m(X)) and covariance k(x, z) - phi(x)'phi(z) +
+    phi(x)'B^-1 phi(z), with B = I + Phi'D^-1 Phi.
+
+    Made by `GaussianProcess.condition` with `SGPR`; immutable. Moments at m inputs cost O(m M^2)
+    with M inducing points, in chunks of rows; joint samples cost O(m^3) on top.
+
+    References:
+        Titsias (2009), Variational Learning of Inducing Variables in Sparse Gaussian Processes,
+        eq. 6.
+    """
+
+    features: WhitenedPoints
+
+    @classmethod
+    def from_features(cls, found: FeaturePosterior) -> "CollapsedPosterior":
+        """Add what the features leave unexplained to their posterior."""
+        return cls(
+            **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        )
+
+    def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return self._rest(rows) + self._of_weights(rows)
+
+    def _rest(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return self.features.unexplained(rows, self.features(rows))
+
+    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
+        """The posterior covariance of f, shape (m, m), in O(m M^2 + m^2 M)."""
+        Xs = self._check(Xs)
+        Phi, white = self.features(Xs), self._white(Xs)
+        return self.features.kernel.covariance(Xs) - matmul(Phi, Phi.T) + matmul(white, white.T)
+
+    @eqx.filter_jit
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        prior = self.features.kernel.diag(Xs)
+        return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
+
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i under the optimal q given all other observations.
+
+        That of the features, see `FeaturePosterior.leave_one_out`, with the unexplained variance.
+        """
+        of_features = super().leave_one_out()
+        unexplained = self._map(self._rest, self.X, None)
+        return dist.Normal(of_features.loc, jnp.sqrt(of_features.scale**2 + unexplained))
