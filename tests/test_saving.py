@@ -172,8 +172,10 @@ def test_kernels(kernel, tmp_path, dtype):
 def test_estimators(estimator, tmp_path):
     one = estimator()
     again = round_trip(tmp_path, one)
-    assert again == one
-    assert hash(again) == hash(one)
+    assert_same(one, again)
+    if not jax.tree.leaves(one):
+        assert again == one
+        assert hash(again) == hash(one)
 
 
 def test_estimators_with_every_option(tmp_path):

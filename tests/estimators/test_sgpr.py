@@ -54,11 +54,16 @@ def test_value_and_gradients_are_those_of_dense_algebra(tight, rows_in_a_chunk, 
     monkeypatch.setattr(chunks, "_MAX_ENTRIES", M * rows_in_a_chunk)
     noise = jnp.linspace(0.05, 0.3, N)
     given = jnp.array(0.7), noise, data()[0][:M]
-    found = jax.value_and_grad(bound, (0, 1, 2))(*given, tight)
-    expected = jax.value_and_grad(dense_bound, (0, 1, 2))(*given, tight)
+    found, expected = (
+        jax.jit(jax.value_and_grad(function, (0, 1, 2)), static_argnums=3)(*given, tight)
+        for function in (bound, dense_bound)
+    )
     jax.tree.map(functools.partial(assert_allclose, rtol=1e-8, atol=1e-9), found, expected)
-    curvature = jax.hessian(bound)(*given, tight)
-    assert_allclose(curvature, jax.hessian(dense_bound)(*given, tight), rtol=1e-8)
+    found, expected = (
+        jax.jit(jax.hessian(function), static_argnums=3)(*given, tight)
+        for function in (bound, dense_bound)
+    )
+    assert_allclose(found, expected, rtol=1e-8)
 
 
 def test_bounds_are_in_their_order_and_end_at_the_density():
