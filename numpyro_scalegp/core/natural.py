@@ -30,31 +30,38 @@ Normal = tuple[Float[Array, " M"], Float[Array, "M M"]]
 
 
 @jax.custom_vjp
-def normal_of(b: Float[Array, " M"], P: Float[Array, "M M"]) -> Normal:
-    """The mean, and the lower Cholesky factor of the covariance (I + P)^-1, in O(M^3).
+def normal_of(
+    b: Float[Array, " M"], P: Float[Array, "M M"]
+) -> tuple[Float[Array, " M"], Float[Array, "M M"], Float[Array, ""]]:
+    """The mean, and a factor of the covariance (I + P)^-1, in O(M^3).
 
     Args:
         b: what is added to the prior's precision times mean, shape (M,).
         P: what is added to the prior's precision, symmetric, shape (M, M).
 
     Returns:
-        m, shape (M,), and S with S S' = C, shape (M, M).
+        m, shape (M,), S, lower triangular with S S' = C, shape (M, M), and what I + P got on its
+        diagonal where it is not positive definite in this precision, as `linalg.lift` gives it.
     """
     return _normal_forward(b, P)[0]
 
 
-def _normal_forward(b: Array, P: Array) -> tuple[Normal, tuple[Array, ...]]:
+def _normal_forward(
+    b: Array, P: Array
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
     precision = 0.5 * (P + P.T) + jnp.eye(len(b), dtype=P.dtype)
     # Of the reversed matrix, so that the inverse of the factor can be turned into a lower one.
-    factor = linalg.factorize(precision[::-1, ::-1], warn=False).tril
-    S = linalg.triangular_inverse(factor)[::-1, ::-1].T
+    factor = linalg.factorize(precision[::-1, ::-1], warn=False)
+    S = linalg.triangular_inverse(factor.tril)[::-1, ::-1].T
     m = matmul(S, matmul(S.T, b))
-    return (m, S), (m, S, factor[::-1, ::-1].T)
+    return (m, S, linalg.lift(factor)), (m, S, factor.tril[::-1, ::-1].T)
 
 
-def _normal_backward(residuals: tuple[Array, ...], cotangents: Normal) -> tuple[Array, Array]:
+def _normal_backward(
+    residuals: tuple[Array, ...], cotangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     m, S, inverse = residuals
-    d_m, d_S = cotangents
+    d_m, d_S, _ = cotangents
     inner = half(matmul(S.T, jnp.tril(d_S)))
     d_C = 0.5 * matmul(matmul(inverse.T, inner + inner.T), inverse)
     return d_m - 2.0 * matmul(d_C, m), -2.0 * d_C
@@ -84,7 +91,7 @@ def natural_moments(
         diagonal: prior variances of f(X), shape (n,).
         b: as of `normal_of`.
         P: as of `normal_of`.
-        normal: `normal_of(b, P)`.
+        normal: the first two of `normal_of(b, P)`.
         factor: `linalg.factorize(K_ZZ)`.
 
     Returns:

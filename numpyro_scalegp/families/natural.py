@@ -25,9 +25,14 @@ class NaturalPosterior(SparsePosterior):
 
     natural_loc: Any = None
     natural_precision: Any = None
+    lift: Any = None
 
     def _weights(self) -> tuple[Any, ...]:
-        return self.loc, self.scale_tril, self.natural_loc, self.natural_precision
+        own = self.natural_loc, self.natural_precision, self.lift
+        return self.loc, self.scale_tril, *own
+
+    def _lift(self, factors: tuple[Float[Array, "M M"], linalg.Factor]) -> Float[Array, ""]:
+        return super()._lift(factors) + self.lift
 
     def _moments(
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
@@ -67,7 +72,7 @@ class NaturalSparseGP(SparseGP):
         PRECISION: constraints.real_matrix,
     }
     reparametrized_params = list(arg_constraints)
-    pytree_data_fields = (LOC, PRECISION)
+    pytree_data_fields = (LOC, PRECISION, "lift")
 
     def __init__(
         self,
@@ -82,20 +87,19 @@ class NaturalSparseGP(SparseGP):
         self.natural_precision = checks.as_float(natural_precision, PRECISION)
         batch, M = self.natural_loc.shape[:-1], self.natural_loc.shape[-1]
         checks.shape(PRECISION, self.natural_precision, (*batch, M, M), why="as of the precision")
-        loc, scale_tril = _normals(self.natural_loc, self.natural_precision)
+        loc, scale_tril, self.lift = _normals(self.natural_loc, self.natural_precision)
         super().__init__(kernel, X, inducing_points, loc, scale_tril, **options)
 
     def posterior(self) -> NaturalPosterior:
         """The process itself, for moments and joint samples at any inputs."""
-        own = super().posterior()
-        parts = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
-        return NaturalPosterior(
-            **parts, natural_loc=self.natural_loc, natural_precision=self.natural_precision
-        )
+        sparse = super().posterior()
+        parts = {field.name: getattr(sparse, field.name) for field in dataclasses.fields(sparse)}
+        own = {name: getattr(self, name) for name in self.pytree_data_fields}
+        return NaturalPosterior(**parts, **own)
 
 
 @jax.jit
-def _normals(b: Array, P: Array) -> tuple[Array, Array]:
+def _normals(b: Array, P: Array) -> tuple[Array, Array, Array]:
     each: Callable[..., Any] = normal_of
     for _ in b.shape[:-1]:
         each = jax.vmap(each)

@@ -15,6 +15,7 @@ from numpyro.infer import SVI, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.families.natural import NaturalSparseGP
 
 N, M, SD = 40, 6, 0.2
 KEY = jax.random.key(0)
@@ -172,6 +173,14 @@ def test_can_be_saved(tmp_path):
     posterior = guide.posterior(svi.get_params(svi.init(KEY, X, y)), X, y)
     sgp.save(tmp_path / "one", posterior)
     np.testing.assert_array_equal(sgp.load(tmp_path / "one").mean(X), posterior.mean(X))
+
+
+def test_a_precision_that_rounding_made_indefinite_is_warned_of():
+    X, _ = data()
+    P = jnp.diag(jnp.array([1e6, 1.0, -1.0]))
+    q = NaturalSparseGP(sgp.kernels.RBF(0.7), X, X[:3], jnp.zeros(3), P)
+    with pytest.warns(RuntimeWarning, match="jitter was added"):
+        assert jnp.all(jnp.isfinite(q.posterior().variance(X)))
 
 
 def test_bad_arguments(unchecked):
