@@ -139,4 +139,4 @@ class AutoHybridGP(AbstractDecoupledGuide):
     def rest_of_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
         """What the inducing points add to the mean."""
         sparse = family.posterior().sparse
-        return sparse.marginals(X, chunk_size=sparse.rows_per_chunk())[0]
+        return sparse.marginals(X)[0]

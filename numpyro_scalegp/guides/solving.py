@@ -148,7 +148,7 @@ class AbstractSolvingGuide(AbstractGPGuide):
         with self._parameters(params, None):
             family = self.family(site, training=False)
         posterior = family.posterior()
-        return family, *posterior.marginals(site.X, chunk_size=posterior.rows_per_chunk())
+        return family, *posterior.marginals(site.X)
 
 
 class AbstractDecoupledGuide(AbstractSolvingGuide):

@@ -16,6 +16,10 @@ from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
 
+# Rows worked on at a time: with more, a CPU waits for memory.
+_CACHED_ROWS = 4096
+
+
 class AbstractVariationalPosterior(AbstractPosterior):
     """A variational posterior over a function, from basis functions rather than all data.
 
@@ -66,12 +70,12 @@ class AbstractVariationalPosterior(AbstractPosterior):
 
         Args:
             X: inputs, shape (n, d).
-            chunk_size: rows worked on at a time; None for all.
+            chunk_size: rows worked on at a time; by default `rows_per_chunk()`.
 
         Returns:
             Means and variances, each of shape (*batch, n).
         """
-        (mean, *variances), lift = self._split(X, chunk_size)
+        (mean, *variances), lift = self._split(X, chunk_size or self.rows_per_chunk())
         linalg.warn_of_lift(lift)
         return mean, functools.reduce(jnp.add, variances)
 
@@ -99,14 +103,15 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return self._each(of_one)
 
     def rows_per_chunk(self) -> int:
-        """The rows for `marginals` that fit 64 MiB in float32."""
-        return chunks.rows_per_chunk(self._row_width * max(1, math.prod(self.batch_shape)))
+        """The rows for `marginals`, 4096 or as many as fit 64 MiB in float32."""
+        width = self._row_width * max(1, math.prod(self.batch_shape))
+        return min(_CACHED_ROWS, chunks.rows_per_chunk(width))
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
-        return self.marginals(Xs, chunk_size=chunk_size or self.rows_per_chunk())[0]
+        return self.marginals(Xs, chunk_size=chunk_size)[0]
 
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
-        return self.marginals(Xs, chunk_size=chunk_size or self.rows_per_chunk())[1]
+        return self.marginals(Xs, chunk_size=chunk_size)[1]
 
 
 class AbstractKernelPosterior(AbstractVariationalPosterior):
