@@ -15,7 +15,6 @@ from numpyro_scalegp.core import chunks, linalg
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
-
 # Rows worked on at a time: with more, a CPU waits for memory.
 _CACHED_ROWS = 4096
 
