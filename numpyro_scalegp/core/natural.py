@@ -24,9 +24,9 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import Factor, half, matmul
-from numpyro_scalegp.core.whitening import moments_backward, moments_forward
+from numpyro_scalegp.core.whitening import moments_backward, moments_forward, whitened_divergence
 
-Normal = tuple[Float[Array, " M"], Float[Array, "M M"]]
+Normal = tuple[Array, Array]
 
 
 @jax.custom_vjp
@@ -76,7 +76,7 @@ def natural_moments(
     diagonal: Float[Array, " n"],
     b: Float[Array, " M"],
     P: Float[Array, "M M"],
-    normal: Normal,
+    normal: tuple[Float[Array, " M"], Float[Array, "M M"]],
     factor: Factor,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
     """As `whitened_moments`, with the natural gradient by the sums that it is made of.
@@ -98,8 +98,7 @@ def natural_moments(
         Means, variances of the inducing values and unexplained variances, each of shape (n,).
     """
     normal = jax.lax.stop_gradient(normal)
-    found = _moments(K_ZZ, K_ZX, diagonal, b, P, normal, factor.tril)
-    mean, inside, unexplained = found
+    mean, inside, unexplained = _moments(K_ZZ, K_ZX, diagonal, b, P, normal, factor.tril)
     return mean, inside, unexplained
 
 
@@ -131,26 +130,27 @@ _moments.defvjp(_moments_forward, _moments_backward)
 
 
 def natural_divergence(
-    b: Float[Array, " M"], P: Float[Array, "M M"], normal: Normal
-) -> Float[Array, ""]:
+    b: Float[Array, "*batch M"],
+    P: Float[Array, "*batch M M"],
+    normal: tuple[Float[Array, "*batch M"], Float[Array, "*batch M M"]],
+) -> Float[Array, "*batch"]:
     """KL(N(m, C) || N(0, I)), whose natural gradient is b and P themselves."""
     return _divergence(b, P, jax.lax.stop_gradient(normal))
 
 
 @jax.custom_vjp
-def _divergence(b: Array, P: Array, normal: Normal) -> Float[Array, ""]:
-    m, S = normal
-    trace = jnp.sum(jnp.square(S)) + jnp.sum(jnp.square(m))
-    return 0.5 * (trace - m.size) - jnp.sum(jnp.log(jnp.diagonal(S)))
+def _divergence(b: Array, P: Array, normal: Normal) -> Array:
+    return whitened_divergence(*normal)
 
 
 def _divergence_forward(b: Array, P: Array, normal: Normal) -> tuple[Array, Any]:
     return _divergence(b, P, normal), (b, P, normal)
 
 
-def _divergence_backward(residuals: Any, cotangent: Float[Array, ""]) -> tuple[Any, ...]:
+def _divergence_backward(residuals: Any, cotangent: Float[Array, "*batch"]) -> tuple[Any, ...]:
     b, P, normal = residuals
-    return cotangent * b, cotangent * P, jax.tree.map(jnp.zeros_like, normal)
+    d_b, d_P = cotangent[..., None] * b, cotangent[..., None, None] * P
+    return d_b, d_P, jax.tree.map(jnp.zeros_like, normal)
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward)

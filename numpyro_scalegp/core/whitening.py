@@ -79,3 +79,12 @@ def moments_backward(
 
 
 _moments.defvjp(moments_forward, moments_backward)
+
+
+def whitened_divergence(
+    loc: Float[Array, "*batch M"], scale_tril: Float[Array, "*batch M M"]
+) -> Float[Array, "*batch"]:
+    """KL(N(loc, S S') || N(0, I)), in O(M^2)."""
+    diagonal = jnp.diagonal(scale_tril, axis1=-2, axis2=-1)
+    trace = jnp.sum(jnp.square(scale_tril), axis=(-2, -1)) + jnp.sum(jnp.square(loc), axis=-1)
+    return 0.5 * (trace - loc.shape[-1]) - jnp.sum(jnp.log(diagonal), axis=-1)

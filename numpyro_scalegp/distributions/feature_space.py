@@ -18,7 +18,7 @@ from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
 from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant, Batch
 from numpyro_scalegp.log_determinants.state import placeholder, updated_state
-from numpyro_scalegp.posteriors.feature import FeaturePosterior, feature_posterior
+from numpyro_scalegp.posteriors.feature import FeaturePosterior
 
 
 class FeatureSpaceGP(Distribution):
@@ -257,4 +257,4 @@ class FeatureSpaceGP(Distribution):
         dtype = jnp.result_type(Phi.dtype, self.noise_variance, y)
         zero = constant_function(jnp.zeros((), y.dtype))
         given = self.X, y, self.noise_variance, zero, dtype
-        return feature_posterior(self.features, Phi.shape[1], *given)
+        return FeaturePosterior.from_features(self.features, Phi.shape[1], *given)

@@ -13,7 +13,7 @@ from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.features.linear_model import log_densities, statistics
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.posteriors.feature import FeaturePosterior, feature_posterior
+from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -116,7 +116,9 @@ class RandomFourier(AbstractEstimator):
             ValueError: if there is no key, or the kernel has no random features.
         """
         given = operator.X, y, operator.noise_variance, mean_function, operator.dtype
-        return feature_posterior(self._features(operator, key), self.num_features, *given)
+        return FeaturePosterior.from_features(
+            self._features(operator, key), self.num_features, *given
+        )
 
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int

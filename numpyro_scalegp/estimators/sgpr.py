@@ -14,7 +14,6 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.features.linear_model import Statistics, log_densities, statistics_of
 from numpyro_scalegp.posteriors.collapsed import CollapsedPosterior, WhitenedPoints
-from numpyro_scalegp.posteriors.feature import feature_posterior
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -94,8 +93,8 @@ class SGPR(AbstractEstimator):
     ) -> CollapsedPosterior:
         """The posterior under the optimal q, in O(n M^2 + M^3)."""
         given = operator.X, y, operator.noise_variance, mean_function, operator.dtype
-        found = feature_posterior(self._features(operator), len(self.inducing_points), *given)
-        return CollapsedPosterior.from_features(found)
+        features, size = self._features(operator), len(self.inducing_points)
+        return CollapsedPosterior.from_features(features, size, *given)
 
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
@@ -114,6 +113,4 @@ class SGPR(AbstractEstimator):
         Z = self.inducing_points
         checks.inputs("inducing_points", Z, width=operator.X.shape[1])
         K = linalg.add_jitter(operator.kernel.covariance(Z).astype(operator.dtype), self.jitter)
-        factor = linalg.factorize(K)
-        W = linalg.inverse_cholesky_given(K, factor.tril)
-        return WhitenedPoints(operator.kernel, Z, W)
+        return WhitenedPoints(operator.kernel, Z, linalg.inverse_cholesky(K))

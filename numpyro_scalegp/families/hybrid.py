@@ -11,6 +11,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.whitening import whitened_divergence
 from numpyro_scalegp.families.decoupled import expansion, squared_norm
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
@@ -18,7 +19,6 @@ from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.families.sparse import (
     SparsePosterior,
     unexplained_part,
-    whitened_divergence,
     whitened_parts,
 )
 from numpyro_scalegp.kernels import AbstractKernel

@@ -1,11 +1,9 @@
 """The sparse variational family by its natural parameters, for natural gradients."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
@@ -92,10 +90,16 @@ class NaturalSparseGP(SparseGP):
 
     def posterior(self) -> NaturalPosterior:
         """The process itself, for moments and joint samples at any inputs."""
-        sparse = super().posterior()
-        parts = {field.name: getattr(sparse, field.name) for field in dataclasses.fields(sparse)}
-        own = {name: getattr(self, name) for name in self.pytree_data_fields}
-        return NaturalPosterior(**parts, **own)
+        return NaturalPosterior(
+            self.kernel,
+            self.inducing_points,
+            self.loc,
+            self.scale_tril,
+            self.jitter,
+            natural_loc=self.natural_loc,
+            natural_precision=self.natural_precision,
+            lift=self.lift,
+        )
 
 
 @jax.jit
@@ -109,8 +113,5 @@ def _normals(b: Array, P: Array) -> tuple[Array, Array, Array]:
 @kl_divergence.register(NaturalSparseGP, LatentGP)
 def _(q: NaturalSparseGP, p: LatentGP) -> Float[Array, "*batch"]:
     """That of `SparseGP`, with natural gradients."""
-    each: Callable[..., Any] = natural_divergence
-    for _ in q.batch_shape:
-        each = jax.vmap(each)
-    divergence = each(q.natural_loc, q.natural_precision, (q.loc, q.scale_tril))
-    return one_if_same("kernel", q.kernel, p.kernel) * jnp.asarray(divergence)
+    divergence = natural_divergence(q.natural_loc, q.natural_precision, (q.loc, q.scale_tril))
+    return one_if_same("kernel", q.kernel, p.kernel) * divergence

@@ -14,7 +14,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.core.whitening import whitened_moments
+from numpyro_scalegp.core.whitening import whitened_divergence, whitened_moments
 from numpyro_scalegp.families.bases import InitialPoints
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
@@ -304,14 +304,6 @@ def unexplained_part(
     checks.shape("unexplained_scale", array, batch, why="one for each function")
     checks.positive("unexplained_scale", array)
     return array
-
-
-def whitened_divergence(
-    loc: Float[Array, "*batch M"], scale_tril: Float[Array, "*batch M M"]
-) -> Float[Array, "*batch"]:
-    """KL(N(loc, S S') || N(0, I)), in O(M^2)."""
-    trace = jnp.sum(jnp.square(scale_tril), axis=(-2, -1)) + jnp.sum(jnp.square(loc), axis=-1)
-    return 0.5 * (trace - loc.shape[-1]) - jnp.sum(jnp.log(_diagonal(scale_tril)), axis=-1)
 
 
 def whitened_parts(

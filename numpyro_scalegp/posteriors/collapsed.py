@@ -50,23 +50,22 @@ class CollapsedPosterior(FeaturePosterior):
 
     features: WhitenedPoints
 
-    @classmethod
-    def from_features(cls, found: FeaturePosterior) -> "CollapsedPosterior":
-        """Add what the features leave unexplained to their posterior."""
-        return cls(
-            **{field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-        )
-
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return self._rest(rows) + self._of_weights(rows)
+        Phi = self.features(rows)
+        return self.features.unexplained(rows, Phi) + self._of_weights(Phi)
 
-    def _rest(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return self.features.unexplained(rows, self.features(rows))
+    @eqx.filter_jit
+    def _rest_at_data(self) -> Float[Array, " n"]:
+        def rest(rows: Array) -> Array:
+            return self.features.unexplained(rows, self.features(rows))
+
+        return self._map(rest, self.X, None)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(m M^2 + m^2 M)."""
         Xs = self._check(Xs)
-        Phi, white = self.features(Xs), self._white(Xs)
+        Phi = self.features(Xs)
+        white = self._white(Phi)
         return self.features.kernel.covariance(Xs) - matmul(Phi, Phi.T) + matmul(white, white.T)
 
     @eqx.filter_jit
@@ -80,5 +79,4 @@ class CollapsedPosterior(FeaturePosterior):
         That of the features, see `FeaturePosterior.leave_one_out`, with the unexplained variance.
         """
         of_features = super().leave_one_out()
-        unexplained = self._map(self._rest, self.X, None)
-        return dist.Normal(of_features.loc, jnp.sqrt(of_features.scale**2 + unexplained))
+        return dist.Normal(of_features.loc, jnp.sqrt(of_features.scale**2 + self._rest_at_data()))

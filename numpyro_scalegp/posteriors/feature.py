@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -15,6 +16,8 @@ from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+
+Found = TypeVar("Found", bound="FeaturePosterior")
 
 # The least distance of a leverage from one, in units of rounding: 1 % of accuracy.
 _LOST_DIGITS = 100.0
@@ -42,6 +45,34 @@ class FeaturePosterior(AbstractConditioned):
     mean_function: RowsFunction
     weights: Weights
 
+    @classmethod
+    def from_features(
+        cls: type[Found],
+        features: Callable[[Array], Array],
+        num_features: int,
+        X: Float[Array, "n d"],
+        y: Float[Array, " n"],
+        noise_variance: Float[Array, "..."],
+        mean_function: RowsFunction,
+        dtype: jnp.dtype,
+    ) -> Found:
+        """Find the weights' posterior, in chunks of rows."""
+        noise = jnp.broadcast_to(noise_variance.astype(dtype), y.shape)
+        residual = (y - mean_function(X)).astype(dtype)
+
+        def of_rows(rows: Array) -> Array:
+            return features(rows).astype(dtype)
+
+        found = posterior(statistics(of_rows, num_features, X, noise, residual[:, None]))
+        return cls(
+            features=features,
+            X=X,
+            y=y,
+            noise_variance=noise_variance,
+            mean_function=mean_function,
+            weights=refined(found, of_rows, X, noise, residual),
+        )
+
     @property
     def diagnostics(self) -> dict[str, Array]:
         """What the factorization took: `jitter`, relative to the unit prior of the weights."""
@@ -61,19 +92,23 @@ class FeaturePosterior(AbstractConditioned):
         return matmul(self.features(rows), self.weights.mean)
 
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return self._of_weights(rows)
+        return self._of_weights(self.features(rows))
 
-    def _of_weights(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        """The variance of phi(x)'w."""
-        return jnp.sum(jnp.square(self._white(rows)), axis=1)
+    def _of_weights(self, Phi: Float[Array, "r p"]) -> Float[Array, " r"]:
+        """The variance of phi(x)'w for each row of features."""
+        return jnp.sum(jnp.square(self._white(Phi)), axis=1)
 
-    def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "r p"]:
-        """W phi(x) of each row; their inner products are the posterior covariances."""
-        return matmul(self.features(rows), self.weights.whitening.T)
+    def _white(self, Phi: Float[Array, "r p"]) -> Float[Array, "r p"]:
+        """W phi(x) of each row; their inner products are the covariances of phi(x)'w."""
+        return matmul(Phi, self.weights.whitening.T)
+
+    @eqx.filter_jit
+    def _of_weights_at_data(self) -> Float[Array, " n"]:
+        return self._map(lambda rows: self._of_weights(self.features(rows)), self.X, None)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(m p^2 + m^2 p)."""
-        white = self._white(self._check(Xs))
+        white = self._white(self.features(self._check(Xs)))
         return matmul(white, white.T)
 
     @eqx.filter_jit
@@ -101,7 +136,7 @@ class FeaturePosterior(AbstractConditioned):
             Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
         """
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
-        variance = self._map(self._of_weights, self.X, None)
+        variance = self._of_weights_at_data()
         # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may give less.
         eps = jnp.finfo(variance.dtype).eps
         rest = jnp.maximum(1.0 - variance / noise, eps)
@@ -109,33 +144,6 @@ class FeaturePosterior(AbstractConditioned):
         jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_leverage), lambda: None)
         residual = self.y - self.mean(self.X)
         return dist.Normal(self.y - residual / rest, jnp.sqrt(noise / rest))
-
-
-def feature_posterior(
-    features: Callable[[Array], Array],
-    num_features: int,
-    X: Float[Array, "n d"],
-    y: Float[Array, " n"],
-    noise_variance: Float[Array, "..."],
-    mean_function: RowsFunction,
-    dtype: jnp.dtype,
-) -> FeaturePosterior:
-    """The exact posterior of f(x) = m(x) + phi(x)'w, w ~ N(0, I), in chunks of rows."""
-    noise = jnp.broadcast_to(noise_variance.astype(dtype), y.shape)
-    residual = (y - mean_function(X)).astype(dtype)
-
-    def of_rows(rows: Array) -> Array:
-        return features(rows).astype(dtype)
-
-    found = posterior(statistics(of_rows, num_features, X, noise, residual[:, None]))
-    return FeaturePosterior(
-        features=features,
-        X=X,
-        y=y,
-        noise_variance=noise_variance,
-        mean_function=mean_function,
-        weights=refined(found, of_rows, X, noise, residual),
-    )
 
 
 def _warn_of_leverage() -> None:
