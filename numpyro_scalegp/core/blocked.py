@@ -12,6 +12,11 @@ from jaxtyping import Array, Float
 MAX_SIZE = 1024
 _BLOCK = 64
 
+# Products with explicit inverses lose the square of the digits that substitution does. Beside a
+# covariance's jitter that matters in double precision, where they are corrected once: in an inverse
+# where entries of the factor exceed diagonal ones by this ratio.
+_LARGE_RATIO = 1e4
+
 
 def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The lower Cholesky factor of A, or NaN in its last entry, by the right-looking algorithm."""
@@ -20,10 +25,18 @@ def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
     for start in range(0, n, _BLOCK):
         size = min(_BLOCK, n - start)
         L = jnp.linalg.cholesky(rest[:size, :size])
-        panel = jnp.matmul(rest[size:, :size], _inverses(L[None])[0].T, precision="highest")
+        panel = _solved(rest[size:, :size], L, _inverses(L[None])[0])
         columns.append(jnp.concatenate([jnp.zeros((start, size), A.dtype), L, panel]))
-        rest = rest[size:, size:] - jnp.matmul(panel, panel.T, precision="highest")
+        rest = rest[size:, size:] - _product(panel, panel.T)
     return jnp.concatenate(columns, axis=1)
+
+
+def _solved(
+    A: Float[Array, "m k"], L: Float[Array, "k k"], inverse: Float[Array, "k k"]
+) -> Float[Array, "m k"]:
+    """A L^-T, from the inverse of L."""
+    found = _product(A, inverse.T)
+    return found + _product(A - _product(found, L.T), inverse.T) if _is_double(A) else found
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -42,18 +55,38 @@ def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
         middle = (low + high) // 2
         rows = slice(middle * _BLOCK, high * _BLOCK)
         columns = slice(low * _BLOCK, middle * _BLOCK)
-        return merge_inverses(merge(low, middle), merge(middle, high), padded[rows, columns])
+        inverses = merge(low, middle), merge(middle, high)
+        return merge_inverses(*inverses, padded[rows, columns], padded[rows, rows])
 
     return merge(0, num)[:n, :n]
 
 
 def merge_inverses(
-    top: Float[Array, "h h"], bottom: Float[Array, "k k"], corner: Float[Array, "k h"]
+    top: Float[Array, "h h"],
+    bottom: Float[Array, "k k"],
+    corner: Float[Array, "k h"],
+    bottom_factor: Float[Array, "k k"],
 ) -> Float[Array, "n n"]:
-    """The inverse of [[T, 0], [corner, B]] from those of T and B."""
-    product = jnp.matmul(bottom, jnp.matmul(corner, top, precision="highest"), precision="highest")
+    """The inverse of [[T, 0], [C, B]] from those of T and B, and from B for a correction."""
+    across = _product(corner, top)
+    found = -_product(bottom, across)
+    if _is_double(found):
+        diagonal = jnp.concatenate([jnp.diagonal(top), jnp.diagonal(bottom)])
+        found = jax.lax.cond(
+            jnp.max(jnp.abs(corner)) * jnp.max(diagonal) > _LARGE_RATIO,
+            lambda: found - _product(bottom, across + _product(bottom_factor, found)),
+            lambda: found,
+        )
     zeros = jnp.zeros((top.shape[0], bottom.shape[0]), top.dtype)
-    return jnp.block([[top, zeros], [-product, bottom]])
+    return jnp.block([[top, zeros], [found, bottom]])
+
+
+def _product(A: Array, B: Array) -> Array:
+    return jnp.matmul(A, B, precision="highest")
+
+
+def _is_double(A: Array) -> bool:
+    return bool(jnp.finfo(A.dtype).bits == 64)
 
 
 def _inverses(L: Float[Array, "b k k"]) -> Float[Array, "b k k"]:

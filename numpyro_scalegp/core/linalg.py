@@ -186,7 +186,7 @@ def _split_inverse(L: Float[Array, "n n"], leaf: int) -> Float[Array, "n n"]:
         return solve_triangular(L, jnp.eye(n, dtype=L.dtype), lower=True)
     h = n // 2
     top, bottom = _split_inverse(L[:h, :h], leaf), _split_inverse(L[h:, h:], leaf)
-    return blocked.merge_inverses(top, bottom, L[h:, :h])
+    return blocked.merge_inverses(top, bottom, L[h:, :h], L[h:, h:])
 
 
 def inverse_from_factor(L: Float[Array, "n n"]) -> Float[Array, "n n"]:

@@ -72,6 +72,22 @@ def test_sizes_beyond_the_blocked_loops(monkeypatch, x64):
     assert relative_error(linalg.inverse_from_factor(jnp.array(L)), np.linalg.inv(K)) < 1e-12
 
 
+@pytest.mark.parametrize("size", (200, 512))
+def test_digits_beside_the_jitter(size, x64):
+    x = np.linspace(-3.0, 3.0, size)
+    K = np.exp(-0.5 * np.square((x[:, None] - x) / 0.8))
+    K += linalg.default_jitter(K.dtype) * np.eye(size)
+    factor = linalg.factorize(jnp.array(K))
+    assert factor.jitter == 0.0
+    np.testing.assert_allclose(factor.tril @ factor.tril.T, K, atol=1e-14)
+    inverse = linalg.triangular_inverse(factor.tril)
+    by_substitution = solve_triangular(factor.tril, jnp.eye(size), lower=True)
+    error, expected = (
+        jnp.linalg.norm(W @ factor.tril - jnp.eye(size)) for W in (inverse, by_substitution)
+    )
+    assert error < 3.0 * expected
+
+
 def test_log_density_value(dtype):
     n = 40
     K = positive_definite(n)
