@@ -70,6 +70,40 @@ def _normal_backward(
 normal_of.defvjp(_normal_forward, _normal_backward)
 
 
+@jax.custom_vjp
+def without_derivatives(values: Any) -> Any:
+    """The same values, to draw with.
+
+    A likelihood's derivatives at a draw have noise, which may be larger than they are: of the signs
+    that it changes, `natural_moments` would drop the negative ones, and covariances come out small.
+    """
+    return values
+
+
+def _no_backward(*_: Any) -> Any:
+    raise ValueError(
+        "natural parameters have no derivatives through draws of their function: train with "
+        "sgp.infer.QuadratureELBO, which draws none, or without `natural=True`."
+    )
+
+
+without_derivatives.defvjp(lambda values: (values, None), _no_backward)
+
+
+@jax.custom_vjp
+def scaled_derivatives(values: Any, scale: Float[Array, ""]) -> Any:
+    """The same values, with derivatives divided by a scale that is not zero."""
+    return values
+
+
+def _scaled_backward(scale: Array, cotangents: Any) -> tuple[Any, Array]:
+    divisor = jnp.where(scale == 0.0, 1.0, scale)
+    return jax.tree.map(lambda one: one / divisor, cotangents), jnp.zeros_like(scale)
+
+
+scaled_derivatives.defvjp(lambda values, scale: (values, scale), _scaled_backward)
+
+
 def natural_moments(
     K_ZZ: Float[Array, "M M"],
     K_ZX: Float[Array, "M n"],

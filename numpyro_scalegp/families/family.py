@@ -64,6 +64,10 @@ class AbstractVariationalGP(RowsDistribution):
         """The process itself, for moments and joint samples at any inputs."""
         raise NotImplementedError
 
+    def under_scale(self, scale: Float[ArrayLike, ""]) -> "AbstractVariationalGP":
+        """This family at a site with a scale, as `numpyro.handlers.scale` gives it."""
+        return self
+
     def marginals(self) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
         """The mean and the variance of f at each row of X, from one factorization."""
         return self.posterior().marginals(self.X)

@@ -1,15 +1,26 @@
 """The sparse variational family by its natural parameters, for natural gradients."""
 
+import copy
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
-from numpyro_scalegp.core.natural import natural_divergence, natural_moments, normal_of
+from numpyro_scalegp.core.natural import (
+    natural_divergence,
+    natural_moments,
+    normal_of,
+    scaled_derivatives,
+    without_derivatives,
+)
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.families.sparse import SparseGP, SparsePosterior
@@ -39,6 +50,13 @@ class NaturalPosterior(SparsePosterior):
         across, diagonal = self._of_f(self.inducing_points, X), self._of_f.diag(X)
         q = self.natural_loc, self.natural_precision, (self.loc, self.scale_tril)
         return natural_moments(K, across, diagonal, *q, factor)
+
+    def _joint(
+        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        loc, scale_tril = without_derivatives((self.loc, self.scale_tril))
+        drawn = dataclasses.replace(self, loc=loc, scale_tril=scale_tril)
+        return super(NaturalPosterior, drawn)._joint(factors, X)
 
 
 class NaturalSparseGP(SparseGP):
@@ -85,11 +103,36 @@ class NaturalSparseGP(SparseGP):
         self.natural_precision = checks.as_float(natural_precision, PRECISION)
         batch, M = self.natural_loc.shape[:-1], self.natural_loc.shape[-1]
         checks.shape(PRECISION, self.natural_precision, (*batch, M, M), why="as of the precision")
+        checks.finite(LOC, self.natural_loc)
+        checks.finite(PRECISION, self.natural_precision)
         loc, scale_tril, self.lift = _normals(self.natural_loc, self.natural_precision)
         super().__init__(kernel, X, inducing_points, loc, scale_tril, **options)
 
+    def under_scale(self, scale: Float[ArrayLike, ""]) -> "NaturalSparseGP":
+        """With natural gradients of a bound of that scale, so that steps are as with scale one."""
+        if jnp.ndim(scale):
+            return self
+        other = copy.copy(self)
+        given = self.natural_loc, self.natural_precision
+        scale = jnp.asarray(scale, self.natural_loc.dtype)
+        other.natural_loc, other.natural_precision = scaled_derivatives(given, scale)
+        return other
+
+    def sample(
+        self, key: Array, sample_shape: tuple[int, ...] = ()
+    ) -> Float[Array, "*sample_shape_and_batch n"]:
+        """Draw as `SparseGP` does, without derivatives in the natural parameters."""
+        drawn = copy.copy(self)
+        given = self.natural_loc, self.natural_precision
+        drawn.natural_loc, drawn.natural_precision = without_derivatives(given)
+        return super(NaturalSparseGP, drawn).sample(key, sample_shape)
+
     def posterior(self) -> NaturalPosterior:
-        """The process itself, for moments and joint samples at any inputs."""
+        """The process itself, for moments and joint samples at any inputs.
+
+        Warns where P is no sum over observations, as after steps of another optimizer.
+        """
+        _check_positive(self.natural_precision)
         return NaturalPosterior(
             self.kernel,
             self.inducing_points,
@@ -99,6 +142,22 @@ class NaturalSparseGP(SparseGP):
             natural_loc=self.natural_loc,
             natural_precision=self.natural_precision,
             lift=self.lift,
+        )
+
+
+def _check_positive(P: Float[Array, "*batch M M"]) -> None:
+    """Warn where a precision that is not traced is further from semidefinite than by rounding."""
+    if not checks.is_concrete(P):
+        return
+    eigenvalues = np.linalg.eigvalsh(np.asarray(P + jnp.swapaxes(P, -1, -2)) / 2.0)
+    least, largest = eigenvalues[..., 0], eigenvalues[..., -1]
+    if np.any(least < -0.01 - 100.0 * np.finfo(eigenvalues.dtype).eps * largest):
+        warnings.warn(
+            f"`{PRECISION}` has the eigenvalue {least.min():.3g}, and what observations add to a "
+            "precision has none below zero: natural parameters take the steps of "
+            "sgp.infer.natural_gradients(optimizer), and no other optimizer's, nor changed ones.",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

@@ -42,7 +42,8 @@ class AutoSparseGP(AbstractGPGuide):
             of the first: then give `sgp.features.kmeans_points(key, X, M)`.
         natural: whether the inducing values have natural parameters, `..._natural_loc` and
             `..._natural_precision`, in place of `..._loc` and `..._scale_tril`. Their derivatives
-            are natural gradients: train them with `sgp.infer.natural_gradients`.
+            are natural gradients: train them with `sgp.infer.natural_gradients` and
+            `QuadratureELBO`; objectives that draw the function raise.
         prefix: part of the parameters' names.
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
 

@@ -16,7 +16,10 @@ def natural_gradients(
     """Natural-gradient steps for guides with `natural=True`, another optimizer for all else.
 
     For stock `SVI`: the derivatives of such a guide with respect to its natural parameters are
-    natural gradients already, and take a plain step.
+    natural gradients already, and take a plain step. What changes gradients, such as
+    `optax.clip`, belongs inside, around `optimizer`: outside it makes these steps short. Stock
+    `SVI` does not tell a guide which optimizer it has, so that another one is seen only in its
+    results: a NaN loss, or a warning by the posterior.
 
     Args:
         optimizer: of optax, for all other parameters.
@@ -28,6 +31,7 @@ def natural_gradients(
         An optimizer of optax.
 
     Raises:
+        TypeError: if `optimizer` is none of optax.
         ValueError: if `step_size` is not from 0 to 1, or, when set up, there are no natural
             parameters.
 
@@ -40,6 +44,7 @@ def natural_gradients(
         >>> import numpyro_scalegp as sgp
         >>> optimizer = sgp.infer.natural_gradients(optax.adam(0.01))
     """
+    checks.instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
     step_size = checks.rate("step_size", step_size, "(0, 1]")
 
     def labels(params: dict[str, Any]) -> dict[str, str]:

@@ -45,6 +45,8 @@ class StandIn(Messenger):
         if msg["type"] != "sample" or getattr(msg["fn"], "role", "") != "variational":
             return
         name, family = msg["name"], msg["fn"]
+        if msg["scale"] is not None:
+            family = msg["fn"] = family.under_scale(msg["scale"])
         self.families[name] = family
         if self.value is None:
             msg["value"] = jnp.zeros(family.shape(), family.X.dtype)

@@ -126,9 +126,9 @@ def learned(X: Array, y: Array, batch: int | None = None) -> None:
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-@pytest.mark.parametrize("loss", (sgp.infer.QuadratureELBO(2), TraceMeanField_ELBO()))
-def test_learns_hyperparameters_beside(loss):
+def test_learns_hyperparameters_beside():
     X, y = data()
+    loss = sgp.infer.QuadratureELBO(2)
     guide = natural(learned, rest=AutoDelta, num_inducing=10)
     svi = SVI(learned, guide, sgp.infer.natural_gradients(optax.adam(0.05), 0.2), loss)
     result = svi.run(KEY, 300, X, y, 20, progress_bar=False)
@@ -175,6 +175,45 @@ def test_can_be_saved(tmp_path):
     np.testing.assert_array_equal(sgp.load(tmp_path / "one").mean(X), posterior.mean(X))
 
 
+@pytest.mark.parametrize("scale", (1.0 / N, 10.0))
+def test_steps_under_a_scale(scale, x64):
+    X, y = data()
+    guide = natural(fixed, inducing_points=X[:M])
+    still = sgp.infer.natural_gradients(optax.set_to_zero(), 1.0)
+    svi = SVI(fixed, guide, still, sgp.infer.QuadratureELBO(2))
+    expected = svi.get_params(svi.update(svi.init(KEY, X, y), X, y)[0])
+    scaled = [numpyro.handlers.scale(one, scale=scale) for one in (fixed, guide)]
+    svi = SVI(*scaled, still, sgp.infer.QuadratureELBO(2))
+    found = svi.get_params(svi.update(svi.init(KEY, X, y), X, y)[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8), found, expected)
+
+
+@pytest.mark.parametrize("loss", (TraceMeanField_ELBO(), sgp.infer.JointELBO()))
+def test_draws_have_no_natural_gradients(loss):
+    X, y = data()
+    guide = natural(fixed, inducing_points=X[:M])
+    svi = SVI(fixed, guide, sgp.infer.natural_gradients(optax.adam(0.1)), loss)
+    state = svi.init(KEY, X, y)
+    assert jnp.isfinite(svi.evaluate(state, X, y))
+    with pytest.raises(ValueError, match="no derivatives through draws of their function"):
+        svi.update(state, X, y)
+    posterior = guide.posterior(svi.get_params(state), X, y)
+    slope = jax.grad(lambda X: jnp.sum(posterior.sample(KEY, X)))(X[:3])
+    assert jnp.all(jnp.isfinite(slope))
+
+
+def test_steps_of_another_optimizer_are_warned_of():
+    X, y = data()
+    guide = natural(fixed, inducing_points=X[:M])
+    svi = SVI(fixed, guide, optax.adam(0.003), sgp.infer.QuadratureELBO(2))
+    params = svi.run(KEY, 60, X, y, progress_bar=False).params
+    with pytest.warns(RuntimeWarning, match="no other optimizer's"):
+        guide.posterior(params, X, y)
+    nothing = {**params, "f_auto_natural_precision": jnp.full((M, M), jnp.nan)}
+    with pytest.raises(ValueError, match="`natural_precision` must be finite"):
+        guide.posterior(nothing, X, y)
+
+
 def test_a_precision_that_rounding_made_indefinite_is_warned_of():
     X, _ = data()
     P = jnp.diag(jnp.array([1e6, 1.0, -1.0]))
@@ -187,6 +226,8 @@ def test_bad_arguments(unchecked):
     X, y = data()
     with pytest.raises(ValueError, match=r"`step_size` must be in \(0, 1\], got 1.5"):
         sgp.infer.natural_gradients(optax.adam(0.1), 1.5)
+    with pytest.raises(TypeError, match="`optimizer` must be an optimizer of optax"):
+        sgp.infer.natural_gradients(numpyro.optim.Adam(0.1))
     with pytest.raises(TypeError, match="`natural` must be True or False"):
         sgp.guides.AutoSparseGP(fixed, natural="yes")
     guide = sgp.guides.AutoSparseGP(fixed, inducing_points=X[:M])
