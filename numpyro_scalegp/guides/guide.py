@@ -49,6 +49,8 @@ _PLAIN = (
 )
 _GIVEN = (init_to_value, init_to_median, init_to_mean)
 
+_NO_MEDIAN = "the guide given as `rest` has no `median`: pass a `key` for a draw."
+
 
 class AbstractGPGuide(abc.ABC):
     """Guides that own one GP site; see `AutoSparseGP` for what they have in common.
@@ -142,7 +144,7 @@ class AbstractGPGuide(abc.ABC):
                 "`guide.median(params, X[:10], y[:10])`, with observations."
             )
         if not hasattr(self.rest, "median"):
-            raise ValueError("the guide given as `rest` has no `median`: pass a `key` for a draw.")
+            raise ValueError(_NO_MEDIAN)
         trace = getattr(self.rest, "prototype_trace", None)
         if trace is None:
             return self.rest.median(params)
@@ -150,7 +152,10 @@ class AbstractGPGuide(abc.ABC):
         if not latent:
             return {}  # nothing is left for the rest's guide, and NumPyro's own would raise
         # NumPyro's own have deterministic sites as well, at a function of zeros.
-        medians = self.rest.median(params)
+        try:
+            medians = self.rest.median(params)
+        except NotImplementedError as error:  # guides made of flows
+            raise ValueError(_NO_MEDIAN) from error
         return {name: value for name, value in medians.items() if name in latent}
 
     def sample_posterior(

@@ -18,7 +18,7 @@ from numpyro import handlers
 from numpyro.contrib.module import nnx_module
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Predictive, TraceMeanField_ELBO
-from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+from numpyro.infer.autoguide import AutoDelta, AutoIAFNormal, AutoMultivariateNormal, AutoNormal
 from numpyro.infer.initialization import init_to_value
 
 import numpyro_scalegp as sgp
@@ -187,6 +187,7 @@ RESTS: dict[str, tuple[Any, set[str]]] = {
     "multivariate": (AutoMultivariateNormal, {"auto_loc", "auto_scale_tril"}),
     "partial": (functools.partial(AutoNormal, prefix="rest"), {"lengthscale_rest_loc"}),
     "hand_written": (hand_written, {"lengthscale_loc", "noise_loc"}),
+    "flow": (AutoIAFNormal, set()),
 }
 
 
@@ -208,7 +209,7 @@ def test_rest(rest):
     shapes = {name: leaf.shape for name, leaf in draws.items() if not name.startswith("_")}
     assert shapes == {"lengthscale": (2, 3), "noise": (2, 3), "f": (2, 3, 7)}
     assert mean.shape == (3,)
-    if rest == "hand_written":
+    if rest in ("hand_written", "flow"):
         with pytest.raises(ValueError, match=r"`rest` has no `median`: pass a `key`"):
             guide.posterior(result.params, X)
     else:
