@@ -1,4 +1,4 @@
-"""Where hyperparameters of a guide start: prior medians, with lengthscales from the data."""
+"""Where hyperparameters of a guide start: prior medians, lengthscales and noise from the data."""
 
 from typing import Any
 
@@ -12,11 +12,21 @@ from numpyro.infer.initialization import init_to_median
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.tracing.runs import Trace, is_latent, substituted
+from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, substituted
 from numpyro_scalegp.tracing.sites import Model
-from numpyro_scalegp.tracing.starting_values import lengthscale_pairs, scaled_start
+from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
 
 MEDIAN = init_to_median()
+
+# Of the observations' deviation, what the noise starts at, within a factor from the prior's median.
+# The function starts at zero: from less noise the first gradients are so large that an optimizer
+# which remembers their squares, as Adam does, takes short steps ever after.
+_NOISE_SHARE = 0.8
+_NOISE_FACTOR = 4.0
+
+# Of the median distance between rows, what lengthscales start at. From longer ones, which say that
+# the function is nearly the mean, columns that matter only beside another one are not found.
+_DISTANCE_SHARE = 0.5
 
 
 class _Priors(Messenger):
@@ -41,7 +51,8 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Values of a model's latent sites but functions: prior medians, moved by `scaled_start`.
 
     So that functions vary over distances between rows: from lengthscales far from these the
-    likelihood may say nothing of them.
+    likelihood may say nothing of them. And so that the scale of an observed normal, Student t or
+    the like leaves room for a function that is zero.
 
     Args:
         model: a model with functions, which may take a mini-batch of the rows.
@@ -67,12 +78,47 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
         return {name: maps[name](value) for name, value in params.items()}
 
     def scales(params: dict[str, Array]) -> list[tuple[Array, Array]]:
-        _, found = run(lambda inner: substituted(inner, {}, values(params)))
+        trace, found = run(lambda inner: substituted(inner, {}, values(params)))
         kernels = [(getattr(prior, "kernel", None), prior.X) for prior in found]
-        pairs = [lengthscale_pairs(kernel, X) for kernel, X in kernels if kernel and len(X) > 1]
-        return [pair for some in pairs for pair in some]
+        pairs = [
+            lengthscale_pairs(kernel, X, _DISTANCE_SHARE)
+            for kernel, X in kernels
+            if kernel and len(X) > 1
+        ]
+        return [pair for some in [*pairs, _noise_pairs(trace, noises)] for pair in some]
 
+    noises = _noises(trace)
     params = {name: maps[name].inv(site["value"]) for name, site in sites.items()}
     if not params or not scales(params):
         return values(params)
     return values(scaled_start(scales, params))
+
+
+def _noises(trace: Trace) -> dict[str, Array]:
+    """The mean scale of each observed site that has a location and a scale, by name."""
+    found = {name: unwrapped(site["fn"]).distribution for name, site in _located(trace).items()}
+    return {name: jnp.mean(fn.scale) for name, fn in found.items()}
+
+
+def _noise_pairs(trace: Trace, medians: dict[str, Array]) -> list[tuple[Array, Array]]:
+    """Each such scale, and what it is wanted to be, for `scaled_start`."""
+    pairs = []
+    for name, noise in _noises(trace).items():
+        site = trace[name]
+        residual = jnp.ravel(site["value"] - unwrapped(site["fn"]).distribution.loc)
+        median = medians[name]
+        wanted = jnp.clip(
+            _NOISE_SHARE * deviation(residual), median / _NOISE_FACTOR, median * _NOISE_FACTOR
+        )
+        pairs.append((noise, wanted))
+    return pairs
+
+
+def _located(trace: Trace) -> Trace:
+    """Observed sites whose distribution has a location and a scale."""
+
+    def has(site: dict[str, Any]) -> bool:
+        fn = unwrapped(site["fn"]).distribution
+        return hasattr(fn, "loc") and hasattr(fn, "scale")
+
+    return {name: site for name, site in trace.items() if is_observed(site) and has(site)}

@@ -26,8 +26,10 @@ from numpyro_scalegp.solvers import AlternatingProjections
 from numpyro_scalegp.tracing.runs import is_observed
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
 
-# Of the observations' variance, what the noise starts at.
+# Of the observations' variance, what the noise starts at, and of the median distance between rows
+# what lengthscales do.
 _NOISE_SHARE = 0.1
+_DISTANCE_SHARE = 0.5**0.5
 
 
 def _exact(gp: GaussianProcess) -> AbstractEstimator:
@@ -189,7 +191,7 @@ def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
     """
     variance = jnp.square(deviation(y - gp.mean))
     return [
-        *lengthscale_pairs(gp.kernel, gp.X),
+        *lengthscale_pairs(gp.kernel, gp.X, _DISTANCE_SHARE),
         (jnp.mean(gp.kernel.diag(gp.X)), variance),
         (jnp.mean(gp.noise_variance), _NOISE_SHARE * variance),
     ]

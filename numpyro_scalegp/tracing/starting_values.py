@@ -105,19 +105,21 @@ def deviation(values: Float[Array, "n *k"]) -> Float[Array, "*k"]:
     return jnp.where(spread > 10.0 * jnp.finfo(values.dtype).eps * largest, spread, 0.0)
 
 
-def lengthscale_pairs(kernel: AbstractKernel, X: Float[Array, "n d"]) -> list[tuple[Array, Array]]:
+def lengthscale_pairs(
+    kernel: AbstractKernel, X: Float[Array, "n d"], share: float
+) -> list[tuple[Array, Array]]:
     """Each lengthscale of a kernel, and what it is wanted to be, for `scaled_start`.
 
-    That is the median distance over sqrt(2), in the inputs that it divides, each column by its own
+    That is a share of the median distance, in the inputs that it divides, each column by its own
     deviation.
     """
     pairs = kernel.scaled_inputs(X)
-    return [(one, _distances(one, jax.lax.stop_gradient(seen))) for one, seen in pairs]
+    return [(one, share * _distances(one, jax.lax.stop_gradient(seen))) for one, seen in pairs]
 
 
 def _distances(lengthscale: Array, X: Float[Array, "n k"]) -> Array:
-    """A median distance over sqrt(2): one, or one for each column."""
+    """The median distance: one, or one for each column."""
     if lengthscale.ndim == 0:
-        return median_distance(X) / jnp.sqrt(2.0)
+        return median_distance(X)
     scale = deviation(X)
-    return scale * median_distance(X / jnp.where(scale > 0, scale, 1.0)) / jnp.sqrt(2.0)
+    return scale * median_distance(X / jnp.where(scale > 0, scale, 1.0))

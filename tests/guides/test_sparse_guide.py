@@ -410,9 +410,9 @@ def test_parameters_start_as_the_whitened_prior(x64):
     assert {leaf.dtype for leaf in params.values()} == {jnp.dtype("float64")}
     # The rest starts near prior medians, those of a few draws, and lengthscales from the data.
     medians = guide.median(params)
-    distance = sgp.infer.median_distance(X) / np.sqrt(2.0)
+    distance = sgp.infer.median_distance(X) / 2.0
     np.testing.assert_allclose(medians["lengthscale"], distance, rtol=0.01)
-    assert abs(np.log(medians["noise"]) + 1.5) < 0.5
+    np.testing.assert_allclose(medians["noise"], 0.8 * np.std(y), rtol=0.01)
 
 
 def test_inducing_points_start_among_the_data():
@@ -643,11 +643,11 @@ def test_lengthscales_start_from_the_distances_between_rows(scale):
         with numpyro.plate("rows", len(X)):
             numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
-    wanted = sgp.infer.median_distance(X) / np.sqrt(2)
+    wanted = sgp.infer.median_distance(X) / 2.0
     guide = AutoSparseGP(model, num_inducing=M)
     medians = guide.median(init_params(model, guide, X, y))
     np.testing.assert_allclose(medians["lengthscale"], wanted, rtol=0.3)
-    assert abs(np.log(medians["noise"]) + 1.0) < 0.5  # which distances say nothing of
+    np.testing.assert_allclose(medians["noise"], 0.8 * np.std(y), rtol=0.01)
     values = {"lengthscale": jnp.full(12, 1.5)}
     guide = AutoSparseGP(
         model,
@@ -656,6 +656,35 @@ def test_lengthscales_start_from_the_distances_between_rows(scale):
     )
     medians = guide.median(init_params(model, guide, X, y))
     np.testing.assert_allclose(medians["lengthscale"], 1.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "share", "expected"),
+    [
+        (lambda f, bias, noise: dist.Normal(f + bias, noise), 0.8, None),
+        (lambda f, bias, noise: dist.StudentT(4.0, f, 2.0 * noise), 0.4, None),
+        (lambda f, bias, noise: dist.Normal(f, 0.01 * noise), 0.0, 0.4),  # four times the median
+        (lambda f, bias, noise: dist.Normal(f, 100.0 * noise), 0.0, 0.025),
+        (lambda f, bias, noise: dist.Normal(f, 0.3), 0.0, 0.1),
+        (lambda f, bias, noise: dist.Gamma(jnp.exp(f), noise), 0.0, 0.1),
+    ],
+)
+def test_noise_starts_at_what_leaves_room_for_a_function_of_zeros(likelihood, share, expected):
+    X, y = data()
+    y = 3.0 + 0.4 * jnp.abs(y)
+
+    def model(X: Array, y: Array) -> None:
+        bias = numpyro.sample("bias", dist.Normal(0.0, 0.01))
+        noise = numpyro.sample("noise", dist.LogNormal(jnp.log(0.1), 0.01))
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", likelihood(f, bias, noise), obs=y)
+
+    guide = AutoSparseGP(model, num_inducing=M)
+    medians = guide.median(init_params(model, guide, X, y))
+    wanted = share * np.std(y) if expected is None else expected
+    np.testing.assert_allclose(medians["noise"], wanted, rtol=0.02)
+    assert abs(medians["bias"]) < 0.02
 
 
 def test_inducing_points_start_among_rows_that_are_not_in_the_first_batch():
