@@ -10,41 +10,42 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MAX_SIZE = 1024
+# LAPACK takes threads from 1024 bytes a row on.
+_LAPACK_BYTES = 512
 _BLOCK = 64
 
 
 def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The lower Cholesky factor of A, or NaN in its last entry, by the right-looking algorithm."""
-    n = A.shape[0]
+    n, block = A.shape[0], _LAPACK_BYTES // A.dtype.itemsize
     rest, columns = A, []
-    for start in range(0, n, _BLOCK):
-        size = min(_BLOCK, n - start)
-        L = jnp.linalg.cholesky(rest[:size, :size])
-        panel = jnp.matmul(rest[size:, :size], _inverses(L[None])[0].T, precision="highest")
+    for start in range(0, n, block):
+        size = min(block, n - start)
+        L = jax.lax.linalg.cholesky(rest[:size, :size], symmetrize_input=False)
+        panel = jnp.matmul(rest[size:, :size], triangular_inverse(L).T, precision="highest")
         columns.append(jnp.concatenate([jnp.zeros((start, size), A.dtype), L, panel]))
         rest = rest[size:, size:] - jnp.matmul(panel, panel.T, precision="highest")
     return jnp.concatenate(columns, axis=1)
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """The inverse of a lower triangular L: its diagonal blocks, then pairs of blocks merged."""
+    """The inverse of a lower triangular L: its diagonal blocks, then pairs of blocks merged.
+
+    What can be done at once is: each product by itself would add to the time of compilation.
+    """
     n = L.shape[0]
-    num = -(-n // _BLOCK)
-    padding = num * _BLOCK - n
-    padded = jnp.pad(L, (0, padding))
-    padded = padded + jnp.diag((jnp.arange(num * _BLOCK) >= n).astype(L.dtype))
-    blocks = padded.reshape(num, _BLOCK, num, _BLOCK)
-    diagonal = _inverses(blocks[jnp.arange(num), :, jnp.arange(num)])
-
-    def merge(low: int, high: int) -> Array:
-        if high - low == 1:
-            return diagonal[low]
-        middle = (low + high) // 2
-        rows = slice(middle * _BLOCK, high * _BLOCK)
-        columns = slice(low * _BLOCK, middle * _BLOCK)
-        return merge_inverses(merge(low, middle), merge(middle, high), padded[rows, columns])
-
-    return merge(0, num)[:n, :n]
+    num = 1 << (-(-n // _BLOCK) - 1).bit_length()
+    size = -(-n // num)
+    end = num * size
+    if end > n:
+        L = jnp.pad(L, (0, end - n)) + jnp.diag((jnp.arange(end) >= n).astype(L.dtype))
+    inverses = _inverses(jnp.stack([L[i : i + size, i : i + size] for i in range(0, end, size)]))
+    while size < end:
+        two = 2 * size
+        corners = [L[i + size : i + two, i : i + size] for i in range(0, end, two)]
+        inverses = jax.vmap(merge_inverses)(inverses[::2], inverses[1::2], jnp.stack(corners))
+        size = two
+    return inverses[0, :n, :n]
 
 
 def merge_inverses(
@@ -60,10 +61,12 @@ def _inverses(L: Float[Array, "b k k"]) -> Float[Array, "b k k"]:
     """The inverses of b lower triangular matrices, all at once, by forward substitution."""
     size = L.shape[1]
     identity = jnp.eye(size, dtype=L.dtype)
+    take, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
 
     def row(i: Array, W: Array) -> Array:
         # Rows of W from i on are still zero, so the whole row of L may multiply them.
-        known = jnp.einsum("bj,bjl->bl", L[:, i], W, precision="highest")
-        return W.at[:, i].set((identity[i] - known) / L[:, i, i][:, None])
+        factors = take(L, i, axis=1, keepdims=False)
+        known = jnp.einsum("bj,bjl->bl", factors, W, precision="highest")
+        return put(W, (take(identity, i) - known) / take(factors, i, axis=1), i, axis=1)
 
     return jax.lax.fori_loop(0, size, row, jnp.zeros_like(L))
