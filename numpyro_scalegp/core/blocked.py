@@ -10,22 +10,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MAX_SIZE = 1024
+# LAPACK takes threads from 1024 bytes a row on.
+_LAPACK_BYTES = 512
 _BLOCK = 64
-
-# Products with explicit inverses lose the square of the digits that substitution does. Beside a
-# covariance's jitter that matters in double precision, where they are corrected once: in an inverse
-# where entries of the factor exceed diagonal ones by this ratio.
-_LARGE_RATIO = 1e4
 
 
 def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The lower Cholesky factor of A, or NaN in its last entry, by the right-looking algorithm."""
-    n = A.shape[0]
+    n, block = A.shape[0], _LAPACK_BYTES // A.dtype.itemsize
     rest, columns = A, []
-    for start in range(0, n, _BLOCK):
-        size = min(_BLOCK, n - start)
-        L = jnp.linalg.cholesky(rest[:size, :size])
-        panel = _solved(rest[size:, :size], L, _inverses(L[None])[0])
+    for start in range(0, n, block):
+        size = min(block, n - start)
+        L = jax.lax.linalg.cholesky(rest[:size, :size], symmetrize_input=False)
+        panel = _solved(rest[size:, :size], L, triangular_inverse(L))
         columns.append(jnp.concatenate([jnp.zeros((start, size), A.dtype), L, panel]))
         rest = rest[size:, size:] - _product(panel, panel.T)
     return jnp.concatenate(columns, axis=1)
@@ -40,25 +37,25 @@ def _solved(
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """The inverse of a lower triangular L: its diagonal blocks, then pairs of blocks merged."""
+    """The inverse of a lower triangular L: its diagonal blocks, then pairs of blocks merged.
+
+    What can be done at once is: each product by itself would add to the time of compilation.
+    """
     n = L.shape[0]
-    num = -(-n // _BLOCK)
-    padding = num * _BLOCK - n
-    padded = jnp.pad(L, (0, padding))
-    padded = padded + jnp.diag((jnp.arange(num * _BLOCK) >= n).astype(L.dtype))
-    blocks = padded.reshape(num, _BLOCK, num, _BLOCK)
-    diagonal = _inverses(blocks[jnp.arange(num), :, jnp.arange(num)])
-
-    def merge(low: int, high: int) -> Array:
-        if high - low == 1:
-            return diagonal[low]
-        middle = (low + high) // 2
-        rows = slice(middle * _BLOCK, high * _BLOCK)
-        columns = slice(low * _BLOCK, middle * _BLOCK)
-        inverses = merge(low, middle), merge(middle, high)
-        return merge_inverses(*inverses, padded[rows, columns], padded[rows, rows])
-
-    return merge(0, num)[:n, :n]
+    num = 1 << (-(-n // _BLOCK) - 1).bit_length()
+    size = -(-n // num)
+    end = num * size
+    if end > n:
+        L = jnp.pad(L, (0, end - n)) + jnp.diag((jnp.arange(end) >= n).astype(L.dtype))
+    inverses = _inverses(jnp.stack([L[i : i + size, i : i + size] for i in range(0, end, size)]))
+    while size < end:
+        two = 2 * size
+        starts = range(0, end, two)
+        corners = jnp.stack([L[i + size : i + two, i : i + size] for i in starts])
+        factors = jnp.stack([L[i + size : i + two, i + size : i + two] for i in starts])
+        inverses = jax.vmap(merge_inverses)(inverses[::2], inverses[1::2], corners, factors)
+        size = two
+    return inverses[0, :n, :n]
 
 
 def merge_inverses(
@@ -71,12 +68,7 @@ def merge_inverses(
     across = _product(corner, top)
     found = -_product(bottom, across)
     if _is_double(found):
-        diagonal = jnp.concatenate([jnp.diagonal(top), jnp.diagonal(bottom)])
-        found = jax.lax.cond(
-            jnp.max(jnp.abs(corner)) * jnp.max(diagonal) > _LARGE_RATIO,
-            lambda: found - _product(bottom, across + _product(bottom_factor, found)),
-            lambda: found,
-        )
+        found = found - _product(bottom, across + _product(bottom_factor, found))
     zeros = jnp.zeros((top.shape[0], bottom.shape[0]), top.dtype)
     return jnp.block([[top, zeros], [found, bottom]])
 
@@ -86,6 +78,11 @@ def _product(A: Array, B: Array) -> Array:
 
 
 def _is_double(A: Array) -> bool:
+    """Whether products with explicit inverses are corrected once.
+
+    They lose the square of the digits that substitution does. Beside a covariance's jitter that
+    matters in double precision.
+    """
     return bool(jnp.finfo(A.dtype).bits == 64)
 
 
@@ -93,10 +90,12 @@ def _inverses(L: Float[Array, "b k k"]) -> Float[Array, "b k k"]:
     """The inverses of b lower triangular matrices, all at once, by forward substitution."""
     size = L.shape[1]
     identity = jnp.eye(size, dtype=L.dtype)
+    take, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
 
     def row(i: Array, W: Array) -> Array:
         # Rows of W from i on are still zero, so the whole row of L may multiply them.
-        known = jnp.einsum("bj,bjl->bl", L[:, i], W, precision="highest")
-        return W.at[:, i].set((identity[i] - known) / L[:, i, i][:, None])
+        factors = take(L, i, axis=1, keepdims=False)
+        known = jnp.einsum("bj,bjl->bl", factors, W, precision="highest")
+        return put(W, (take(identity, i) - known) / take(factors, i, axis=1), i, axis=1)
 
     return jax.lax.fori_loop(0, size, row, jnp.zeros_like(L))

@@ -81,6 +81,13 @@ class Cholesky(AbstractEstimator):
         One factorization serves the whole batch. NaN, with a warning, where H is not positive
         definite.
         """
+        return self._log_density(operator, residual)
+
+    # One program also where NUTS looks for a place to start, outside of compiled code.
+    @eqx.filter_jit
+    def _log_density(
+        self, operator: KernelOperator, residual: Float[Array, "*batch n"]
+    ) -> Float[Array, "*batch"]:
         H = self.covariance(operator)
         factor = self.factorize(H, operator.noise_variance)
         return linalg.gaussian_log_density(H, residual, factor)

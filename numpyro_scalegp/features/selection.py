@@ -1,10 +1,11 @@
 """Where to put inducing points: cluster centers, or the data points that leave least variance."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels import AbstractKernel
@@ -50,27 +51,22 @@ def kmeans_points(
     X, key = _checked(X, num_points), checks.as_key(key)
     checks.count("num_steps", num_steps, 0)
     checks.count("max_rows", max_rows)
-    rows_key, seed_key = jax.random.split(key)
     if X.shape[0] > max(max_rows, num_points):
+        rows_key, key = jax.random.split(key)
         rows = jax.random.choice(rows_key, X.shape[0], (max(max_rows, num_points),), replace=False)
         X = X[rows]
-    return _kmeans(seed_key, X, num_points, num_steps)
+    return _kmeans(key, X, num_points, num_steps)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
-    keys = jax.random.split(key, num_points)
-    start = X[jax.random.randint(keys[0], (), 0, X.shape[0])]
+    def seed(nearest: Array, uniform: Array) -> tuple[Array, Array]:
+        point = X[_index_at(nearest, uniform)]
+        return jnp.minimum(nearest, jnp.sum(jnp.square(X - point), axis=1)), point
 
-    def to_point(point: Array) -> Array:
-        return jnp.sum(jnp.square(X - point), axis=1)
-
-    def seed(nearest: Array, key: Array) -> tuple[Array, Array]:
-        point = X[jax.random.categorical(key, jnp.log(nearest))]
-        return jnp.minimum(nearest, to_point(point)), point
-
-    _, others = jax.lax.scan(seed, to_point(start), keys[1:])
-    centers = jnp.concatenate([start[None], others])
+    # All rows are equally far from no point at all.
+    far = jnp.full(X.shape[0], jnp.finfo(X.dtype).max / (2 * X.shape[0]), X.dtype)
+    _, centers = jax.lax.scan(seed, far, jax.random.uniform(key, (num_points,), X.dtype))
 
     def step(centers: Array, _: None) -> tuple[Array, None]:
         owner = jnp.argmin(squared_distances(X, centers), axis=1)
@@ -80,6 +76,25 @@ def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
         return jnp.where(count[:, None] > 0, mean, centers), None
 
     return jax.lax.scan(step, centers, length=num_steps)[0]
+
+
+def _index_at(weights: Float[Array, " n"], part: Float[Array, ""]) -> Int[Array, ""]:
+    """Where the sum of the weights passes a part of the whole: a draw, for a uniform part.
+
+    In two stages, a block of weights and one of it: a cumulative sum is slow where it is long.
+    """
+    n = weights.shape[0]
+    size = math.isqrt(n - 1) + 1
+    blocks = jnp.pad(weights, (0, size * size - n)).reshape(size, size)
+
+    def stage(weights: Array, wanted: Array) -> tuple[Array, Array]:
+        sums = jnp.cumsum(weights)
+        index = jnp.minimum(jnp.sum(sums <= wanted), size - 1)
+        return index, wanted - (sums[index] - weights[index])
+
+    totals = jnp.sum(blocks, axis=1)
+    block, rest = stage(totals, part * jnp.sum(totals))
+    return jnp.minimum(block * size + stage(blocks[block], rest)[0], n - 1)
 
 
 def greedy_points(

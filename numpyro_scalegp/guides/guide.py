@@ -30,7 +30,7 @@ from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.first_run import compiled, emit, only_watched
-from numpyro_scalegp.tracing.runs import Trace, is_latent, substituted, traced
+from numpyro_scalegp.tracing.runs import Trace, indices_of, is_latent, substituted, traced
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
 
 Guide = Callable[..., Any]
@@ -113,10 +113,9 @@ class AbstractGPGuide(abc.ABC):
         _set_start(self, args, kwargs)
         with handlers.trace() as rest_trace:
             self.rest(*args, **kwargs)
-        latent, indices = (
-            {name: site["value"] for name, site in rest_trace.items() if site["type"] == kind}
-            for kind in ("sample", "plate")
-        )
+        sites = {name: site for name, site in rest_trace.items() if site["type"] == "sample"}
+        latent = {name: site["value"] for name, site in sites.items()}
+        indices = indices_of(rest_trace)
         site = find_gp_site(self.model, self.site, self.prior, latent, args, kwargs, indices)
         with ExitStack() as stack:
             for plate in site.plates:
@@ -386,9 +385,10 @@ def _first_run(
         return None
 
     def run(*args: Any, **kwargs: Any) -> tuple[dict[str, Array], Array]:
-        with rest.model.without_likelihood(), StandIn(_draw_from_prior):
+        with handlers.trace() as trace, rest.model.without_likelihood(), StandIn(_draw_from_prior):
             values = guide._run(args, kwargs)
-        seeded = handlers.seed(rest.model, numpyro.prng_key())
+        given = substituted(rest.model, {}, values, indices_of(trace))
+        seeded = handlers.seed(given, numpyro.prng_key())
         with handlers.block():
             return values, jnp.isfinite(log_density(seeded, args, kwargs, values)[0])
 

@@ -1,5 +1,6 @@
 """Where hyperparameters of a guide start: prior medians, lengthscales and noise from the data."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,14 @@ from numpyro.infer.initialization import init_to_median
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, substituted
+from numpyro_scalegp.tracing.runs import (
+    Trace,
+    indices_of,
+    is_latent,
+    is_observed,
+    staged,
+    substituted,
+)
 from numpyro_scalegp.tracing.sites import Model
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
 
@@ -62,14 +70,18 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
     Returns:
         Values by name. Lengthscales that nothing but a function of fixed values decides stay.
     """
+    key = jax.random.key(0)
 
-    def run(handler: Any) -> tuple[Trace, list[Any]]:
+    def run(handled: Callable[[_Priors], Any]) -> tuple[Trace, list[Any]]:
         priors = _Priors(model)
-        seeded = handler(handlers.seed(priors, jax.random.key(0)))
         with handlers.block():
-            return handlers.trace(seeded).get_trace(*args, **kwargs), priors.found
+            return handlers.trace(handled(priors)).get_trace(*args, **kwargs), priors.found
 
-    trace, _ = run(lambda inner: handlers.substitute(inner, substitute_fn=MEDIAN))
+    def at_medians(priors: _Priors) -> Any:
+        return handlers.substitute(handlers.seed(priors, key), substitute_fn=MEDIAN)
+
+    trace, _ = run(at_medians)
+    indices = indices_of(trace)
     sites = {name: site for name, site in trace.items() if is_latent(site)}
     sites = {name: one for name, one in sites.items() if not one["fn"].support.is_discrete}
     maps = {name: biject_to(site["fn"].support) for name, site in sites.items()}
@@ -78,7 +90,10 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
         return {name: maps[name](value) for name, value in params.items()}
 
     def scales(params: dict[str, Array]) -> list[tuple[Array, Array]]:
-        trace, found = run(lambda inner: substituted(inner, {}, values(params)))
+        def at_values(priors: _Priors) -> Any:
+            return handlers.seed(substituted(priors, {}, values(params), indices), key)
+
+        trace, found = run(at_values)
         kernels = [(getattr(prior, "kernel", None), prior.X) for prior in found]
         pairs = [
             lengthscale_pairs(kernel, X, _DISTANCE_SHARE)
@@ -89,9 +104,10 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     noises = _noises(trace)
     params = {name: maps[name].inv(site["value"]) for name, site in sites.items()}
-    if not params or not scales(params):
-        return values(params)
-    return values(scaled_start(scales, params))
+    if not params:
+        return {}
+    of_params = staged(scales, params)
+    return values(scaled_start(of_params, params) if of_params(params) else params)
 
 
 def _noises(trace: Trace) -> dict[str, Array]:

@@ -186,21 +186,23 @@ def standing_in(
 
     closed = jax.make_jaxpr(floating)(jax.ShapeDtypeStruct(like.shape, like.dtype))
     generator = np.random.default_rng(1)
+    # On the host, and called as compiled: JAX would compile operations one by one here.
+    constants = [_stand_in(value, generator) for value in closed.consts]
 
-    @jax.jit
-    def evaluate(constants: list[Array], f: Array) -> list[Array]:
+    def evaluate(constants: list[Any], f: Array) -> list[Array]:
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(f)
 
+    program = jax.jit(evaluate).lower(constants, np.zeros(like.shape, like.dtype)).compile()
+
     def now(f: Any) -> list[np.ndarray]:
-        # Whatever warns of a covariance would warn of one that is made of random numbers.
+        # Whatever warns of a covariance would warn of one that is made of random numbers, in a
+        # callback, which reads what it gets.
         with jax.ensure_compile_time_eval(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = jax.device_get(evaluate(constants, jnp.asarray(f, like.dtype)))
+            found = jax.device_get(program(constants, np.asarray(f, like.dtype)))
             jax.effects_barrier()
         return [np.asarray(leaf) for leaf in found]
 
-    with jax.ensure_compile_time_eval():
-        constants = [_stand_in(value, generator) for value in closed.consts]
     return now
 
 
@@ -209,10 +211,13 @@ def _stand_in(value: Any, generator: np.random.Generator) -> Any:
     if checks.is_concrete(value):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=jax.random.key_impl(value)), value.shape)
+        shape = jax.eval_shape(jax.random.key_data, value).shape
+        bits = generator.integers(0, 2**32, shape, np.uint32)
+        with jax.ensure_compile_time_eval():
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        return jnp.asarray(generator.integers(0, 2, value.shape), value.dtype)
+        return generator.integers(0, 2, value.shape).astype(value.dtype)
     some = generator.uniform(0.2, 0.8, value.shape)
     if value.ndim >= 2 and value.shape[-1] == value.shape[-2]:
         some = (some + some.swapaxes(-1, -2)) / value.shape[-1] + np.eye(value.shape[-1])
-    return jnp.asarray(some, value.dtype)
+    return some.astype(value.dtype)

@@ -53,6 +53,12 @@ def test_indices_are_distinct_and_in_range(size, subsample_size):
     assert indices.max() > 0.9 * size - 1
 
 
+def test_random_bits_are_drawn_once():
+    traced = str(jax.make_jaxpr(lambda key: stratified_indices(key, 23, 7))(KEY))
+    assert traced.count("random_bits") == 1
+    assert "random_split" not in traced
+
+
 def test_all_indices_are_in_order():
     np.testing.assert_array_equal(stratified_indices(KEY, 10, 10), np.arange(10))
 

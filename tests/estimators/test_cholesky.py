@@ -1,6 +1,7 @@
 """The exact log marginal likelihood against SciPy, and its derivatives by autodiff."""
 
 import functools
+import logging
 import warnings
 from typing import Any
 
@@ -156,6 +157,20 @@ def evaluate(X: Array, y: Array, noise: Any, jitter: float | None = None) -> tup
     estimator = sgp.estimators.Cholesky(jitter)
     gp = sgp.GaussianProcess(sgp.kernels.RBF(0.5, 2.0), X, noise, estimator=estimator)
     return gp.log_prob(y), gp.condition(y).diagnostics["jitter"]
+
+
+def test_is_few_programs_outside_of_compiled_code(caplog):
+    """As where NUTS looks for a place to start."""
+    X, y = data()
+
+    def log_density(lengthscale: float) -> Array:
+        return sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, 0.1).log_prob(y)
+
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        jax.value_and_grad(log_density)(0.5)
+    num = sum("Finished XLA compilation" in record.message for record in caplog.records)
+    assert 0 < num <= 20
 
 
 def test_fixed_jitter_is_added_relative_to_the_diagonal(x64):

@@ -40,6 +40,19 @@ def test_kmeans_lowers_the_sum_of_squares(d, dtype):
     assert sum_of_squares(X, points) < np.min(random)
 
 
+def test_kmeans_starts_by_squared_distances():
+    X, num = jnp.array([[0.0], [1.0], [3.0]]), 4000
+    keys = jax.random.split(jax.random.key(0), num)
+    points = jax.jit(jax.vmap(lambda key: kmeans_points(key, X, 2, num_steps=0)))(keys)
+    # Each pair by the sum of its values.
+    sums = np.sum(np.asarray(points), axis=(1, 2))
+    frequency = np.array([np.mean(sums == total) for total in (1.0, 3.0, 4.0)])
+    expected = np.array([1 / 10 + 1 / 5, 9 / 10 + 9 / 13, 4 / 5 + 4 / 13]) / 3.0
+    error = np.sqrt(expected * (1.0 - expected) / num)
+    assert np.max(np.abs(frequency - expected) / error) < 4.0
+    assert np.max(np.abs(1.0 / 3.0 - expected) / error) > 4.0  # any pair alike
+
+
 def test_kmeans_stops_where_lloyd_does(x64):
     X = rows(60, 2)
     points = np.asarray(kmeans(jax.random.key(0), jnp.array(X), 5, num_steps=100))

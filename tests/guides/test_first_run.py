@@ -124,7 +124,11 @@ GUIDES = {
 
 @pytest.mark.parametrize("name", GUIDES)
 def test_is_few_programs(name, caplog):
+    runs = 0
+
     def model(X: Array, y: Array, batch: int) -> None:
+        nonlocal runs
+        runs += 1
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
         noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
         rows = sgp.plate("rows", len(X), batch)
@@ -138,6 +142,7 @@ def test_is_few_programs(name, caplog):
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         svi.init(KEY, X, Y, BATCH)
     assert 0 < compilations(caplog) <= 30
+    assert 0 < runs <= 9
 
 
 def test_is_a_draw_of_the_guide():
@@ -211,7 +216,7 @@ def test_draws_of_a_start_are_searched_for():
     assert jnp.isfinite(svi.evaluate(state, X, Y))
 
 
-def test_networks_and_nested_guides():
+def test_networks_and_nested_guides(caplog):
     linen = pytest.importorskip("flax.linen")
 
     def deep(X: Array, y: Array) -> None:
@@ -231,6 +236,10 @@ def test_networks_and_nested_guides():
     assert params["f_auto_inducing_points"].shape == (4, 2)
     assert params["g_auto_inducing_points"].shape == (5, 2)
     assert jax.tree.leaves(params["network$params"])
-    state, loss = jax.jit(svi.update)(state, X, Y)
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        state, loss = jax.jit(svi.update)(state, X, Y)
     assert jnp.isfinite(loss)
+    # The step, and for each function the check that the likelihood combines no rows of it.
+    assert 0 < compilations(caplog) <= 3
     assert guide.posterior(svi.get_params(state), X, Y).mean(X).shape == (N,)
