@@ -1,11 +1,15 @@
 """SVGP on a UCI data set beside GPyTorch: time of a step, and accuracy after the same epochs.
 
     python benchmarks/sparse.py --data kin40k --epochs 50 --peer gpytorch
+    python benchmarks/sparse.py --data kin40k --epochs 15 --equal-seconds
+    python benchmarks/sparse.py --made-up-rows 8000 --irrelevant 24
 
 Both use 512 inducing points from the same k-means, an RBF kernel with ARD, float32, mini-batches of
 1024 and Adam with the same learning rate, decayed by a cosine. Beside them stands this package with
 natural gradients for the inducing values. Timings of steps alternate in blocks, so that a noisy
-machine disturbs all alike. Needs SCALEGP_DATA; the peer needs the `bench` extra.
+machine disturbs all alike. With `--equal-seconds` this package takes as many steps as fit into the
+time of the peer's, by steps timed before; compilation comes on top, and is printed. Needs
+SCALEGP_DATA; the peer needs the `bench` extra.
 """
 
 import argparse
@@ -38,14 +42,15 @@ def score(mean: np.ndarray, variance: np.ndarray, y: np.ndarray) -> Score:
     return Score(float(np.sqrt(np.mean((y - mean) ** 2))), float(nll.mean()))
 
 
-def made_up(num_rows):
-    """Rows of a smooth function of eight inputs with noise of standard deviation 0.1."""
+def made_up(num_rows, num_irrelevant=0):
+    """Rows of a smooth function of three inputs among others, with noise of deviation 0.1."""
     generator = np.random.default_rng(0)
-    X = generator.normal(size=(num_rows + 10_000, 8))
+    d = 8 + num_irrelevant
+    X = generator.normal(size=(num_rows + 10_000, d))
     y = np.sin(X[:, 0] * X[:, 1]) + np.cos(2 * X[:, 2]) + 0.1 * generator.normal(size=len(X))
     mean, scale = y[:num_rows].mean(), y[:num_rows].std()
     y = (y - mean) / scale
-    columns, zeros, ones = tuple("abcdefgh"), np.zeros(8), np.ones(8)
+    columns, zeros, ones = tuple(f"x{j}" for j in range(d)), np.zeros(d), np.ones(d)
     parts = (X[:num_rows], y[:num_rows], X[num_rows:], y[num_rows:])
     return sgp.datasets.Dataset("made up", *parts, columns, zeros, ones, mean, scale)
 
@@ -201,14 +206,18 @@ def main():
     parser.add_argument("--data", default="kin40k")
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--made-up-rows", type=int, help="this many made-up rows, d = 8, instead")
+    parser.add_argument("--irrelevant", type=int, default=0, help="more columns of made-up rows")
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=0.04)
     parser.add_argument("--num-inducing", type=int, default=512)
     parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
+    parser.add_argument("--equal-seconds", action="store_true")
     arguments = parser.parse_args()
+    if arguments.equal_seconds and arguments.peer == "none":
+        parser.error("--equal-seconds needs a peer")
     if arguments.made_up_rows:
-        data = made_up(arguments.made_up_rows)
+        data = made_up(arguments.made_up_rows, arguments.irrelevant)
     else:
         data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
     n, d = data.X_train.shape
@@ -218,32 +227,49 @@ def main():
     kinds = [Ours, Natural]
     if arguments.peer != "none":
         kinds.append(GPyTorch)
-    runs = [
-        kind(data, points, arguments.batch_size, total, arguments.learning_rate) for kind in kinds
-    ]
-    spent = [[] for _ in runs]
-    block = max(1, total // 20)
-    done = 1
-    while done < total:
-        num = min(block, total - done)
-        for run, times in zip(runs, spent, strict=True):
-            if isinstance(run, Ours) and num != block:
-                run.run(num)  # another length is compiled again: not timed
-                continue
-            start = time.perf_counter()
-            run.run(num)
-            times.append((time.perf_counter() - start) / num)
-        done += num
+
+    def made(totals):
+        common = data, points, arguments.batch_size
+        rate = arguments.learning_rate
+        return [kind(*common, one, rate) for kind, one in zip(kinds, totals, strict=True)]
+
+    totals = [total] * len(kinds)
+    runs = made(totals)
+    if arguments.equal_seconds:
+        spent = timed_blocks(runs, [1 + 4 * TIMED] * len(runs), TIMED)
+        totals = [round(total * np.median(spent[-1]) / np.median(times)) for times in spent]
+        runs = made(totals)
+    spent = timed_blocks(runs, totals, max(1, total // 20))
     print(f"{data.name}: n = {n}, d = {d}, {total} steps, device {jax.devices()[0]}")
-    for run, times in zip(runs, spent, strict=True):
+    for run, steps, times in zip(runs, totals, spent, strict=True):
         result = run.score()
         print(
-            f"{type(run).__name__:10s} step median {1e3 * np.median(times):7.2f} ms, "
+            f"{type(run).__name__:10s} {steps:6d} steps, median {1e3 * np.median(times):7.2f} ms, "
             f"minimum {1e3 * min(times):7.2f} ms, first step {run.compile_s:5.1f} s, "
             f"RMSE {result.rmse:.4f}, NLL {result.nll:.4f}"
         )
     if arguments.peer != "none":
         print(f"ratio of medians {np.median(spent[-1]) / np.median(spent[0]):.2f}")
+
+
+TIMED = 10  # steps of a block, where they are timed beforehand
+
+
+def timed_blocks(runs, totals, block):
+    """Take all steps but the first, in blocks in turn: seconds a step for each whole block."""
+    spent, done = [[] for _ in runs], [1] * len(runs)
+    while any(one < total for one, total in zip(done, totals, strict=True)):
+        for i, run in enumerate(runs):
+            num = min(block, totals[i] - done[i])
+            if num <= 0:
+                continue
+            start = time.perf_counter()
+            run.run(num)
+            if num == block:  # another length is compiled again
+                spent[i].append((time.perf_counter() - start) / num)
+            done[i] += num
+    # The first block was compiled.
+    return [times[1:] or times for times in spent]
 
 
 if __name__ == "__main__":

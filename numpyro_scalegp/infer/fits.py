@@ -105,26 +105,34 @@ class Fits:
     def start(self, subset: Int[Array, " m"]) -> Any:
         """Parameters to start from, by scales of the data."""
         rows = self._of(subset)
-        params = self.svi.optim.get_params(self._first(self.svi, rows).optim_state)
+        params = self.prior_start(subset)
 
-        def scales(params: Any) -> list[tuple[Array, Array]]:
-            return [pair for one in self._processes(params, rows) for pair in _scales(*one)]
+        @jax.jit
+        def scaled(params: Any, rows: _Rows) -> Any:
+            return scaled_start(lambda params: self._pairs(params, rows), params)
 
-        return jax.jit(lambda params: scaled_start(scales, params))(params)
+        return scaled(params, rows)
 
-    def run(self, start: Any, subsets: list[Int[Array, " m"]], num_steps: int) -> Iterator[Any]:
-        """Fit each subset exactly, all from the same start: their parameters."""
-        first = self._first(self.svi, self._of(subsets[0]))
-        first = first._replace(optim_state=self.svi.optim.init(start))
-        num_stuck = 0
-        for subset in subsets:
-            params = self._exact_steps(first, self._of(subset), num_steps)
+    def prior_start(self, subset: Int[Array, " m"]) -> Any:
+        """Parameters at the priors' medians."""
+        return self.svi.optim.get_params(self._first(self.svi, self._of(subset)).optim_state)
+
+    def _pairs(self, params: Any, rows: _Rows) -> list[tuple[Array, Array]]:
+        """What depends on parameters, and what that is wanted to be."""
+        return [pair for one in self._processes(params, rows) for pair in _scales(*one)]
+
+    def run(self, tasks: list[tuple[Any, Int[Array, " m"]]], num_steps: int) -> Iterator[Any]:
+        """Fit subsets exactly, each from its start: their parameters."""
+        first, num_stuck = self._first(self.svi, self._of(tasks[0][1])), 0
+        for start, subset in tasks:
+            state = first._replace(optim_state=self.svi.optim.init(start))
+            params = self._exact_steps(state, self._of(subset), num_steps)
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
-            num_stuck += all([bool(jnp.all(a == b)) for a, b in pairs])
+            num_stuck += bool(start) and all([bool(jnp.all(a == b)) for a, b in pairs])
             yield params
-        if num_stuck and start:
+        if num_stuck:
             warnings.warn(
-                f"the fits on {num_stuck} of {len(subsets)} subsets never left their start: the "
+                f"the fits on {num_stuck} of {len(tasks)} subsets never left their start: the "
                 "log density or its gradient is not finite there, or overflows in this precision. "
                 "Standardize `X` and `y`, check the model's priors, or work in float64.",
                 RuntimeWarning,

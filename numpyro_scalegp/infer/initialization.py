@@ -20,6 +20,10 @@ _GROUP = 8
 # disagree: then a larger subset is worth its time.
 _AGREEMENT = 0.01
 
+# Starts that differ by more than this, on the unconstrained scale, may lead to different modes.
+_FAR_APART = 1.5
+_FROM_MEDIANS = "random rows, from the priors' medians"
+
 # Steps on all rows: how many, up to how many rows, and how often they are scored.
 _REFINEMENTS = 20
 _MANY_ROWS = 50_000
@@ -110,6 +114,7 @@ def initial_hyperparameters(
     subset has too few close pairs to tell short lengthscales from noise; a neighborhood knows its
     surroundings alone. Each fit seeks the mode of the posterior by Adam with the exact log marginal
     likelihood, whatever estimator the model names, from lengthscales like the data's distances.
+    Where the priors' medians are far from these, there is a fit of random rows from them, too.
 
     The score of a candidate is the mean log density of rows that were in none of the subsets, each
     given those of all other rows that the candidate's own kernel relates it to most: what the
@@ -190,36 +195,48 @@ def initial_hyperparameters(
     fits = Fits(keys[1], model, X, y, model_args, model_kwargs, learning_rate)
     order, n = jax.random.permutation(keys[0], len(X)), len(X)
     if n <= subset_size:
-        (params,) = fits.run(fits.start(order), [order], num_steps)
+        (params,) = fits.run([(fits.start(order), order)], num_steps)
         return Hyperparameters(fits.values(params), f"a fit of all {n} rows", ())
     held, rest = jnp.split(order, [max(1, min(num_scored, n // 5))])
     subset_size = min(subset_size, len(rest))
     if num_refinements is None:
         num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
     subsets = _Subsets(keys[2], X, rest)
-    start = fits.start(rest[:subset_size])
+    start, medians = (of(rest[:subset_size]) for of in (fits.start, fits.prior_start))
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
+    tasks = [(start, subset) for subset in rows]
+    if _far_apart(start, medians):
+        tasks.append((medians, rows[0]))
     candidates = _Candidates(lambda params: fits.score(params, held, num_neighbors))
-    total = len(rows) + num_refinements
+    total = len(tasks) + num_refinements
     with tqdm.tqdm(total=total, delay=_DELAY, disable=not progress_bar) as bar:
         bar.set_description("fits of subsets")
-        fitted = list(_ticking(bar, fits.run(start, rows, num_steps)))
+        fitted = list(_ticking(bar, fits.run(tasks, num_steps)))
         candidates.add("random rows", fitted[0])
         candidates.add("random rows with neighbors", fitted[1])
-        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *fitted[2:])
+        near = fitted[2 : len(rows)]
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *near)
         candidates.add("neighborhoods", mean)
+        for params in fitted[len(rows) :]:
+            candidates.add(_FROM_MEDIANS, params)
         best = candidates.best
         if num_refinements:
             refined = _ticking(bar, fits.refine(candidates.params[best], rest, num_refinements))
             _refine(bar, candidates, refined, num_refinements)
         elif candidates.disagree() and len(rest) > subset_size:
             size = min(2 * subset_size, len(rest))
-            group = {"random rows": 1, "neighborhoods": subset_size // 4}.get(best, _GROUP)
-            larger = [subsets.draw(size, group)]
-            (params,) = fits.run(candidates.params[best], larger, max(1, num_steps // 4))
+            groups = {"random rows": 1, _FROM_MEDIANS: 1, "neighborhoods": subset_size // 4}
+            larger = candidates.params[best], subsets.draw(size, groups.get(best, _GROUP))
+            (params,) = fits.run([larger], max(1, num_steps // 4))
             candidates.add(f"{best}, {size} of them", params)
     best = candidates.best
     return Hyperparameters(fits.values(candidates.params[best]), best, candidates.summary())
+
+
+def _far_apart(start: Any, medians: Any) -> bool:
+    """Whether two starts differ by enough to fit from both."""
+    pairs = zip(jax.tree.leaves(start), jax.tree.leaves(medians), strict=True)
+    return any(float(jnp.max(jnp.abs(a - b), initial=0.0)) > _FAR_APART for a, b in pairs)
 
 
 def _ticking(bar: tqdm.tqdm, items: Iterator[Any]) -> Iterator[Any]:

@@ -225,6 +225,8 @@ def test_finds_the_columns_that_matter_among_many():
         jax.random.key(6), ard, X, y, subset_size=200, num_subsets=1, num_refinements=0
     )
     assert set(np.argsort(values["lengthscale"])[:2].tolist()) == {3, 7}
+    # Lengthscales like the distances of 24 columns are far from the prior's median.
+    assert "random rows, from the priors' medians" in [name for name, _, _ in values.scores]
     assert max(mean for _, mean, _ in values.scores) > -0.6
 
 
