@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 from numpyro import handlers
-from numpyro.distributions import biject_to
+from numpyro.distributions import biject_to, constraints
 from numpyro.infer.initialization import init_to_median
 from numpyro.primitives import Messenger
 
@@ -121,20 +121,18 @@ def _noise_pairs(trace: Trace, medians: dict[str, Array]) -> list[tuple[Array, A
     pairs = []
     for name, noise in _noises(trace).items():
         site = trace[name]
-        residual = jnp.ravel(site["value"] - unwrapped(site["fn"]).distribution.loc)
+        spread = deviation(jnp.ravel(site["value"] - unwrapped(site["fn"]).distribution.loc))
         median = medians[name]
-        wanted = jnp.clip(
-            _NOISE_SHARE * deviation(residual), median / _NOISE_FACTOR, median * _NOISE_FACTOR
-        )
-        pairs.append((noise, wanted))
+        wanted = jnp.clip(_NOISE_SHARE * spread, median / _NOISE_FACTOR, median * _NOISE_FACTOR)
+        pairs.append((noise, jnp.where(spread > 0.0, wanted, 0.0)))
     return pairs
 
 
 def _located(trace: Trace) -> Trace:
-    """Observed sites whose distribution has a location and a scale."""
+    """Observed sites whose distribution on the real line has a location and a scale."""
 
     def has(site: dict[str, Any]) -> bool:
         fn = unwrapped(site["fn"]).distribution
-        return hasattr(fn, "loc") and hasattr(fn, "scale")
+        return fn.support is constraints.real and hasattr(fn, "loc") and hasattr(fn, "scale")
 
     return {name: site for name, site in trace.items() if is_observed(site) and has(site)}

@@ -658,6 +658,10 @@ def test_lengthscales_start_from_the_distances_between_rows(scale):
     np.testing.assert_allclose(medians["lengthscale"], 1.5, rtol=1e-5)
 
 
+def targets() -> Array:
+    return 3.0 + 0.4 * jnp.abs(data()[1])
+
+
 @pytest.mark.parametrize(
     ("likelihood", "share", "expected"),
     [
@@ -667,11 +671,12 @@ def test_lengthscales_start_from_the_distances_between_rows(scale):
         (lambda f, bias, noise: dist.Normal(f, 100.0 * noise), 0.0, 0.025),
         (lambda f, bias, noise: dist.Normal(f, 0.3), 0.0, 0.1),
         (lambda f, bias, noise: dist.Gamma(jnp.exp(f), noise), 0.0, 0.1),
+        (lambda f, bias, noise: dist.LogNormal(f, noise), 0.0, 0.1),  # not the scale of y
+        (lambda f, bias, noise: dist.Normal(f + targets(), noise), 0.0, 0.1),  # nothing is left
     ],
 )
 def test_noise_starts_at_what_leaves_room_for_a_function_of_zeros(likelihood, share, expected):
-    X, y = data()
-    y = 3.0 + 0.4 * jnp.abs(y)
+    X, y = data()[0], targets()
 
     def model(X: Array, y: Array) -> None:
         bias = numpyro.sample("bias", dist.Normal(0.0, 0.01))
