@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
-from scipy.optimize import brentq
 
 from numpyro_scalegp.core import checks
 
@@ -167,6 +166,9 @@ def decay_and_minimum(mean: int | float, maximum: int, *, share: float = 0.8) ->
     def excess(decay: float) -> float:
         p = np.exp(-decay * steps)
         return float(steps @ p / p.sum()) - (mean - minimum)
+
+    # Here alone, since a fit that needs none of it would wait for its import.
+    from scipy.optimize import brentq
 
     high = 1.0
     while excess(high) > 0:
