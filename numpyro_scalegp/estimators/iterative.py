@@ -100,8 +100,6 @@ class AbstractIterative(AbstractEstimator):
     ) -> Float[Array, "n num_probes"]:
         """The probes' right-hand sides b_j."""
 
-    # One program also where NumPyro looks for a place to start, outside of compiled code.
-    @eqx.filter_jit
     def estimate(
         self,
         operator: KernelOperator,
