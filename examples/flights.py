@@ -1,6 +1,6 @@
 """Arrival delays of New York's flights in 2013: a sparse GP on 295,000 rows, in mini-batches.
 
-    python examples/flights.py [--steps 6000] [--rows N] [--output outputs/flights]
+    python examples/flights.py [--steps 4500] [--rows N] [--output outputs/flights]
 
 Delays lean to the late side, so the likelihood is a Student t on a warped scale, with the warp
 learned. Test rows are drawn at random: this interpolates between flights of the same days and does
@@ -76,7 +76,7 @@ START = {"variance": 0.5, "bias": 0.0, "noise": 1.0, "skew": 0.5, "tail": 0.74, 
 START |= {"scale": 0.6, "freedom": 10.0}
 
 
-def main(steps=6000, rows=None, num_inducing=512, batch_size=1024, output="outputs/flights"):
+def main(steps=4500, rows=None, num_inducing=512, batch_size=1024, output="outputs/flights"):
     """Fit, score and draw."""
     data = sgp.datasets.load_flights()
     X, y = jnp.asarray(data.X_train[:rows], jnp.float32), jnp.asarray(data.y_train[:rows])
@@ -87,7 +87,7 @@ def main(steps=6000, rows=None, num_inducing=512, batch_size=1024, output="outpu
     start = init_to_value(values=START | {"lengthscale": jnp.ones(X.shape[1])})
     rest = functools.partial(AutoNormal, init_loc_fn=start, init_scale=0.02)
     guide = sgp.guides.AutoSparseGP(model, rest=rest, inducing_points=points)
-    schedule = optax.cosine_onecycle_schedule(steps, 0.02, pct_start=0.1)
+    schedule = optax.cosine_onecycle_schedule(steps, 0.03, pct_start=0.1)
     loss = sgp.infer.QuadratureELBO(num_nodes=8)
     svi = SVI(model, guide, optax.adam(schedule), loss)
     began = time.perf_counter()
@@ -117,7 +117,7 @@ def main(steps=6000, rows=None, num_inducing=512, batch_size=1024, output="outpu
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--rows", type=int, default=None, help="use this many rows only")
     parser.add_argument("--num-inducing", type=int, default=512)
     parser.add_argument("--output", default="outputs/flights")
