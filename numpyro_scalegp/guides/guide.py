@@ -30,7 +30,14 @@ from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.first_run import compiled, emit, only_watched
-from numpyro_scalegp.tracing.runs import Trace, indices_of, is_latent, substituted, traced
+from numpyro_scalegp.tracing.runs import (
+    Trace,
+    drawn_values,
+    indices_of,
+    is_latent,
+    substituted,
+    traced,
+)
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
 
 Guide = Callable[..., Any]
@@ -113,9 +120,7 @@ class AbstractGPGuide(abc.ABC):
         _set_start(self, args, kwargs)
         with handlers.trace() as rest_trace:
             self.rest(*args, **kwargs)
-        sites = {name: site for name, site in rest_trace.items() if site["type"] == "sample"}
-        latent = {name: site["value"] for name, site in sites.items()}
-        indices = indices_of(rest_trace)
+        latent, indices = drawn_values(rest_trace), indices_of(rest_trace)
         site = find_gp_site(self.model, self.site, self.prior, latent, args, kwargs, indices)
         with ExitStack() as stack:
             for plate in site.plates:
@@ -253,7 +258,7 @@ class AbstractGPGuide(abc.ABC):
             means = getattr(self.rest, "function_means", _no_functions)
             return {**self.median(params), **means(params, *args, **kwargs)}
         trace = traced(self.rest, jax.random.split(key)[1], params, args, kwargs)
-        return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+        return drawn_values(trace)
 
     def _site(
         self,

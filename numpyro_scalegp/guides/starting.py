@@ -80,9 +80,9 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
     def at_medians(priors: _Priors) -> Any:
         return handlers.substitute(handlers.seed(priors, key), substitute_fn=MEDIAN)
 
-    trace, _ = run(at_medians)
-    indices = indices_of(trace)
-    sites = {name: site for name, site in trace.items() if is_latent(site)}
+    medians, _ = run(at_medians)
+    indices = indices_of(medians)
+    sites = {name: site for name, site in medians.items() if is_latent(site)}
     sites = {name: one for name, one in sites.items() if not one["fn"].support.is_discrete}
     maps = {name: biject_to(site["fn"].support) for name, site in sites.items()}
 
@@ -95,14 +95,12 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
 
         trace, found = run(at_values)
         kernels = [(getattr(prior, "kernel", None), prior.X) for prior in found]
-        pairs = [
-            lengthscale_pairs(kernel, X, _DISTANCE_SHARE)
-            for kernel, X in kernels
-            if kernel and len(X) > 1
-        ]
-        return [pair for some in [*pairs, _noise_pairs(trace, noises)] for pair in some]
+        pairs = _noise_pairs(trace, medians)
+        for kernel, X in kernels:
+            if kernel and len(X) > 1:
+                pairs += lengthscale_pairs(kernel, X, _DISTANCE_SHARE)
+        return pairs
 
-    noises = _noises(trace)
     params = {name: maps[name].inv(site["value"]) for name, site in sites.items()}
     if not params:
         return {}
@@ -110,29 +108,19 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
     return values(scaled_start(of_params, params) if of_params(params) else params)
 
 
-def _noises(trace: Trace) -> dict[str, Array]:
-    """The mean scale of each observed site that has a location and a scale, by name."""
-    found = {name: unwrapped(site["fn"]).distribution for name, site in _located(trace).items()}
-    return {name: jnp.mean(fn.scale) for name, fn in found.items()}
-
-
-def _noise_pairs(trace: Trace, medians: dict[str, Array]) -> list[tuple[Array, Array]]:
-    """Each such scale, and what it is wanted to be, for `scaled_start`."""
+def _noise_pairs(trace: Trace, at_medians: Trace) -> list[tuple[Array, Array]]:
+    """The mean scale of each observed site that has one, and what it is wanted to be."""
     pairs = []
-    for name, noise in _noises(trace).items():
-        site = trace[name]
-        spread = deviation(jnp.ravel(site["value"] - unwrapped(site["fn"]).distribution.loc))
-        median = medians[name]
+    for name, site in trace.items():
+        if not (is_observed(site) and _has_scale(fn := unwrapped(site["fn"]).distribution)):
+            continue
+        median = jnp.mean(unwrapped(at_medians[name]["fn"]).distribution.scale)
+        spread = deviation(jnp.ravel(site["value"] - fn.loc))
         wanted = jnp.clip(_NOISE_SHARE * spread, median / _NOISE_FACTOR, median * _NOISE_FACTOR)
-        pairs.append((noise, jnp.where(spread > 0.0, wanted, 0.0)))
+        pairs.append((jnp.mean(fn.scale), jnp.where(spread > 0.0, wanted, 0.0)))
     return pairs
 
 
-def _located(trace: Trace) -> Trace:
-    """Observed sites whose distribution on the real line has a location and a scale."""
-
-    def has(site: dict[str, Any]) -> bool:
-        fn = unwrapped(site["fn"]).distribution
-        return fn.support is constraints.real and hasattr(fn, "loc") and hasattr(fn, "scale")
-
-    return {name: site for name, site in trace.items() if is_observed(site) and has(site)}
+def _has_scale(fn: Any) -> bool:
+    """Whether a distribution on the real line has a location and a scale."""
+    return fn.support is constraints.real and hasattr(fn, "loc") and hasattr(fn, "scale")

@@ -102,20 +102,16 @@ class Fits:
         """The state of a fit that begins, whose mutable sites have the shapes of these rows."""
         return svi.init(self.key, *rows, *self.args, **self.kwargs)
 
-    def start(self, subset: Int[Array, " m"]) -> Any:
-        """Parameters to start from, by scales of the data."""
+    def starts(self, subset: Int[Array, " m"]) -> tuple[Any, Any]:
+        """Parameters to start from: by scales of the data, and at the priors' medians."""
         rows = self._of(subset)
-        params = self.prior_start(subset)
+        medians = self.svi.optim.get_params(self._first(self.svi, rows).optim_state)
 
         @jax.jit
         def scaled(params: Any, rows: _Rows) -> Any:
             return scaled_start(lambda params: self._pairs(params, rows), params)
 
-        return scaled(params, rows)
-
-    def prior_start(self, subset: Int[Array, " m"]) -> Any:
-        """Parameters at the priors' medians."""
-        return self.svi.optim.get_params(self._first(self.svi, self._of(subset)).optim_state)
+        return scaled(medians, rows), medians
 
     def _pairs(self, params: Any, rows: _Rows) -> list[tuple[Array, Array]]:
         """What depends on parameters, and what that is wanted to be."""

@@ -195,14 +195,14 @@ def initial_hyperparameters(
     fits = Fits(keys[1], model, X, y, model_args, model_kwargs, learning_rate)
     order, n = jax.random.permutation(keys[0], len(X)), len(X)
     if n <= subset_size:
-        (params,) = fits.run([(fits.start(order), order)], num_steps)
+        (params,) = fits.run([(fits.starts(order)[0], order)], num_steps)
         return Hyperparameters(fits.values(params), f"a fit of all {n} rows", ())
     held, rest = jnp.split(order, [max(1, min(num_scored, n // 5))])
     subset_size = min(subset_size, len(rest))
     if num_refinements is None:
         num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
     subsets = _Subsets(keys[2], X, rest)
-    start, medians = (of(rest[:subset_size]) for of in (fits.start, fits.prior_start))
+    start, medians = fits.starts(rest[:subset_size])
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
     tasks = [(start, subset) for subset in rows]
     if _far_apart(start, medians):

@@ -87,6 +87,11 @@ def takes_part(site: dict[str, Any]) -> bool:
     return site["type"] == "plate" and site["args"][1] not in (None, site["args"][0])
 
 
+def drawn_values(trace: Trace) -> dict[str, Any]:
+    """The values of the sample sites."""
+    return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+
+
 def indices_of(trace: Trace) -> dict[str, Any]:
     """The indices that each plate took."""
     return {name: site["value"] for name, site in trace.items() if site["type"] == "plate"}

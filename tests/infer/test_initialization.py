@@ -166,7 +166,7 @@ def test_posterior_of_the_values():
 
 def scaled(model: Any, X: Array, y: Array) -> dict[str, Array]:
     fits = Fits(jax.random.key(0), model, X, y, (), {}, 0.1)
-    return fits.values(fits.start(jnp.arange(len(y))))
+    return fits.values(fits.starts(jnp.arange(len(y)))[0])
 
 
 def test_starts_from_distances_in_the_data():
@@ -327,7 +327,7 @@ def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
 
     def scores(extra: bool) -> np.ndarray:
         fits = Fits(jax.random.key(0), extended, X, y, (), {"extra": extra}, 0.1)
-        params = fits.start(jnp.arange(80))
+        params = fits.starts(jnp.arange(80))[0]
         return fits.score(params, jnp.arange(20), 50)
 
     np.testing.assert_allclose(scores(True), scores(False), rtol=1e-5)
@@ -342,6 +342,6 @@ def test_steps_on_all_rows_learn_what_a_map_closes_over():
         numpyro.sample("y", sgp.GaussianProcess(kernel, X, 0.04), obs=y)
 
     fits = Fits(jax.random.key(0), deep, X, y, (), {}, 0.1)
-    start = fits.start(jnp.arange(60))
+    start = fits.starts(jnp.arange(60))[0]
     first = next(fits.refine(start, jnp.arange(80), 5))
     assert abs(float(first["slope"][0] - start["slope"][0])) > 0.01
