@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from iterative import seconds
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, init_to_median
 from sparse import hyperparameters
@@ -28,17 +29,6 @@ def model(X, y, points, tight):
     estimator = sgp.estimators.SGPR(points, tight=tight)
     gp = sgp.GaussianProcess(kernel, X, noise**2, estimator=estimator)
     numpyro.sample("y", gp, obs=y)
-
-
-def seconds(function, *args, repeats=10):
-    """The median time of a compiled function."""
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def main():
@@ -65,11 +55,11 @@ def main():
         return sgp.GaussianProcess(kernel, X, noise, estimator=estimator).log_prob(y)
 
     at = jnp.zeros(d + 2).at[-1].set(-1.0)
-    gradient = seconds(jax.jit(jax.value_and_grad(bound)), at)
+    gradient = np.median(seconds(jax.jit(jax.value_and_grad(bound)), at))
     # Phi and its outer products, and as much again for each of the two arguments of each.
     A = jnp.ones((n, len(points)))
     B = jnp.ones((len(points), len(points)))
-    floor = 3 * seconds(jax.jit(lambda A, B: (A @ B, A.T @ A)), A, B)
+    floor = 3 * np.median(seconds(jax.jit(lambda A, B: (A @ B, A.T @ A)), A, B))
 
     kernel = NUTS(model, init_strategy=init_to_median)
     sizes = {"num_warmup": arguments.num_warmup, "num_samples": arguments.num_samples}

@@ -200,6 +200,26 @@ class GPyTorch:
         return score(mean, variance, self.test.y_test)
 
 
+TIMED = 10  # steps of a block, where they are timed beforehand
+
+
+def timed_blocks(runs, totals, block):
+    """Take all steps but the first, in blocks in turn: seconds a step for each whole block."""
+    spent, done = [[] for _ in runs], [1] * len(runs)
+    while any(one < total for one, total in zip(done, totals, strict=True)):
+        for i, run in enumerate(runs):
+            num = min(block, totals[i] - done[i])
+            if num <= 0:
+                continue
+            start = time.perf_counter()
+            run.run(num)
+            if num == block:  # another length is compiled again
+                spent[i].append((time.perf_counter() - start) / num)
+            done[i] += num
+    # The first block was compiled.
+    return [times[1:] or times for times in spent]
+
+
 def main():
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -250,26 +270,6 @@ def main():
         )
     if arguments.peer != "none":
         print(f"ratio of medians {np.median(spent[-1]) / np.median(spent[0]):.2f}")
-
-
-TIMED = 10  # steps of a block, where they are timed beforehand
-
-
-def timed_blocks(runs, totals, block):
-    """Take all steps but the first, in blocks in turn: seconds a step for each whole block."""
-    spent, done = [[] for _ in runs], [1] * len(runs)
-    while any(one < total for one, total in zip(done, totals, strict=True)):
-        for i, run in enumerate(runs):
-            num = min(block, totals[i] - done[i])
-            if num <= 0:
-                continue
-            start = time.perf_counter()
-            run.run(num)
-            if num == block:  # another length is compiled again
-                spent[i].append((time.perf_counter() - start) / num)
-            done[i] += num
-    # The first block was compiled.
-    return [times[1:] or times for times in spent]
 
 
 if __name__ == "__main__":
