@@ -1,12 +1,13 @@
 """Expectations under normal distributions."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.scipy.special import ndtri
+from jaxtyping import Array, Float, Key
 from scipy.special import roots_hermitenorm
 
 
@@ -33,36 +34,84 @@ def normal_nodes(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     return nodes[kept], weights[kept]
 
 
-def normal_expectation(
-    function: Callable[..., tuple[Float[Array, ""], Any]],
-    moments: Sequence[tuple[Float[Array, "..."], Float[Array, "..."]]],
-    num_nodes: int,
-) -> tuple[Float[Array, ""], Any]:
-    """E[function(f, g, ...)] where each entry of f, g, ... is normal: a Gauss-Hermite sum.
+class Nodes(NamedTuple):
+    """Where a function of independent standard normal variables is evaluated, and the weights."""
 
-    The entries of one argument share their nodes, so that the function must be a sum of functions
-    of single entries of it; several arguments use all combinations of nodes.
+    places: Array | np.ndarray  # (num, axes)
+    weights: np.ndarray  # (num,)
+
+
+def product_nodes(num_nodes: int, num_axes: int = 1) -> Nodes:
+    """All combinations of the nodes of a Gauss-Hermite rule, at most num_nodes^num_axes."""
+    nodes, weights = normal_nodes(num_nodes)
+    grid = np.indices((len(nodes),) * num_axes).reshape(num_axes, -1)
+    return Nodes(nodes[grid.T], np.prod(weights[grid], axis=0))
+
+
+def shifted_nodes(
+    key: Key[Array, ""], num_points: int, num_axes: int, dtype: jnp.dtype | None = None
+) -> Nodes:
+    """A Sobol' sequence under a random digital shift, through the normal quantile, and its mirror.
+
+    Each point by itself is standard normal, so that a mean over the points is unbiased. With each
+    point stands its negative: odd functions have mean zero, and what is left of an even one is of
+    the order of its curvature.
 
     Args:
-        function: returns a value and anything that does not depend on the nodes.
-        moments: means and variances of each argument.
-        num_nodes: nodes for each argument.
+        key: of the shift.
+        num_points: a power of two, at least 2.
+        num_axes: dimensions of the points.
+        dtype: of the points.
 
     Returns:
-        The expectation, and the other result at the first node.
+        The points, shape (num_points, num_axes), with equal weights.
+
+    References:
+        Owen (2023), Practical Quasi-Monte Carlo Integration, chapters 15 and 17.
     """
-    nodes, weights = normal_nodes(num_nodes)
-    grid = np.indices((len(nodes),) * len(moments)).reshape(len(moments), -1)
+    # Here: SciPy's statistics take a second to import, and few models need these points.
+    from scipy.stats import qmc
+
+    dtype = jnp.dtype(float if dtype is None else dtype)
+    used = min(32, jnp.finfo(dtype).nmant)  # bits: with half a unit more, the type holds them all
+    sequence = qmc.Sobol(num_axes, scramble=False, bits=32).random(num_points // 2)
+    digits = jnp.asarray(np.asarray(sequence * 2.0**32, np.uint32))
+    shifted = digits ^ jax.random.bits(key, (num_axes,), jnp.uint32)
+    uniform = ((shifted >> (32 - used)).astype(dtype) + 0.5) * 2.0**-used
+    half = ndtri(uniform)
+    return Nodes(jnp.concatenate([half, -half]), np.full(num_points, 1.0 / num_points))
+
+
+def normal_expectation(
+    function: Callable[..., Float[Array, ""]],
+    moments: Sequence[tuple[Float[Array, "..."], Float[Array, "..."]]],
+    nodes: Nodes,
+    axes: Sequence[tuple[int, ...]] | None = None,
+) -> Float[Array, ""]:
+    """E[function(f, g, ...)] where each entry of f, g, ... is normal: a weighted sum over nodes.
+
+    Entries on the same axis share their places, so that the function must be a sum of functions
+    that each depend on one entry of an axis.
+
+    Args:
+        function: of all arguments.
+        moments: means and variances of each argument.
+        nodes: of as many axes as there are.
+        axes: for each argument, the axis of all its entries, or those of its leading dimensions,
+            flattened; None for an axis each.
+
+    Returns:
+        The sum.
+    """
+    axes = [(place,) for place in range(len(moments))] if axes is None else axes
     scales = [jnp.sqrt(jnp.maximum(var, jnp.finfo(var.dtype).tiny)) for _, var in moments]
 
-    def at(places: list[Array]) -> tuple[Array, Any]:
-        triples = zip(moments, scales, places, strict=True)
-        return function(*(mean + scale * place for (mean, _), scale, place in triples))
+    def at(place: Array) -> Array:
+        arguments = []
+        for (mean, _), scale, own in zip(moments, scales, axes, strict=True):
+            shape = () if len(own) == 1 else (*mean.shape[:-1], 1)
+            arguments.append(mean + scale * place[np.array(own)].reshape(shape).astype(mean.dtype))
+        return function(*arguments)
 
-    places = [
-        jnp.asarray(nodes[index], mean.dtype)
-        for (mean, _), index in zip(moments, grid, strict=True)
-    ]
-    values, other = jax.vmap(at)(places)
-    products = jnp.asarray(np.prod(weights[grid], axis=0), values.dtype)
-    return jnp.sum(products * values), jax.tree.map(lambda leaf: leaf[0], other)
+    values = jax.vmap(at)(jnp.asarray(nodes.places))
+    return jnp.sum(jnp.asarray(nodes.weights, values.dtype) * values)

@@ -14,11 +14,11 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.tracing.runs import (
+    Staged,
     Trace,
     indices_of,
     is_latent,
     is_observed,
-    staged,
     substituted,
 )
 from numpyro_scalegp.tracing.sites import Model
@@ -104,7 +104,7 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
     params = {name: maps[name].inv(site["value"]) for name, site in sites.items()}
     if not params:
         return {}
-    of_params = staged(scales, params)
+    of_params = Staged(scales, params)
     return values(scaled_start(of_params, params) if of_params(params) else params)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from numpyro.distributions import BernoulliLogits, BinomialLogits, Laplace, Normal, Poisson
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_scalegp.core.quadrature import normal_expectation
+from numpyro_scalegp.core.quadrature import normal_expectation, product_nodes
 from numpyro_scalegp.features.chevron import Views
 from numpyro_scalegp.quadruply_stochastic.problem import Observed, Problem
 from numpyro_scalegp.tracing.additivity import affine_names, check_additive
@@ -202,12 +202,14 @@ def bound(
     if not by_quadrature:
         return total
 
-    def at(f: Array) -> tuple[Array, None]:
+    nodes = product_nodes(num_nodes)
+
+    def at(f: Array) -> Array:
         observed = problem.around(f).observed
-        return sum((jnp.sum(observed[name].terms) for name in by_quadrature), jnp.zeros(())), None
+        return sum((jnp.sum(observed[name].terms) for name in by_quadrature), jnp.zeros(()))
 
     def of_set(mean: Array, variance: Array) -> Array:
-        return normal_expectation(at, [(mean, variance)], num_nodes)[0]
+        return normal_expectation(at, [(mean, variance)], nodes)
 
     return total + jnp.mean(jax.vmap(of_set)(means, variances))
 

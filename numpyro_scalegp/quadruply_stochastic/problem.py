@@ -14,11 +14,11 @@ from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.tracing.elbo import common_scale, elbo_terms
 from numpyro_scalegp.tracing.likelihood import log_terms, summed
 from numpyro_scalegp.tracing.runs import (
+    Staged,
     Trace,
     is_latent,
     is_observed,
     mutable_values,
-    staged,
     takes_part,
     traced,
 )
@@ -167,5 +167,5 @@ def trace_problem(
 
     of_f = q.X, q.features.hyperparameters(), q.loc, q.scale_diag, q.scale_columns
     zero = jnp.zeros(q.X.shape[0], jnp.result_type(*jax.tree.leaves(of_f)))
-    run = staged(around, zero)
+    run = Staged(around, zero)
     return Problem(name, q, run, zero, run(zero), kinds, bool(partial))

@@ -1,5 +1,7 @@
 """Whether marginals of a function are enough: a check of how a likelihood depends on its rows."""
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -22,6 +24,9 @@ _ROUNDING = 100.0
 # Sizes of f at which it is probed: rows may be combined for negative or large values alone, and
 # beside large observations small values leave no trace.
 _SCALES = (1.0, -1.0, 30.0, -30.0, 1e3, 3e4)
+
+# Whole numbers below these stand in for traced data and indices.
+_BOUNDS = (3, 10, 100)
 
 
 def check_additive(
@@ -46,35 +51,152 @@ def check_additive(
     Raises:
         ValueError: if a term combines values of f. Time O(log2(n)) evaluations of the terms.
     """
-    generator = np.random.default_rng(0)
-    p, q = (generator.uniform(*ends, like.shape) for ends in ((0.1, 0.4), (0.6, 0.9)))
-    number = np.arange(like.size).reshape(like.shape)
+    names: list[str] = []
+    evaluate = standing_in(lambda f: _listed(terms(f), names), like)
+    for place in sorted(_combining(evaluate, np.arange(like.size).reshape(like.shape))):
+        _refuse(names[place], site, "rows of the function `{}`, or functions of its plate", "value")
+
+
+def function_axes(
+    terms: Callable[[dict[str, Array]], dict[str, Array]],
+    like: dict[str, Float[Array, "*batch n"]],
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Which functions of a plate each term combines.
+
+    A term is a sum of terms of single rows, and these may combine functions. Those on one axis are
+    not combined with each other, so that nodes for one do for all of them. As `check_additive`, it
+    runs on the host.
+
+    Args:
+        terms: log densities and the like, by the name of their site, given all functions.
+        like: functions by name, of which shapes and types count.
+
+    Returns:
+        For each term and each site of functions, a number from zero for each function of its
+        plate, flattened. All are zero if none are combined.
+
+    Raises:
+        ValueError: if a term combines rows. Time O(log2(n)) evaluations of the terms, and one for
+            each two functions that are combined.
+    """
     names: list[str] = []
 
-    def values(f: Array) -> list[Array]:
-        found = terms(f)
-        names[:] = list(found)
-        return list(found.values())
+    def values(*functions: Array) -> list[Array]:
+        return _listed(terms(dict(zip(like, functions, strict=True))), names)
 
-    evaluate = standing_in(values, like)
-    for scale in _SCALES:
-        at_p, at_q = evaluate(scale * p), evaluate(scale * q)
-        for digit in range(max(like.size - 1, 0).bit_length()):
+    evaluate = standing_in(values, *like.values())
+    # Not at zero: beside zeros of the others, a product shows nothing.
+    generator = np.random.default_rng(2)
+    others = {name: generator.uniform(0.2, 0.8, f.shape) for name, f in like.items()}
+    axes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for site, f in like.items():
+
+        def at(f: Any, site: str = site) -> list[np.ndarray]:
+            return evaluate(*{**others, site: f}.values())
+
+        size = math.prod(f.shape[:-1])
+        for place in sorted(_combining(at, np.broadcast_to(np.arange(f.shape[-1]), f.shape))):
+            _refuse(names[place], site, "rows of the function `{}`", "row")
+        number = np.broadcast_to(np.arange(size).reshape(*f.shape[:-1], 1), f.shape)
+        combined = _combining(at, number)
+        colors = _colors(at, number, combined)
+        for place, name in enumerate(names):
+            axes.setdefault(name, {})[site] = colors if place in combined else (0,) * size
+    return axes
+
+
+def separable(
+    terms: Callable[..., list[Array]], like: Sequence[Float[Array, "..."]]
+) -> list[set[int]]:
+    """For each argument, the places of the terms that are sums of functions of single entries.
+
+    Args:
+        terms: log densities and the like, given all arguments.
+        like: arguments, of which shapes and types count.
+    """
+    evaluate = standing_in(terms, *like)
+    generator = np.random.default_rng(2)
+    others = [generator.uniform(0.2, 0.8, array.shape) for array in like]
+    found = []
+    for place, array in enumerate(like):
+
+        def at(values: Any, place: int = place) -> list[np.ndarray]:
+            return evaluate(*others[:place], values, *others[place + 1 :])
+
+        number = np.arange(array.size).reshape(array.shape)
+        combining = _combining(at, number)
+        found.append(set(range(len(at(others[place])))) - combining)
+    return found
+
+
+def _listed(terms: dict[str, Array], names: list[str]) -> list[Array]:
+    names[:] = list(terms)
+    return list(terms.values())
+
+
+def _ends(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Two values of f that differ everywhere."""
+    generator = np.random.default_rng(0)
+    low, high = (generator.uniform(*ends, shape) for ends in ((0.1, 0.4), (0.6, 0.9)))
+    return low, high
+
+
+def _combining(at: Callable[[Any], list[np.ndarray]], number: np.ndarray) -> set[int]:
+    """The places of the terms that are no sum over groups of entries, those of one number."""
+    p, q = _ends(number.shape)
+    found: set[int] = set()
+    num_digits = int(number.max(initial=0)).bit_length()
+    for scale in _SCALES if num_digits else ():
+        at_p, at_q = at(scale * p), at(scale * q)
+        for digit in range(num_digits):
             half = (number >> digit & 1).astype(bool)
             parts = np.where(half, p, q), np.where(half, q, p)
-            mixed = [evaluate(scale * f) for f in parts]
-            for name, *of_one in zip(names, at_p, at_q, *mixed, strict=True):
-                if _combines(*of_one):
-                    _refuse(name, site)
+            mixed = [at(scale * f) for f in parts]
+            for place, of_one in enumerate(zip(at_p, at_q, *mixed, strict=True)):
+                if place not in found and _combines(*of_one):
+                    found.add(place)
+    return found
 
 
-def _refuse(name: str, site: str) -> NoReturn:
+def _colors(
+    at: Callable[[Any], list[np.ndarray]], number: np.ndarray, combined: set[int]
+) -> tuple[int, ...]:
+    """For each number, the first axis of which no entries are combined with its own."""
+    p, q = _ends(number.shape)
+
+    @functools.cache
+    def moved(scale: float, members: frozenset[int]) -> list[np.ndarray]:
+        return at(scale * np.where(np.isin(number, list(members)), q, p))
+
+    def combines(one: frozenset[int], other: frozenset[int]) -> bool:
+        def of(scale: float) -> bool:
+            four = (moved(scale, s) for s in (frozenset[int](), one | other, one, other))
+            return any(
+                _combines(*arrays)
+                for place, arrays in enumerate(zip(*four, strict=True))
+                if place in combined
+            )
+
+        return any(map(of, _SCALES))
+
+    axes: list[frozenset[int]] = []
+    for new in range(int(number.max(initial=0)) + 1 if combined else 0):
+        one = frozenset([new])
+        for axis, members in enumerate(axes):
+            if not combines(one, members):
+                axes[axis] |= one
+                break
+        else:
+            axes.append(one)
+    places = {one: axis for axis, members in enumerate(axes) for one in members}
+    return tuple(places[one] for one in sorted(places))
+
+
+def _refuse(name: str, site: str, what: str, one: str) -> NoReturn:
     raise ValueError(
-        f"the site `{name}` combines rows of the function `{site}`, or functions of its plate: "
-        "only of terms that each depend on one value is the expectation known from the "
-        "marginals. Train with sgp.infer.JointELBO, which draws f jointly, or run NUTS on the "
-        "model. Several functions may also be sites of their own, outside of plates, with "
-        "nested guides."
+        f"the site `{name}` combines {what.format(site)}: only of terms that each depend on one "
+        f"{one} is the expectation known from the marginals. Train with sgp.infer.JointELBO, which "
+        "draws f jointly, or run NUTS on the model."
     )
 
 
@@ -167,47 +289,55 @@ def combining_rows(
 
 
 def standing_in(
-    function: Callable[[Float[Array, "*batch n"]], list[Array]], like: Float[Array, "*batch n"]
-) -> Callable[[Any], list[np.ndarray]]:
-    """A function of f that can be evaluated now, though it depends on traced values.
+    function: Callable[..., list[Array]], *like: Float[Array, "..."]
+) -> Callable[..., list[np.ndarray]]:
+    """A function of arrays that can be evaluated now, though it depends on traced values.
 
-    These stand in it as random ones, from 0.2 to 0.8 or 0 and 1, square matrices positive definite.
+    These stand in it as random ones, from 0.2 to 0.8 or 0 and 1, square matrices positive definite;
+    if there are arrays among them, also as whole numbers, on which a likelihood's form may depend.
 
     Args:
-        function: of f; it may close over traced values.
-        like: an f, of which shape and type count.
+        function: of arrays; it may close over traced values.
+        *like: its arguments, of which shapes and types count.
 
     Returns:
-        The function of a concrete f, compiled, with results on the host.
+        The function of concrete arrays, compiled, with results on the host, where those for each
+        choice of what stands in are stacked.
     """
 
-    def floating(f: Array) -> list[Array]:
-        return [jnp.asarray(leaf, jnp.result_type(leaf, float)) for leaf in function(f)]
+    def floating(*arrays: Array) -> list[Array]:
+        return [jnp.asarray(leaf, jnp.result_type(leaf, float)) for leaf in function(*arrays)]
 
-    closed = jax.make_jaxpr(floating)(jax.ShapeDtypeStruct(like.shape, like.dtype))
+    closed = jax.make_jaxpr(floating)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like))
     generator = np.random.default_rng(1)
+    has_arrays = any(np.ndim(value) and not checks.is_concrete(value) for value in closed.consts)
     # On the host, and called as compiled: JAX would compile operations one by one here.
-    constants = [_stand_in(value, generator) for value in closed.consts]
+    choices = [
+        [_stand_in(value, generator, bound) for value in closed.consts]
+        for bound in (None, *(_BOUNDS if has_arrays else ()))
+    ]
 
-    def evaluate(constants: list[Any], f: Array) -> list[Array]:
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(f)
+    def evaluate(constants: list[Any], *arrays: Array) -> list[Array]:
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*arrays)
 
-    program = jax.jit(evaluate).lower(constants, np.zeros(like.shape, like.dtype)).compile()
+    zeros = [np.zeros(array.shape, array.dtype) for array in like]
+    program = jax.jit(evaluate).lower(choices[0], *zeros).compile()
 
-    def now(f: Any) -> list[np.ndarray]:
+    def now(*arrays: Any) -> list[np.ndarray]:
         # Whatever warns of a covariance would warn of one that is made of random numbers, in a
         # callback, which reads what it gets.
         with jax.ensure_compile_time_eval(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = jax.device_get(program(constants, np.asarray(f, like.dtype)))
+            typed = [np.asarray(a, one.dtype) for a, one in zip(arrays, like, strict=True)]
+            found = jax.device_get([program(constants, *typed) for constants in choices])
             jax.effects_barrier()
-        return [np.asarray(leaf) for leaf in found]
+        return [np.stack(leaves) for leaves in zip(*found, strict=True)]
 
     return now
 
 
-def _stand_in(value: Any, generator: np.random.Generator) -> Any:
-    """A value in the place of a traced one; others as they are."""
+def _stand_in(value: Any, generator: np.random.Generator, bound: int | None) -> Any:
+    """A value in the place of a traced one; others as they are. In arrays, integers to a bound."""
     if checks.is_concrete(value):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -216,8 +346,11 @@ def _stand_in(value: Any, generator: np.random.Generator) -> Any:
         with jax.ensure_compile_time_eval():
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        return generator.integers(0, 2, value.shape).astype(value.dtype)
+        return generator.integers(0, bound or 2, value.shape).astype(value.dtype)
     some = generator.uniform(0.2, 0.8, value.shape)
-    if value.ndim >= 2 and value.shape[-1] == value.shape[-2]:
+    is_matrix = value.ndim >= 2 and value.shape[-1] == value.shape[-2]
+    if bound and value.ndim and not is_matrix:
+        some = generator.integers(0, bound, value.shape).astype(float)
+    if is_matrix:
         some = (some + some.swapaxes(-1, -2)) / value.shape[-1] + np.eye(value.shape[-1])
     return some.astype(value.dtype)

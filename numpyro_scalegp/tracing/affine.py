@@ -1,21 +1,22 @@
-"""Whether a function is affine in its arguments, by the operations that it is made of."""
+"""What is affine in a function's arguments, by the operations that the function is made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 # Which operands may depend on the arguments: all of them, one alone, or those at some places.
 _ALL = {
     *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "convert_element_type", "reshape"),
     *("broadcast_in_dim", "squeeze", "expand_dims", "transpose", "concatenate", "pad", "rev"),
-    *("slice", "copy", "copy_p", "stop_gradient"),
+    *("slice", "copy", "copy_p", "stack", "unstack", "split", "tile"),
 }
 _ONE = ("mul", "dot_general")
 _PLACES: dict[str, tuple[int, ...]] = {
     "div": (0,),
+    "triangular_solve": (1,),
     "gather": (0,),
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
@@ -24,7 +25,8 @@ _PLACES: dict[str, tuple[int, ...]] = {
     "scatter_add": (0, 2),
     "select_n": tuple(range(1, 100)),
 }
-_CALLS = ("pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+# Not what has derivatives of its own, such as `stop_gradient`: its values need not have them.
+_CALLS = ("pjit", "jit", "closed_call")
 
 
 class _Kind(IntEnum):
@@ -49,17 +51,98 @@ def is_affine(function: Callable[..., Any], *args: Any) -> bool:
     return max(_outputs(jaxpr, [_Kind.AFFINE] * len(jaxpr.invars)), default=0) < _Kind.OTHER
 
 
-def _outputs(jaxpr: Jaxpr, inputs: list[_Kind]) -> list[_Kind]:
-    kinds: dict[Any, _Kind] = dict(zip(jaxpr.invars, inputs, strict=True))
+class Cut(NamedTuple):
+    """Variables of a program that decide a result, each affine in arguments of its own."""
 
-    def of(variable: Any) -> _Kind:
-        is_literal = isinstance(variable, Literal)
-        return _Kind.CONSTANT if is_literal else kinds.get(variable, _Kind.CONSTANT)
+    variables: tuple[Any, ...]
+    arguments: tuple[frozenset[int], ...]  # places of the arguments that each depends on
 
+
+def affine_cut(jaxpr: Jaxpr, result: Any) -> Cut:
+    """What a result is a function of, other than constants, each affine in arguments of its own.
+
+    A sum of two arguments is one variable where two were; of a product of two sums there are two,
+    if they have no argument in common. No operation is evaluated.
+
+    Args:
+        jaxpr: a program.
+        result: one of its variables.
+
+    Returns:
+        As few variables as there are, computed from the arguments as late as there are; the
+        arguments themselves, as far as the result depends on them, if there are no fewer.
+    """
+    if isinstance(result, Literal):
+        return Cut((), ())
+    kinds = _kinds(jaxpr, [_Kind.AFFINE] * len(jaxpr.invars))
+    origins = {variable: frozenset([place]) for place, variable in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
-        operands = [of(variable) for variable in equation.invars]
+        found = frozenset().union(*(origins.get(v, ()) for v in _variables(equation.invars)))
+        if found:
+            origins.update(dict.fromkeys(equation.outvars, found))
+    users: dict[Any, int] = {result: 1}
+    affine = []
+    for equation in reversed(jaxpr.eqns):
+        if users.keys().isdisjoint(equation.outvars) or equation.outvars[0] not in origins:
+            continue
+        for variable in _variables(equation.invars) & origins.keys():
+            users[variable] = users.get(variable, 0) + 1
+        if max(map(kinds.__getitem__, equation.outvars)) < _Kind.OTHER:
+            affine.append(equation)
+    live = [variable for variable in jaxpr.invars if variable in users]
+    best = live
+    # All that is affine before all that is not, which needs it.
+    for equation in reversed(affine):
+        for variable in _variables(equation.invars) & origins.keys():
+            users[variable] -= 1
+        live = [v for v in (*live, *equation.outvars) if users.get(v)]
+        own = [origins[v] for v in live]
+        apart = sum(map(len, own)) == len(frozenset().union(*own))
+        if apart and len(live) <= len(best):
+            best = live
+    return Cut(tuple(best), tuple(origins[variable] for variable in best))
+
+
+def evaluated(closed: ClosedJaxpr, given: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+    """The values of variables of a program, from those of others that decide them.
+
+    Args:
+        closed: the program.
+        given: values, by variable.
+        wanted: variables; only the operations that they need are evaluated.
+    """
+    jaxpr = closed.jaxpr
+    known = {*jaxpr.constvars, *given}
+    needed = _variables(wanted) - known
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            needed = (needed | _variables(equation.invars)) - known
+    part = jaxpr.replace(invars=list(given), outvars=list(wanted), eqns=equations[::-1])
+    return jaxpr_as_fun(ClosedJaxpr(part, closed.consts))(*given.values())
+
+
+def _variables(operands: Iterable[Any]) -> set[Any]:
+    return {operand for operand in operands if not isinstance(operand, Literal)}
+
+
+def _outputs(jaxpr: Jaxpr, inputs: list[_Kind]) -> list[_Kind]:
+    kinds = _kinds(jaxpr, inputs)
+    return [_kind_of(variable, kinds) for variable in jaxpr.outvars]
+
+
+def _kinds(jaxpr: Jaxpr, inputs: list[_Kind]) -> dict[Any, _Kind]:
+    kinds: dict[Any, _Kind] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        operands = [_kind_of(variable, kinds) for variable in equation.invars]
         kinds.update(zip(equation.outvars, _of_equation(equation, operands), strict=True))
-    return [of(variable) for variable in jaxpr.outvars]
+    return kinds
+
+
+def _kind_of(variable: Any, kinds: dict[Any, _Kind]) -> _Kind:
+    is_literal = isinstance(variable, Literal)
+    return _Kind.CONSTANT if is_literal else kinds.get(variable, _Kind.CONSTANT)
 
 
 def _of_equation(equation: Any, operands: list[_Kind]) -> list[_Kind]:

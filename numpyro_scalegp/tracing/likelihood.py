@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core.quadrature import normal_expectation
+from numpyro_scalegp.core.quadrature import normal_expectation, product_nodes
 from numpyro_scalegp.tracing.additivity import check_additive
 from numpyro_scalegp.tracing.runs import is_observed, traced
 
@@ -60,10 +60,10 @@ class ExpectedLikelihood:
     ) -> Float[Array, ""]:
         """The sum over rows, with the scales of plates, for moments of shape (*batch, n)."""
 
-        def total(f: Array) -> tuple[Array, None]:
-            return summed(self.terms(f)), None
+        def total(f: Array) -> Array:
+            return summed(self.terms(f))
 
-        return normal_expectation(total, [(mean, variance)], self.num_nodes)[0]
+        return normal_expectation(total, [(mean, variance)], product_nodes(self.num_nodes))
 
     def derivatives(
         self, mean: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]

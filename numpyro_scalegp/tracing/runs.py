@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Key
 from numpyro import handlers
 
@@ -102,31 +102,37 @@ def mutable_values(trace: Trace) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
 
 
-def staged(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:
-    """The same function, run once, now; later calls evaluate the program that this run left.
+class Staged:
+    """A function, run once, now; later calls evaluate the program that this run left.
 
     So a model that is evaluated at many values of a function, differentiated in it and inspected
     runs once.
 
     Args:
         function: from trees of arrays to a tree of arrays; it may close over traced values.
-        like: its arguments, of which shapes and types count.
+        *like: its arguments, of which shapes and types count.
     """
-    structure = None
 
-    def flat(*args: Any) -> list[Any]:
-        nonlocal structure
-        leaves, structure = jax.tree.flatten(function(*args))
-        return leaves
+    def __init__(self, function: Callable[..., Any], *like: Any) -> None:
+        structure = None
 
-    program = jaxpr_as_fun(closed := jax.make_jaxpr(flat)(*like))
+        def flat(*args: Any) -> list[Any]:
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(function(*args))
+            return leaves
 
-    def again(*args: Any) -> Any:
-        leaves = zip(jax.tree.leaves(args), closed.in_avals, strict=True)
+        self.program: ClosedJaxpr = jax.make_jaxpr(flat)(*like)
+        self.structure = structure
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        leaves = zip(jax.tree.leaves(args), self.program.in_avals, strict=True)
         arrays = [jnp.asarray(leaf, aval.dtype) for leaf, aval in leaves]
-        return jax.tree.unflatten(structure, program(*arrays))
+        return jax.tree.unflatten(self.structure, jaxpr_as_fun(self.program)(*arrays))
 
-    return again
+    def variables(self) -> Any:
+        """The program's variables, in the place of what the function returns."""
+        return jax.tree.unflatten(self.structure, self.program.jaxpr.outvars)
 
 
 def flat_provenance(leaves: Any) -> list[frozenset[str]]:

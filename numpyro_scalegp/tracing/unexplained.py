@@ -44,6 +44,7 @@ def tightened(
     terms: Terms,
     means: dict[str, Array],
     name: str,
+    axes: tuple[int, ...],
     variances: list[Array],
     scales: dict[str, Float[Array, "2"]],
     own_scale: Any = None,
@@ -55,6 +56,7 @@ def tightened(
         terms: scaled log densities of the observed sites, given all functions.
         means: of all functions, by name, each of shape (*batch, n).
         name: of the function.
+        axes: for each function of its plate, as of `additivity.function_axes`.
         variances: of what its inducing values decide, and what they leave unexplained, at each row.
         scales: of the observed sites, as `row_scales` gives them. The cost grows with the larger of
             the two, up to that of the untightened bound: one that is too large is safe.
@@ -84,11 +86,17 @@ def tightened(
         scale = jnp.ones_like(inside) if shared is None else shared[..., None]
         cost = jnp.broadcast_to(scale - 1.0 - jnp.log(scale), inside.shape)
         return [inside, scale * unexplained], 0.5 * weight * jnp.sum(cost)
-    # Terms of single rows: the sum of a row of the Hessian is its diagonal.
-    along = {
-        one: jnp.ones_like(f) if one == name else jnp.zeros_like(f) for one, f in means.items()
-    }
-    curvature = jax.jvp(slope, (means,), (along,))[1]
+    # Terms of single rows, and functions of one axis are not combined: the sum of a row of the
+    # Hessian over these is its diagonal.
+    number = jnp.array(axes).reshape(*inside.shape[:-1], 1)
+    others = {one: jnp.zeros_like(f) for one, f in means.items() if one != name}
+
+    def on_axis(axis: Array) -> Array:
+        own = jnp.broadcast_to(number == axis, inside.shape).astype(means[name].dtype)
+        along = {one: own if one == name else others[one] for one in means}
+        return own * jax.jvp(slope, (means,), (along,))[1]
+
+    curvature = jnp.sum(jax.vmap(on_axis)(jnp.arange(max(axes) + 1)), axis=0)
     precision = jnp.maximum(-curvature, 0.0) / weight
     return [inside], 0.5 * jnp.sum(weight * jnp.log1p(precision * unexplained))
 
