@@ -26,7 +26,7 @@ from numpyro_scalegp.tracing.additivity import function_axes, separable
 from numpyro_scalegp.tracing.affine import Cut, affine_cut, evaluated
 from numpyro_scalegp.tracing.runs import Staged
 
-Moments = tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]
+Moments = tuple[Float[Array, "..."], Float[Array, "..."]]
 Axes = tuple[int, ...]  # of a variable's leading dimensions, flattened, or of all its entries
 
 
