@@ -193,3 +193,12 @@ def test_digits(tmp_path: Path) -> None:
     assert scores["accuracy"] > 0.94
     assert scores["mnlp"] < 0.2
     assert (tmp_path / "most_wrong.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_digits_classes(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    scores = load("digits_classes").main(50, num_steps=200, num_draws=50, folder=tmp_path)
+    assert scores["accuracy"] > 0.97
+    assert scores["mnlp"] < 0.3
+    assert (tmp_path / "most_wrong.png").stat().st_size > 0

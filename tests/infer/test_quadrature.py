@@ -164,6 +164,57 @@ def test_two_sites_against_monte_carlo(x64):
     assert abs(value - values.mean()) < 4 * values.std() / np.sqrt(len(values))
 
 
+# Functions that one likelihood combines
+
+
+def classes(X: Array, y: Any = None, batch: int | None = None) -> None:
+    rows = sgp.plate("rows", N, batch)
+    X, y = rows.take(X, y)
+    with numpyro.plate("functions", 3):
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), X))
+    with rows:
+        numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
+
+
+def test_functions_of_a_plate_train_and_predict():
+    X, y = inputs(), jnp.arange(N) // 3
+    guide = AutoSparseGP(classes, inducing_points=inducing_points())
+    svi = SVI(classes, guide, optax.adam(0.05), QuadratureELBO(8))
+    result = svi.run(KEY, 100, X, y, 4, progress_bar=False)
+    assert result.losses[-30:].mean() < result.losses[:10].mean() - 0.5
+    assert sgp.posterior(classes, guide, result, X, y).mean(X[:5]).shape == (3, 5)
+    predictive = sgp.infer.Predictive(classes, guide=guide, params=result.params, num_samples=4)
+    assert predictive(KEY, X)["y"].shape == (4, N)
+
+
+def test_natural_gradients_of_a_softmax_come_to_the_optimum(x64):
+    """That of Adam: mirrored points leave little noise, of which no variance comes out small."""
+    X, y = inputs(), jnp.arange(N) // 3
+
+    def optimum(natural: bool, optimizer: Any, steps: int) -> float:
+        guide = AutoSparseGP(classes, inducing_points=inducing_points(), natural=natural)
+        loss = QuadratureELBO(tight=False)
+        svi = SVI(classes, guide, optimizer, loss)
+
+        @jax.jit
+        def run(state: Any) -> Any:
+            update = lambda state, _: svi.update(state, X, y)  # noqa: E731
+            return jax.lax.scan(update, state, length=steps)[0]
+
+        params = svi.get_params(run(svi.init(KEY, X, y)))
+        return float(
+            QuadratureELBO(num_points=4096, tight=False).loss(KEY, params, model, guide, X, y)
+        )
+
+    def labels(params: dict) -> dict:
+        return {name: "no" if "points" in name else "yes" for name in params}
+
+    adam = optax.multi_transform({"no": optax.set_to_zero(), "yes": optax.adam(0.04)}, labels)
+    natural = sgp.infer.natural_gradients(optax.set_to_zero(), 0.1)
+    found = optimum(True, natural, 100)
+    assert found == pytest.approx(optimum(False, adam, 800), abs=0.03)
+
+
 # Mini-batches
 
 

@@ -251,6 +251,34 @@ def test_two_functions_of_one_gaussian_likelihood(x64):
     assert scaled[0] == scaled[1]
 
 
+def test_functions_of_a_plate_that_one_gaussian_likelihood_mixes(x64):
+    """Each function loses its own logarithm, by the precision that all outputs give it."""
+    X, rng = inputs(), np.random.default_rng(2)
+    weights, sds = jnp.array(rng.normal(size=(5, 2))), jnp.linspace(0.2, 0.6, 5)
+    Y = jnp.array(rng.normal(size=(N, 5)))
+    one = family(X)
+    loc, root = jnp.array(rng.normal(size=(2, M))), jnp.stack([one.scale_tril, 0.5 * jnp.eye(M)])
+    q = sgp.SparseGP(one.kernel, X, one.inducing_points, loc, root)
+
+    def model() -> None:
+        with numpyro.plate("functions", 2):
+            f = numpyro.sample("f", prior(X))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", dist.Normal((weights @ f).T, sds).to_event(1), obs=Y)
+
+    def guide() -> None:
+        with numpyro.plate("functions", 2):
+            numpyro.sample("f", q)
+
+    found = jax.jit(lambda: -QuadratureELBO(2).loss(KEY, {}, model, guide))()
+    mean, inside, unexplained = q.split_marginals()
+    precision = jnp.sum((weights / sds[:, None]) ** 2, axis=0)[:, None]
+    density = jnp.sum(dist.Normal((weights @ mean).T, sds).log_prob(Y))
+    lost = 0.5 * jnp.sum(precision * inside + jnp.log1p(precision * unexplained))
+    divergence = jnp.sum(kl_divergence(q, prior(X)))
+    np.testing.assert_allclose(found, density - lost - divergence, rtol=1e-10)
+
+
 @pytest.mark.parametrize("tight", [1, "yes", None])
 def test_what_is_no_switch(tight, unchecked):
     with pytest.raises(TypeError, match="`tight` must be True or False"):
