@@ -881,6 +881,12 @@ GUIDES: list[Row] = [
 INFER: list[Row] = [
     ("no nodes", lambda: I.QuadratureELBO(0), "`num_nodes` must be at least 1, got 0"),
     ("float nodes", lambda: I.QuadratureELBO(20.0), "`num_nodes` must be an integer, got 20.0"),
+    ("points", lambda: I.QuadratureELBO(num_points=48), "`num_points` must be a power of two, at"),
+    (
+        "one point",
+        lambda: I.QuadratureELBO(num_points=1),
+        "must be a power of two, at least 2, got 1",
+    ),
     ("particles", lambda: I.QuadratureELBO(num_particles=0), "`num_particles` must be at least 1"),
     ("joint particles", lambda: I.JointELBO(num_particles=0), "`num_particles` must be at least 1"),
     ("features", lambda: I.QuadruplyStochasticELBO(0), "`num_features` must be at least 1, got 0"),

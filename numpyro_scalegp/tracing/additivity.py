@@ -25,6 +25,9 @@ _ROUNDING = 100.0
 # beside large observations small values leave no trace.
 _SCALES = (1.0, -1.0, 30.0, -30.0, 1e3, 3e4)
 
+# With more axes than these, further functions have an axis of their own, which is always right.
+_MANY_AXES = 30
+
 # Whole numbers below these stand in for traced data and indices.
 _BOUNDS = (3, 10, 100)
 
@@ -59,7 +62,7 @@ def check_additive(
 
 def function_axes(
     terms: Callable[[dict[str, Array]], dict[str, Array]],
-    like: dict[str, Float[Array, "*batch n"]],
+    like: dict[str, Float[Array, "..."]],
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Which functions of a plate each term combines.
 
@@ -69,7 +72,7 @@ def function_axes(
 
     Args:
         terms: log densities and the like, by the name of their site, given all functions.
-        like: functions by name, of which shapes and types count.
+        like: functions by name, each of shape (*batch, n), of which shapes and types count.
 
     Returns:
         For each term and each site of functions, a number from zero for each function of its
@@ -182,7 +185,8 @@ def _colors(
     axes: list[frozenset[int]] = []
     for new in range(int(number.max(initial=0)) + 1 if combined else 0):
         one = frozenset([new])
-        for axis, members in enumerate(axes):
+        # Of many axes, one more costs less than to look for one that is there.
+        for axis, members in enumerate(axes if len(axes) <= _MANY_AXES else ()):
             if not combines(one, members):
                 axes[axis] |= one
                 break

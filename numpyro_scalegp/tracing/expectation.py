@@ -47,13 +47,13 @@ class ExpectedTerms:
 
     Args:
         run: the model; its first result is a dict of terms, its arguments are the functions.
-        means: the functions' means, by name.
+        means: the functions' means, by name, each of shape (*batch, n).
 
     Raises:
         ValueError: if a term combines rows of a function.
     """
 
-    def __init__(self, run: Staged, means: dict[str, Float[Array, "*batch n"]]) -> None:
+    def __init__(self, run: Staged, means: dict[str, Float[Array, "..."]]) -> None:
         self.program = run.program
         self.terms = run.variables()[0]
         self.places = {name: place for place, name in enumerate(means)}

@@ -82,10 +82,14 @@ def test_what_is_traced_is_stood_in_for():
 
 def test_values_on_the_host(dtype):
     @jax.jit
-    def step(scale):
-        found = standing_in(lambda f: [f, 0.0 * scale + 1.0], jnp.zeros(2))(np.array([1.0, 2.0]))
-        np.testing.assert_array_equal(found[0], [1.0, 2.0])
-        assert found[1] == 1.0
-        assert found[0].dtype == dtype
+    def step(scale, y):
+        evaluate = standing_in(lambda f: [f, 0.0 * scale + 1.0, y + 0.0 * f], jnp.zeros(2))
+        same, one, data = evaluate(np.array([1.0, 2.0]))
+        np.testing.assert_array_equal(same, [[1.0, 2.0]] * len(data))
+        np.testing.assert_array_equal(one, np.ones(len(data)))
+        assert same.dtype == dtype
+        # Once of a scale's size, then as counts, zeros among them.
+        assert np.all((data[0] > 0.0) & (data[0] < 1.0))
+        assert np.all(data[1:] == np.round(data[1:]))
 
-    step(3.0)
+    step(3.0, jnp.zeros(2))

@@ -111,6 +111,19 @@ def test_what_is_not_affine_is_not_taken_for_it(name):
     assert num_axes(expected(lambda f, g: -jnp.square(combined(f, g) - 1.0), pairs)) == 2
 
 
+def test_functions_of_other_numbers_of_rows(x64):
+    """A function of groups beside one of rows; and a plate with a site."""
+    group = np.array([0, 1, 1, 0, 2])
+    pairs = moments((N,), (3,))
+    terms = expected(lambda f, g: dist.Poisson(jnp.exp(f + g[group])).log_prob(Y), pairs)
+    assert num_axes(terms) == 1
+    taken = {"f": pairs["f"], "g": tuple(array[group] for array in pairs["g"])}
+    truth = on_a_grid(lambda f, g: dist.Poisson(jnp.exp(f + g)).log_prob(Y), taken)
+    np.testing.assert_allclose(value(terms, pairs), truth, rtol=1e-6)
+    shared = expected(lambda f, g: dist.Normal(f, jnp.exp(g)).log_prob(0.0), moments((4, N), (N,)))
+    assert num_axes(shared) == 2
+
+
 def test_sums_are_one_function_each(x64):
     """Mean and log scale, each a sum: two axes for three functions."""
     term = lambda f, g, h: dist.Normal(f + g, jnp.exp(0.5 * h)).log_prob(INPUT)  # noqa: E731
