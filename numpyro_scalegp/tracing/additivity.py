@@ -57,7 +57,9 @@ def check_additive(
     names: list[str] = []
     evaluate = standing_in(lambda f: _listed(terms(f), names), like)
     for place in sorted(_combining(evaluate, np.arange(like.size).reshape(like.shape))):
-        _refuse(names[place], site, "rows of the function `{}`, or functions of its plate", "value")
+        what = f"rows of the function `{site}`, or functions of its plate"
+        other = " Where functions alone are combined, sgp.infer.QuadratureELBO trains as well."
+        _refuse(names[place], what, "value", other)
 
 
 def function_axes(
@@ -99,7 +101,7 @@ def function_axes(
 
         size = math.prod(f.shape[:-1])
         for place in sorted(_combining(at, np.broadcast_to(np.arange(f.shape[-1]), f.shape))):
-            _refuse(names[place], site, "rows of the function `{}`", "row")
+            _refuse(names[place], f"rows of the function `{site}`", "row")
         number = np.broadcast_to(np.arange(size).reshape(*f.shape[:-1], 1), f.shape)
         combined = _combining(at, number)
         colors = _colors(at, number, combined)
@@ -196,11 +198,11 @@ def _colors(
     return tuple(places[one] for one in sorted(places))
 
 
-def _refuse(name: str, site: str, what: str, one: str) -> NoReturn:
+def _refuse(name: str, what: str, one: str, other: str = "") -> NoReturn:
     raise ValueError(
-        f"the site `{name}` combines {what.format(site)}: only of terms that each depend on one "
-        f"{one} is the expectation known from the marginals. Train with sgp.infer.JointELBO, which "
-        "draws f jointly, or run NUTS on the model."
+        f"the site `{name}` combines {what}: only of terms that each depend on one {one} is the "
+        "expectation known from the marginals. Train with sgp.infer.JointELBO, which draws f "
+        f"jointly, or run NUTS on the model.{other}"
     )
 
 
