@@ -56,7 +56,6 @@ class ExpectedTerms:
     def __init__(self, run: Staged, means: dict[str, Float[Array, "..."]]) -> None:
         self.program = run.program
         self.terms = run.variables()[0]
-        self.places = {name: place for place, name in enumerate(means)}
         cuts = {name: affine_cut(self.program.jaxpr, term) for name, term in self.terms.items()}
         dependent = [name for name, cut in cuts.items() if cut.variables]
 

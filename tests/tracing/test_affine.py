@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_scalegp.tracing.affine import is_affine
+from numpyro_scalegp.tracing.affine import affine_cut, evaluated, is_affine
 
 F = jnp.linspace(0.1, 1.0, 6)
 WEIGHTS = jnp.arange(12.0).reshape(2, 6)
@@ -20,6 +20,10 @@ AFFINE = {
     "jitted": lambda f: jax.jit(lambda g: 3.0 * g)(f),
     "slope of squares": jax.grad(lambda f: jnp.sum((1.0 - f) ** 2 / 0.3)),
     "constant": lambda f: jnp.exp(WEIGHTS),
+    "stacked": lambda f: jnp.stack([f, 2.0 * f[::-1]]).mean(axis=0),
+    "solved": lambda f: jax.lax.linalg.triangular_solve(
+        jnp.tril(jnp.ones((6, 6))), f[:, None], left_side=True, lower=True
+    ),
 }
 OTHERS = {
     "square": lambda f: f**2,
@@ -32,6 +36,11 @@ OTHERS = {
     "largest": lambda f: jnp.max(f),
     "jitted": lambda f: jax.jit(jnp.exp)(f),
     "softplus": jax.nn.softplus,
+    "held": jax.lax.stop_gradient,
+    "rounded": jnp.round,
+    "solved by itself": lambda f: jax.lax.linalg.triangular_solve(
+        jnp.tril(jnp.ones((6, 6))) * f, jnp.ones((6, 1)), left_side=True, lower=True
+    ),
     "loop": lambda f: jax.lax.scan(lambda c, x: (c * x, x), 1.0, f)[0],
 }
 
@@ -62,3 +71,26 @@ def test_traced_constants():
         return a
 
     check(jnp.ones(()))
+
+
+def test_cut_and_evaluation():
+    """As few variables as decide a result, each of its own arguments, as late as there are."""
+
+    def function(f, g, h):
+        return jnp.exp((2.0 * f + g - 1.0) * jnp.sin(3.0 * h)), f + h
+
+    closed = jax.make_jaxpr(function)(F, 2.0 * F, F)
+    result, total = closed.jaxpr.outvars
+    cut = affine_cut(closed.jaxpr, result)
+    assert set(cut.arguments) == {frozenset([0, 1]), frozenset([2])}
+    values = {frozenset([0, 1]): 4.0 * F - 1.0, frozenset([2]): 3.0 * F}
+    given = dict(zip(closed.jaxpr.invars, (F, 2.0 * F, F), strict=True))
+    found = evaluated(closed, given, cut.variables)
+    for own, array in zip(cut.arguments, found, strict=True):
+        np.testing.assert_allclose(array, values[own], rtol=1e-6)
+    again = evaluated(closed, dict(zip(cut.variables, found, strict=True)), [result])[0]
+    np.testing.assert_allclose(again, function(F, 2.0 * F, F)[0], rtol=1e-6)
+    assert affine_cut(closed.jaxpr, total).arguments == (frozenset([0, 2]),)
+    # Two combinations of the same arguments are not independent: these count one by one.
+    closed = jax.make_jaxpr(lambda f, g: (f + g) * jnp.exp(f - g))(F, F)
+    assert affine_cut(closed.jaxpr, closed.jaxpr.outvars[0]).variables == tuple(closed.jaxpr.invars)
