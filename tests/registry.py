@@ -101,7 +101,7 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     (
         "derivatives",
         lambda s: sgp.kernels.WithDerivatives(
-            sgp.kernels.Matern52(s).on((0, 1)) * sgp.kernels.RationalQuadratic(1.3, 0.7)
+            sgp.kernels.Matern52(s).on((0, 1)) * sgp.kernels.RationalQuadratic(1.3, alpha=0.7)
             + sgp.kernels.Matern32([1.0, 2.0, s])
         ),
     ),

@@ -124,7 +124,7 @@ def inputs(
     return _or_nan(array)
 
 
-def categories(name: str, value: Array, column: int, known: tuple[int, ...]) -> None:
+def categories(name: str, value: ArrayLike, column: int, known: tuple[int, ...]) -> None:
     """Raise unless each entry of a column of the inputs `value` is among the `known` integers."""
     if is_concrete(value):
         entries = np.asarray(value)[:, column]

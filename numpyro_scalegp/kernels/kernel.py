@@ -107,9 +107,9 @@ class AbstractKernel(AbstractSpectrum):
                 found[column] = tuple(sorted(set(known).intersection(found.get(column, known))))
         return found
 
-    def check_categories(self, name: str, X: Float[Array, "n d"]) -> None:
+    def check_categories(self, name: str, X: Float[ArrayLike, "n d"]) -> None:
         """Raise, calling X `name`, where a column of categories holds anything else."""
-        for column, known in self.categories(X.shape[1]).items():
+        for column, known in self.categories(jnp.shape(X)[1]).items():
             checks.categories(name, X, column, known)
 
     def rough_columns(self, d: int) -> frozenset[int]:

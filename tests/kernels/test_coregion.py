@@ -26,7 +26,7 @@ def test_entries_are_those_of_the_matrix(dtype):
     X, Z = rows(), rows(7, 1)
     a, b = X[:, 1].astype(int), Z[:, 1].astype(int)
     kernel = outputs()
-    tolerance = 20 * jnp.finfo(dtype).eps
+    tolerance = 20 * float(jnp.finfo(dtype).eps)
     expected = np.exp(-0.5 * np.square((X[:, :1] - Z[:, 0]) / 0.8)) * B[a][:, b]
     for k in (kernel, jax.jit(lambda X, Z: kernel(X, Z))):
         np.testing.assert_allclose(k(X, Z), expected, rtol=0, atol=tolerance)
@@ -70,7 +70,7 @@ def test_features_are_exact_whatever_the_key(dtype):
     X = rows()[:, 1:]
     phi = kernel.random_features(jax.random.key(0), X, 2)
     assert phi.shape == (9, 5)
-    tolerance = 20 * jnp.finfo(dtype).eps
+    tolerance = 20 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(phi @ phi.T, kernel(X, X), rtol=0, atol=tolerance)
     np.testing.assert_array_equal(phi, kernel.random_features(jax.random.key(1), X, 200))
 
