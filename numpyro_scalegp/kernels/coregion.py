@@ -106,7 +106,7 @@ class Coregion(AbstractKernel):
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """The r + p exact features: the loadings, and for each category the root of its variance."""
+        """The r + p exact features: loadings, and the root of its variance for each category."""
         index, loadings = self._rows("X", X)
         own = jnp.sqrt(self.variances).astype(loadings.dtype)
         is_own = index[:, None] == jnp.arange(len(own))
