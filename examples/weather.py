@@ -25,7 +25,7 @@ import numpyro_scalegp as sgp
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-AIRPORTS = ("EWR", "JFK", "LGA")
+AIRPORTS, PARTS = ("EWR", "JFK", "LGA"), ("slow", "fast")
 
 
 def part(name, lower, upper):
@@ -76,14 +76,12 @@ def main(days=14, hidden_days=2, num_steps=100, folder="outputs/weather"):
     )
     posterior = sgp.posterior(model, values, *train)
     mean, sd = (scale * np.asarray(part) for part in moments(posterior, X))
-    alone, others = np.zeros(len(y)), np.zeros(len(y))
+    single = sgp.posterior(model, unrelated(values), *train)
+    alone, others = scale * np.asarray(moments(single, X)[0]), np.zeros(len(y))
     for a in range(3):
-        own, rest = ~hidden & (airport == a), ~hidden & (airport != a)
-        here = airport == a
-        single = sgp.posterior(model, values, X[own], y[own])
-        alone[here] = scale * np.asarray(single.mean(X[here]))
+        rest = ~hidden & (airport != a)
         at = {h: np.mean(y[rest & (hour == h)]) for h in hour[rest]}
-        others[here] = [scale * at.get(h, 0.0) for h in hour[here]]
+        others[airport == a] = [scale * at.get(h, 0.0) for h in hour[airport == a]]
     truth = temperature - loc[airport]
     guesses = {"all airports": mean, "this airport alone": alone, "mean of the others": others}
     scores = {
@@ -94,14 +92,28 @@ def main(days=14, hidden_days=2, num_steps=100, folder="outputs/weather"):
         print(f"{name:20} RMSE {rmse:.2f} F")
     inside = np.abs(mean - truth)[hidden] < 1.96 * sd[hidden]
     print(f"{np.mean(inside):.0%} of the hidden readings lie in the 95 % band")
-    for name in ("slow", "fast"):
-        W, own = np.asarray(values[f"{name}_W"]), np.asarray(values[f"{name}_own"])
-        B = W @ W.T + np.diag(own)
+    for name in PARTS:
+        B = covariance(values, name)
         correlation = B / np.sqrt(np.outer(np.diag(B), np.diag(B)))
         print(f"{name}: {float(values[f'{name}_hours']):.1f} hours, correlations", end=" ")
         print(np.round(correlation[np.triu_indices(3, 1)], 2), "(EWR-JFK, EWR-LGA, JFK-LGA)")
     draw(folder, X, temperature, hidden, loc[airport] + mean, sd)
     return scores
+
+
+def covariance(values, name):
+    """The covariance between airports of one part."""
+    W = np.asarray(values[f"{name}_W"])
+    return W @ W.T + np.diag(np.asarray(values[f"{name}_own"]))
+
+
+def unrelated(values):
+    """The same functions of each airport, independent of the others."""
+    alone = {}
+    for name in PARTS:
+        alone[f"{name}_W"] = np.zeros((3, 1))
+        alone[f"{name}_own"] = np.diag(covariance(values, name))
+    return values | alone
 
 
 def moments(posterior, X):

@@ -68,6 +68,15 @@ def test_co2(tmp_path: Path, x64: None) -> None:
 
 
 @pytest.mark.slow
+def test_weather(tmp_path: Path, x64: None) -> None:
+    pytest.importorskip("pandas")
+    scores = load("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
+    assert scores["all airports"] < 2.5
+    assert scores["all airports"] < 0.7 * scores["this airport alone"]
+    assert (tmp_path / "gaps.png").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_counts(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
     scores = load("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)
