@@ -52,6 +52,12 @@ def choices():
     }
 
 
+def collected(mcmc):
+    """The logarithms of the lengthscales, (chains, draws, 2), and the extra fields."""
+    logs = np.log(np.asarray(mcmc.get_samples(group_by_chain=True)["lengthscale"]))
+    return logs, jax.tree.map(np.asarray, mcmc.get_extra_fields(group_by_chain=True))
+
+
 def main():
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -60,7 +66,7 @@ def main():
     parser.add_argument("--output", default="docs/figures/priors.svg")
     arguments = parser.parse_args()
     X, y = data(arguments.seed)
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3), sharex=True)
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     for (name, prior), axes in zip(choices().items(), panels, strict=True):
         start = init_to_value(
             values={"lengthscale": np.full(2, 0.5), "variance": 1.0, "noise": 0.1}
@@ -73,10 +79,12 @@ def main():
             chain_method="sequential",
             progress_bar=False,
         )
-        mcmc.run(jax.random.key(0), X, y, prior, extra_fields=("diverging", "num_steps"))
-        draws = jax.tree.map(np.asarray, mcmc.get_samples(group_by_chain=True))
-        extra = jax.tree.map(np.asarray, mcmc.get_extra_fields())
-        diverging, logs = extra["diverging"], np.log(draws["lengthscale"])
+        fields = {"extra_fields": ("diverging", "num_steps")}
+        mcmc.warmup(jax.random.key(0), X, y, prior, collect_warmup=True, **fields)
+        before, _ = collected(mcmc)
+        mcmc.run(mcmc.post_warmup_state.rng_key, X, y, prior, **fields)
+        logs, extra = collected(mcmc)
+        diverging = extra["diverging"]
         print(f"{name}: {diverging.mean():.1%} divergent, {extra['num_steps'].mean():.0f} steps")
         for column in range(2):
             low, median, high = np.exp(np.quantile(logs[..., column], (0.05, 0.5, 0.95)))
@@ -86,22 +94,12 @@ def main():
                 f"R-hat {split_gelman_rubin(logs[..., column]):.2f}",
                 flush=True,
             )
-        for bad, color in ((False, "C0"), (True, "C3")):
-            some = diverging == bad
-            axes.plot(
-                np.exp(logs[..., 0]).ravel()[some],
-                np.exp(logs[..., 1]).ravel()[some],
-                ".",
-                color=color,
-                markersize=2,
-                alpha=0.5,
-                rasterized=True,
-                label="divergent" if bad else "draws",
-            )
-        axes.set(title=name, xscale="log", yscale="log", xlabel="of the column that matters")
-    panels[0].set(ylabel="of the other column")
-    panels[0].legend(loc="upper left", markerscale=4)
-    figure.savefig(arguments.output, dpi=110, bbox_inches="tight")
+        steps = np.arange(-before.shape[1], logs.shape[1])
+        path = np.concatenate([before, logs], axis=1)[..., 1] / np.log(10.0)
+        axes.plot(steps, path.T, linewidth=0.6)
+        axes.set(title=f"{name}: {diverging.mean():.0%} divergent", xlabel="draw (warm-up below 0)")
+    panels[0].set(ylabel="log10 lengthscale of column 1")
+    figure.savefig(arguments.output, bbox_inches="tight")
 
 
 if __name__ == "__main__":
