@@ -74,6 +74,7 @@ def kmeans_points(
 
 def _is_category(d: int, categories: Sequence[int]) -> np.ndarray:
     """Which columns hold categories."""
+    checks.instance("categories", categories, (tuple, list), "a tuple of columns such as (1,)")
     for column in categories:
         if checks.count("categories", column, 0) >= d:
             raise ValueError(f"`categories` must lie in 0..{d - 1}, got {column}.")
