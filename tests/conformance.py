@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from numpyro_scalegp.kernels import AbstractKernel
 from tests.registry import NUM_COLUMNS
 
 
@@ -17,9 +18,14 @@ def each(name: str, registry: list[tuple[str, Any]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(name, [pytest.param(f, id=key) for key, f in registry])
 
 
-def inputs(n: int = 6, seed: int = 0) -> Array:
-    """Draw `n` rows and repeat the first one, so that distances of zero occur off the diagonal."""
+def inputs(n: int = 6, seed: int = 0, kernel: AbstractKernel | None = None) -> Array:
+    """Draw `n` rows and repeat the first one, so that distances of zero occur off the diagonal.
+
+    Columns where a kernel has categories hold some of these.
+    """
     X = np.random.default_rng(seed).normal(size=(n, NUM_COLUMNS))
+    for column, known in {} if kernel is None else kernel.categories(NUM_COLUMNS).items():
+        X[:, column] = np.resize(known, n)
     return jnp.array(np.concatenate([X, X[:1]]))
 
 

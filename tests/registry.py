@@ -41,6 +41,10 @@ def _ard(scale: float) -> Array:
     return scale * jnp.array(ARD)
 
 
+def _loadings(scale: float) -> Array:
+    return scale * jnp.array([[1.0, 0.2], [-0.4, 0.3], [0.7, 0.6]])
+
+
 def _curve(X: Array) -> Array:
     return jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2], X[:, 3]], axis=1)
 
@@ -93,6 +97,14 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ("multiscale", lambda s: sgp.kernels.MultiscaleRBF(jnp.array([s, 2.0]), 1.5)),
     ("constant", lambda s: sgp.kernels.Constant(s)),
     ("linear", lambda s: sgp.kernels.Linear(s, bias=0.3)),
+    ("coregion", lambda s: sgp.kernels.Coregion(_loadings(s), jnp.array([0.5, s, 0.1])).on((2,))),
+    (
+        "derivatives",
+        lambda s: sgp.kernels.WithDerivatives(
+            sgp.kernels.Matern52(s).on((0, 1)) * sgp.kernels.RationalQuadratic(1.3, alpha=0.7)
+            + sgp.kernels.Matern32([1.0, 2.0, s])
+        ),
+    ),
     ("sum", lambda s: sgp.kernels.RBF(s) + sgp.kernels.Linear(0.5)),
     ("product", lambda s: sgp.kernels.Matern52(s) * sgp.kernels.Periodic(1.0, period=2.0)),
     ("scaled", lambda s: s * sgp.kernels.Matern32(1.2)),

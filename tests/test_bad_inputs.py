@@ -239,6 +239,16 @@ FEATURES: list[Row] = [
         lambda: F.kmeans_points(KEY, X, 2, max_rows=0),
         "`max_rows` must be at least 1",
     ),
+    (
+        "kmeans categories",
+        lambda: F.kmeans_points(KEY, X, 2, categories=1),
+        r"`categories` must be a tuple of columns such as \(1,\), got 1",
+    ),
+    (
+        "kmeans category",
+        lambda: F.kmeans_points(KEY, X, 2, categories=(7,)),
+        r"`categories` must lie in 0\.\.\d, got 7",
+    ),
     ("greedy swapped", lambda: F.greedy_points(X, rbf, 2), "`kernel` must be one of `sgp.kernels`"),
     (
         "greedy None",

@@ -46,8 +46,8 @@ from tests.registry import (
 
 @each("kernel", KERNELS)
 def test_gram_is_a_covariance_matrix(kernel, dtype):
-    X, Z = inputs(), inputs(seed=1)
     k = kernel(1.0)
+    X, Z = inputs(kernel=k), inputs(seed=1, kernel=k)
     K, C, variances = k(X, X), k(X, Z), k.diag(X)
     assert (K.shape, variances.shape) == ((7, 7), (7,))
     assert K.dtype == C.dtype == variances.dtype == dtype
@@ -64,7 +64,7 @@ def test_gram_is_a_covariance_matrix(kernel, dtype):
 
 @each("kernel", KERNELS)
 def test_kernel_goes_through_transformations(kernel, dtype):
-    X = inputs()
+    X = inputs(kernel=kernel(1.0))
     compiled = Compiled(jax.vmap(lambda k: (k(X, X), k.diag(X))))
     for values in ((1.0, 1.4), (0.8, 1.2)):
         kernels = [kernel(value) for value in values]
@@ -87,7 +87,7 @@ def test_kernel_is_a_pytree_of_arrays(kernel, dtype):
 def test_kernel_has_finite_derivatives(kernel):
     # In float32, where more overflows; `kernels/test_kernels.py` has exact values in float64.
     k = kernel(1.0)
-    X = inputs()  # holds a duplicate row
+    X = inputs(kernel=k)  # holds a duplicate row
 
     def total(k: AbstractKernel, X: Array, Z: Array) -> Array:
         return jnp.sum(jnp.sin(k(X, Z))) + jnp.sum(k.diag(X))
@@ -108,7 +108,7 @@ def test_kernel_has_finite_derivatives(kernel):
 def test_kernel_dtype_follows_its_arguments(kernel, x64):
     wide = kernel(1.0)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), wide)
-    X = inputs()
+    X = inputs(kernel=wide)
     for k in (wide, narrow):
         for rows in (X, X.astype(jnp.float32)):
             expected = jnp.result_type(rows, *jax.tree.leaves(k))
@@ -118,7 +118,7 @@ def test_kernel_dtype_follows_its_arguments(kernel, x64):
 
 @each("kernel", KERNELS)
 def test_kernel_promotes_no_types(kernel, dtype):
-    X = inputs()
+    X = inputs(kernel=kernel(1.0))
     with jax.numpy_dtype_promotion("strict"):
         k = kernel(1.0)
         K, variances = jax.eval_shape(lambda k, X: (k(X, X), k.diag(X)), k, X)
@@ -128,7 +128,7 @@ def test_kernel_promotes_no_types(kernel, dtype):
 @each("kernel", KERNELS)
 def test_kernel_rejects_bad_inputs(kernel, unchecked):
     k = kernel(1.0)
-    X = inputs()
+    X = inputs(kernel=k)
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(7,\)"):
         k(X[:, 0], X)
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(1, 7, 4\)"):

@@ -68,6 +68,24 @@ def test_co2(tmp_path: Path, x64: None) -> None:
 
 
 @pytest.mark.slow
+def test_weather(tmp_path: Path, x64: None) -> None:
+    pytest.importorskip("pandas")
+    scores = load("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
+    assert scores["all airports"] < 2.5
+    assert scores["all airports"] < 0.7 * scores["this airport alone"]
+    assert (tmp_path / "gaps.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_latent_inputs(tmp_path: Path, x64: None) -> None:
+    pytest.importorskip("sklearn")
+    scores, noises = load("latent_inputs").main(200, 80, folder=tmp_path)
+    assert scores["GP"] > scores["principal components"]
+    assert noises["noisy inputs"] < 0.7 * noises["exact inputs"]
+    assert (tmp_path / "maps.png").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_counts(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
     scores = load("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.kernels import AbstractKernel
 from tests import registry
 from tests.conformance import inputs
 
@@ -79,7 +80,14 @@ def made_classes() -> set[type]:
             return jax.eval_shape(factory, *arguments[name])
         return factory(*arguments[name])
 
-    return {type(make(name, f)) for name, entries in registries.items() for _, f in entries}
+    found = [make(name, f) for name, entries in registries.items() for _, f in entries]
+    return {type(part) for one in found for part in (one, *parts(one))}
+
+
+def parts(one: Any) -> list[AbstractKernel]:
+    """The kernels within a kernel."""
+    own = list(one.parts.values()) if isinstance(one, AbstractKernel) else []
+    return [*own, *(deeper for part in own for deeper in parts(part))]
 
 
 def test_every_public_class_is_in_a_registry():

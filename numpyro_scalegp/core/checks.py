@@ -124,6 +124,22 @@ def inputs(
     return _or_nan(array)
 
 
+def categories(name: str, value: ArrayLike, column: int, known: tuple[int, ...]) -> None:
+    """Raise unless each entry of a column of the inputs `value` is among the `known` integers."""
+    if is_concrete(value):
+        entries = np.asarray(value)[:, column]
+        bad = ~np.isin(entries, known)
+        if bad.any():
+            row = int(np.argmax(bad))
+            several = ", ".join(
+                map(str, known if len(known) < 9 else (*known[:3], "...", known[-1]))
+            )
+            raise ValueError(
+                f"`{name}` must hold the kernel's categories in column {column}, {several}, got "
+                f"{entries[row]} in row {row}."
+            )
+
+
 def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> None:
     """Raise unless `value` has one of the `allowed` shapes."""
     if value.shape not in allowed:

@@ -93,6 +93,7 @@ class GaussianProcess(RowsDistribution):
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
         self.X = checks.inputs("X", X)
+        self.kernel.check_categories("X", self.X)
         n = self.X.shape[0]
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         checks.shape(

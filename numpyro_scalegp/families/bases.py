@@ -12,6 +12,7 @@ from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.kernels import AbstractKernel
 
 
 class InitialPoints:
@@ -22,7 +23,7 @@ class InitialPoints:
         num_name: of the argument that gives their number.
         num: the number of points where none are given, at most that of the rows.
         points: the points, shape (M, d), or None.
-        choose: from a key, rows and a number to points.
+        choose: from a key, rows, a number and columns of categories to points.
         advice: what to give in place of too few rows, for the warning.
     """
 
@@ -32,7 +33,7 @@ class InitialPoints:
         num_name: str,
         num: int,
         points: Float[ArrayLike, "M d"] | None,
-        choose: Callable[[Array, Array, int], Array],
+        choose: Callable[[Array, Array, int, tuple[int, ...]], Array],
         advice: str,
     ) -> None:
         self.name, self.num_name, self.choose, self.advice = name, num_name, choose, advice
@@ -40,9 +41,12 @@ class InitialPoints:
         # On the host, so that an optimizer that donates its state cannot delete this copy.
         self.points = None if points is None else np.array(checks.inputs(name, points))
 
-    def __call__(self, key: Array, rows: Callable[[], Float[Array, "n d"]]) -> Float[Array, "M d"]:
-        """The points, as given or among rows that are made for it."""
+    def __call__(
+        self, key: Array, rows: Callable[[], Float[Array, "n d"]], kernel: AbstractKernel
+    ) -> Float[Array, "M d"]:
+        """The points for a kernel, as given or among rows that are made for it."""
         if self.points is not None:
+            kernel.check_categories(self.name, self.points)
             return checks.inputs(self.name, self.points, width=jax.eval_shape(rows).shape[1])
         X = rows()
         if X.shape[0] < self.num:
@@ -53,12 +57,26 @@ class InitialPoints:
                 UserWarning,
                 stacklevel=2,
             )
-        return self.choose(key, X, min(self.num, X.shape[0]))
+        return self.choose(key, X, min(self.num, len(X)), tuple(kernel.categories(X.shape[1])))
 
 
-def spread_rows(key: Array, X: Float[Array, "n d"], num: int) -> Float[Array, "num d"]:
-    """Random rows from all over X: the first ones lie side by side where rows are sorted."""
+def spread_rows(
+    key: Array, X: Float[Array, "n d"], num: int, categories: tuple[int, ...] = ()
+) -> Float[Array, "num d"]:
+    """Random rows from all over X: the first ones lie side by side where rows are sorted.
+
+    These are in some category, whatever the columns of categories.
+    """
     return X[stratified_indices(key, X.shape[0], num)]
+
+
+def hold_categories(points: Float[Array, "M d"], kernel: AbstractKernel) -> Float[Array, "M d"]:
+    """The points, with no derivative in the columns where the kernel has categories."""
+    columns = list(kernel.categories(points.shape[1]))
+    if not columns:
+        return points
+    is_held = np.isin(np.arange(points.shape[1]), columns)
+    return jnp.where(is_held, jax.lax.stop_gradient(points), points)
 
 
 class Basis(NamedTuple):

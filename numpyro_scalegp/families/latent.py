@@ -57,6 +57,7 @@ class LatentGP(AbstractPriorGP):
     ) -> None:
         self.kernel = _as_kernel(kernel)
         self.X = checks.inputs("X", X)
+        self.kernel.check_categories("X", self.X)
         self.jitter = checks.jitter(jitter)
         super().__init__((), (self.X.shape[0],), validate_args=validate_args)
 

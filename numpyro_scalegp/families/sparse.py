@@ -15,7 +15,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.whitening import whitened_divergence, whitened_moments
-from numpyro_scalegp.families.bases import InitialPoints
+from numpyro_scalegp.families.bases import InitialPoints, hold_categories
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
@@ -184,22 +184,32 @@ def initial_inducing_points(
         "num_inducing",
         num_inducing,
         inducing_points,
-        kmeans_points,
+        _cluster_centers,
         "sgp.features.kmeans_points(key, X, num_points)",
     )
 
 
+def _cluster_centers(
+    key: Array, X: Float[Array, "n d"], num: int, categories: tuple[int, ...]
+) -> Float[Array, "num d"]:
+    return kmeans_points(key, X, num, categories=categories)
+
+
 def declare_points(
-    param: Callable[..., Any], start: InitialPoints, rows: Callable[[], Float[Array, "n d"]]
+    param: Callable[..., Any],
+    start: InitialPoints,
+    rows: Callable[[], Float[Array, "n d"]],
+    kernel: AbstractKernel,
 ) -> Float[Array, "M d"]:
     """Declare inducing points, with arguments as of `declare_whitened`."""
-    return param("inducing_points", lambda key: start(key, rows))
+    return hold_categories(param("inducing_points", lambda key: start(key, rows, kernel)), kernel)
 
 
 def declare_whitened(
     param: Callable[..., Any],
     start: InitialPoints,
     rows: Callable[[], Float[Array, "n d"]],
+    kernel: AbstractKernel,
     batch_shape: tuple[int, ...],
 ) -> tuple[Float[Array, "M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
     """Declare inducing points, and mean and scale of the whitened inducing values, at the prior.
@@ -208,9 +218,10 @@ def declare_whitened(
         param: as `numpyro.param`, with a short name.
         start: of the points.
         rows: makes the rows to choose from.
+        kernel: covariance function of the prior.
         batch_shape: of independent functions.
     """
-    Z = declare_points(param, start, rows)
+    Z = declare_points(param, start, rows, kernel)
     M = Z.shape[0]
     loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype), constraint=_whitened_loc)
     scale_tril = param(

@@ -46,6 +46,7 @@ class InducingPoints(AbstractFeatures):
     def __check_init__(self) -> None:
         checks.instance("kernel", self.kernel, AbstractKernel)
         checks.jitter(self.jitter)
+        self.kernel.check_categories("points", self.points)
 
     @property
     def num_features(self) -> int:

@@ -2,9 +2,11 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
@@ -20,10 +22,13 @@ def kmeans_points(
     *,
     num_steps: int = 10,
     max_rows: int = 20_000,
+    categories: Sequence[int] = (),
 ) -> Float[Array, "num_points d"]:
     """Choose inducing points as the centers of k-means clusters.
 
     Distances are Euclidean: scale the columns first, by their standard deviations or lengthscales.
+    Rows of different categories are further apart than any others, so that each category gets
+    clusters of its own, if there are enough.
 
     Args:
         key: a typed JAX key.
@@ -31,12 +36,15 @@ def kmeans_points(
         num_points: number of centers, at most n.
         num_steps: Lloyd iterations after a k-means++ start.
         max_rows: rows, drawn at random, that take part.
+        categories: columns of categories, as of a kernel with `Coregion`; there a center has what
+            the row nearest to it has.
 
     Returns:
         Centers, shape (num_points, d). Time O(max_rows num_points d num_steps).
 
     Raises:
-        ValueError: if `num_points` is not between 1 and the number of rows.
+        ValueError: if `num_points` is not between 1 and the number of rows, or `categories` not
+            among the columns.
 
     References:
         Arthur and Vassilvitskii (2007), k-means++: The Advantages of Careful Seeding.
@@ -55,7 +63,29 @@ def kmeans_points(
         rows_key, key = jax.random.split(key)
         rows = jax.random.choice(rows_key, X.shape[0], (max(max_rows, num_points),), replace=False)
         X = X[rows]
-    return _kmeans(key, X, num_points, num_steps)
+    is_category = _is_category(X.shape[1], categories)
+    if not is_category.any():
+        return _kmeans(key, X, num_points, num_steps)
+    scale = jnp.where(is_category, _apart(X, is_category), 1.0).astype(X.dtype)
+    centers = _kmeans(key, X * scale, num_points, num_steps)
+    nearest = jnp.argmin(squared_distances(centers, X * scale), axis=1)
+    return jnp.where(is_category, X[nearest], centers)
+
+
+def _is_category(d: int, categories: Sequence[int]) -> np.ndarray:
+    """Which columns hold categories."""
+    checks.instance("categories", categories, (tuple, list), "a tuple of columns such as (1,)")
+    for column in categories:
+        if checks.count("categories", column, 0) >= d:
+            raise ValueError(f"`categories` must lie in 0..{d - 1}, got {column}.")
+    return np.isin(np.arange(d), categories)
+
+
+def _apart(X: Float[Array, "n d"], is_category: np.ndarray) -> Float[Array, ""]:
+    """A scale in which two categories are twice as far apart as rows of one category can be."""
+    widths = jnp.where(is_category, 0.0, jnp.max(X, axis=0) - jnp.min(X, axis=0))
+    reach = jnp.sqrt(jnp.sum(jnp.square(widths)))
+    return jnp.where(reach > 0, 2.0 * reach, 1.0)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import DecoupledGP
-from numpyro_scalegp.families.bases import Basis
+from numpyro_scalegp.families.bases import Basis, hold_categories
 from numpyro_scalegp.families.decoupled import small_scale_tril
 from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, prior_scale
@@ -111,17 +111,14 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         if self.points is None:
             _, begins = self._weights(site)
             return self.grown(site, self.sizes, self.growth, begins=begins, training=training)
+
+        def points(name: str, start: np.ndarray) -> Array:
+            checks.inputs(name, start, width=site.X.shape[1], may_be_empty=name == "cov_points")
+            site.kernel.check_categories(name, start)
+            return hold_categories(self.param(site, name, jnp.asarray(start)), site.kernel)
+
         return {
-            key: Basis(
-                self.param(
-                    site,
-                    f"{key}_points",
-                    checks.inputs(
-                        f"{key}_points", start, width=site.X.shape[1], may_be_empty=key == "cov"
-                    ),
-                ),
-                jnp.ones(len(start), bool),
-            )
+            key: Basis(points(f"{key}_points", start), jnp.ones(len(start), bool))
             for key, start in self.points.items()
         }
 

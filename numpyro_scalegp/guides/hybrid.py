@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.families import HybridGP
-from numpyro_scalegp.families.bases import Basis, InitialPoints, spread_rows
+from numpyro_scalegp.families.bases import Basis, InitialPoints, hold_categories, spread_rows
 from numpyro_scalegp.families.sparse import declare_whitened, initial_inducing_points
 from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.solving import AbstractDecoupledGuide, prior_scale
@@ -102,8 +102,11 @@ class AutoHybridGP(AbstractDecoupledGuide):
         """Declare the residual points and their weights."""
         if self.growth is None:
             R = self.param(
-                site, "residual_points", lambda key: self.residual_points(key, site.rows)
+                site,
+                "residual_points",
+                lambda key: self.residual_points(key, site.rows, site.kernel),
             )
+            R = hold_categories(R, site.kernel)
             basis = Basis(R, jnp.ones(len(R), bool))
             return basis, self.param(
                 site, "residual_weights", jnp.zeros((*site.batch_shape, len(R)), R.dtype)
@@ -124,7 +127,9 @@ class AutoHybridGP(AbstractDecoupledGuide):
         return HybridGP(
             site.kernel,
             site.X,
-            *declare_whitened(param, self.inducing_points, site.rows, site.batch_shape),
+            *declare_whitened(
+                param, self.inducing_points, site.rows, site.kernel, site.batch_shape
+            ),
             R,
             jnp.where(active, w, 0.0) / prior_scale(site, R),
             **self.columns(len(R)),

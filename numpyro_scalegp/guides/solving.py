@@ -13,7 +13,7 @@ import numpyro
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import checks, chunks
-from numpyro_scalegp.families.bases import Basis, growing_bases
+from numpyro_scalegp.families.bases import Basis, growing_bases, hold_categories
 from numpyro_scalegp.families.decoupled import expansion
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
@@ -172,10 +172,12 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
         """Bases of rows of the mini-batches so far, each shifted by a parameter."""
         name = self.param_name(site, "bases")
         bases = growing_bases(name, site.X, sizes, growth, begins=begins, grows=training)
-        return {
-            key: Basis(points + self.param(site, f"{key}_shift", jnp.zeros_like(points)), active)
-            for key, (points, active) in bases.items()
-        }
+
+        def shifted(key: str, points: Array) -> Array:
+            shift = self.param(site, f"{key}_shift", jnp.zeros_like(points))
+            return hold_categories(points + shift, site.kernel)
+
+        return {key: Basis(shifted(key, points), active) for key, (points, active) in bases.items()}
 
     @abc.abstractmethod
     def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:

@@ -39,7 +39,8 @@ class AutoSparseGP(AbstractGPGuide):
         num_inducing: number of inducing points, if `inducing_points` is not given.
         inducing_points: where they start, shape (M, d); None for k-means on 20,000 rows of all that
             the model's plate takes mini-batches of, or where it gets them as arguments on the rows
-            of the first: then give `sgp.features.kmeans_points(key, X, M)`.
+            of the first: then give `sgp.features.kmeans_points(key, X, M)`, with `categories=` for
+            a kernel that has any. Their categories stay as they are.
         natural: whether the inducing values have natural parameters, `..._natural_loc` and
             `..._natural_precision`, in place of `..._loc` and `..._scale_tril`. Their derivatives
             are natural gradients: train them with `sgp.infer.natural_gradients` and
@@ -93,11 +94,13 @@ class AutoSparseGP(AbstractGPGuide):
             "unexplained_scale": declare_unexplained_scale(param, site) if training else None,
         }
         if self.natural:
-            Z = declare_points(param, self.inducing_points, site.rows)
+            Z = declare_points(param, self.inducing_points, site.rows, site.kernel)
             b = param(LOC, jnp.zeros((*site.batch_shape, len(Z)), Z.dtype))
             P = param(PRECISION, jnp.zeros((*b.shape, len(Z)), Z.dtype))
             return NaturalSparseGP(site.kernel, site.X, Z, b, P, **options)
-        whitened = declare_whitened(param, self.inducing_points, site.rows, site.batch_shape)
+        whitened = declare_whitened(
+            param, self.inducing_points, site.rows, site.kernel, site.batch_shape
+        )
         return SparseGP(site.kernel, site.X, *whitened, **options)
 
 

@@ -10,6 +10,7 @@ from numpyro_scalegp.infer.log_determinants import (
 from numpyro_scalegp.infer.natural_gradients import natural_gradients
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
+from numpyro_scalegp.infer.priors import lengthscale_prior, variance_prior
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
@@ -28,10 +29,12 @@ __all__ = [
     "RowSVI",
     "initial_hyperparameters",
     "initial_pass",
+    "lengthscale_prior",
     "log_determinant_diagnostics",
     "median_distance",
     "natural_gradients",
     "replace_params",
     "row_adagrad",
     "row_adam",
+    "variance_prior",
 ]

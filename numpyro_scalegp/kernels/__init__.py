@@ -1,5 +1,7 @@
 """Covariance functions and their spectral densities."""
 
+from numpyro_scalegp.kernels.coregion import Coregion
+from numpyro_scalegp.kernels.derivatives import WithDerivatives
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.matern import Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.multiscale import MultiscaleRBF
@@ -12,6 +14,7 @@ __all__ = [
     "AbstractKernel",
     "AbstractStationary",
     "Constant",
+    "Coregion",
     "FeatureMapped",
     "Linear",
     "Matern12",
@@ -20,4 +23,5 @@ __all__ = [
     "MultiscaleRBF",
     "Periodic",
     "RationalQuadratic",
+    "WithDerivatives",
 ]

@@ -89,6 +89,33 @@ class AbstractKernel(AbstractSpectrum):
         """The inputs as the parts of this kernel see them."""
         return X
 
+    def categories(self, d: int) -> dict[int, tuple[int, ...]]:
+        """The input columns that hold categories, and which integers these are.
+
+        There is no derivative in such a column: inducing points and the like keep the categories
+        that they start with.
+
+        Args:
+            d: number of input columns.
+
+        Returns:
+            Sorted categories by column.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        for kernel in self.parts.values():
+            for column, known in kernel.categories(d).items():
+                found[column] = tuple(sorted(set(known).intersection(found.get(column, known))))
+        return found
+
+    def check_categories(self, name: str, X: Float[ArrayLike, "n d"]) -> None:
+        """Raise, calling X `name`, where a column of categories holds anything else."""
+        for column, known in self.categories(jnp.shape(X)[1]).items():
+            checks.categories(name, X, column, known)
+
+    def rough_columns(self, d: int) -> frozenset[int]:
+        """The input columns, of d, in which functions with this kernel have no derivative."""
+        return frozenset().union(*(kernel.rough_columns(d) for kernel in self.parts.values()))
+
     @property
     def is_component(self) -> bool:
         """Whether a sum in this kernel is reduced to one term; see `component`."""
@@ -377,6 +404,16 @@ class ActiveDims(AbstractComposite):
                 f"got {self.dims}."
             )
         return X[:, jnp.array(self.dims)]
+
+    def categories(self, d: int) -> dict[int, tuple[int, ...]]:
+        """Those of the kernel, among the active columns."""
+        found = self.kernel.categories(len(self.dims))
+        return {self.dims[column]: known for column, known in found.items()}
+
+    def rough_columns(self, d: int) -> frozenset[int]:
+        """Those of the kernel, among the active columns."""
+        found = self.kernel.rough_columns(len(self.dims))
+        return frozenset(self.dims[column] for column in found)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The kernel's matrix of the active columns."""

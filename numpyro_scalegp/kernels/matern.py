@@ -48,6 +48,10 @@ class Matern12(_Matern):
         """True."""
         return True
 
+    def rough_columns(self, d: int) -> frozenset[int]:
+        """All."""
+        return frozenset(range(d))
+
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""
         return _exponential(squared)

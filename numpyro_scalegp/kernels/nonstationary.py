@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
@@ -101,6 +102,15 @@ class FeatureMapped(AbstractKernel):
                 f"{X.shape}, got {jnp.shape(mapped)}."
             )
         return mapped
+
+    def categories(self, d: int) -> dict[int, tuple[int, ...]]:
+        """None: those of the kernel are outputs of the map."""
+        return {}
+
+    def rough_columns(self, d: int) -> frozenset[int]:
+        """All, if the kernel has any among the outputs of the map."""
+        width = jax.eval_shape(self._seen, jax.ShapeDtypeStruct((1, d), float)).shape[1]
+        return frozenset(range(d) if self.kernel.rough_columns(width) else ())
 
     @property
     def has_smooth_features(self) -> bool:

@@ -111,7 +111,11 @@ class AbstractPosterior(eqx.Module):
         return None
 
     def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        return checks.inputs("Xs", Xs, width=self._num_columns)
+        X = checks.inputs("Xs", Xs, width=self._num_columns)
+        for part in jax.tree.leaves(self, is_leaf=lambda one: isinstance(one, AbstractKernel)):
+            if isinstance(part, AbstractKernel):
+                part.check_categories("Xs", X)
+        return X
 
     @abc.abstractmethod
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:

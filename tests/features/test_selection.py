@@ -188,3 +188,19 @@ def test_greedy_under_jit(dtype):
     X = jnp.array(rows(50, 2))
     compiled = greedy(Matern32(0.8), X, 6)
     np.testing.assert_array_equal(compiled, greedy_points(Matern32(0.8), X, 6))
+
+
+def test_clusters_within_categories(dtype):
+    """However close rows of two categories lie, and with few clusters in the nearest row's."""
+    random = np.random.default_rng(0)
+    x, category = random.uniform(0.0, 100.0, 60), np.resize([0.0, 1.0, 2.0], 60)
+    X = jnp.array(np.stack([x, category], axis=1))
+    points = kmeans_points(jax.random.key(0), X, 12, categories=(1,))
+    assert set(np.unique(points[:, 1])) == {0.0, 1.0, 2.0}
+    for one in range(3):
+        near = points[points[:, 1] == one][:, 0]
+        owner = jnp.argmin(jnp.abs(x[category == one][:, None] - near), axis=1)
+        means = [np.mean(x[category == one][owner == j]) for j in range(len(near))]
+        np.testing.assert_allclose(near, means, rtol=1e-5)
+    few = kmeans_points(jax.random.key(0), X, 2, categories=(1,))
+    assert set(np.unique(few[:, 1])) <= {0.0, 1.0, 2.0}

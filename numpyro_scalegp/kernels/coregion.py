@@ -1,0 +1,113 @@
+"""A kernel between categories: several outputs, and inputs without an order."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int, Key
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.spectrum import Origin
+
+
+class Coregion(AbstractKernel):
+    """A covariance between categories, for a column of integers 0, ..., p - 1.
+
+    k(a, b) = B[a, b], with B = W W' + diag(diag): what r shared factors give every pair, and what
+    each category has to itself.
+
+    Multiplied with a kernel of other columns it makes several outputs one function, with a row for
+    each value that was observed: `RBF(l).on((0,)) * Coregion(W, diag).on((1,))`, the intrinsic
+    coregionalization model, is f_a = sum_i W[a, i] g_i + sqrt(diag[a]) h_a with independent g_i and
+    h_a of covariance RBF. A sum of such products, with lengthscales of their own, is the linear
+    model of coregionalization. Categories of an input, such as a station, are the same.
+
+    W and -W, and any other rotation of its columns, are the same kernel, and at W = 0 the
+    derivative in W is zero: fits that start at the priors' medians want these different in each
+    column, as those of `dist.Normal(jnp.eye(p, r), 1.0).to_event(2)` are. Beside a kernel with a
+    variance, which scales B, let that be one.
+
+    Args:
+        W: loadings of the categories on the factors, in units of the function, shape (p, r).
+        diag: variance of each category's own part, in squared units, not negative, shape (p,); with
+            zeros, and r < p, B has no inverse, so that only noise tells some functions apart.
+
+    Raises:
+        ValueError: if a shape does not fit, `W` is not finite, `diag` is negative or, when called,
+            the inputs have several columns, or hold anything but integers from 0 to p - 1. Inside
+            `jit` the covariances with such a row are NaN.
+
+    References:
+        Goovaerts (1997), Geostatistics for Natural Resources Evaluation, section 4.2; Bonilla, Chai
+        and Williams (2007), Multi-task Gaussian Process Prediction, eq. 1; Alvarez, Rosasco and
+        Lawrence (2012), Kernels for Vector-Valued Functions, section 4.2. O(n m r) for n times m
+        pairs, without the p x p matrix.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> outputs = sgp.kernels.Coregion(jnp.array([[1.0], [0.5]]), jnp.array([0.0, 0.25]))
+        >>> kernel = sgp.kernels.RBF(1.0).on((0,)) * outputs.on((1,))
+        >>> X = jnp.array([[0.3, 0.0], [0.3, 1.0]])  # both outputs at 0.3
+        >>> kernel(X, X).tolist()
+        [[1.0, 0.5], [0.5, 0.5]]
+    """
+
+    W: Float[Array, "p r"]
+    variances: Float[Array, " p"]  # `diag`, which is the name of a method
+
+    def __init__(self, W: Float[ArrayLike, "p r"], diag: Float[ArrayLike, " p"]) -> None:
+        self.W = checks.as_float(W, "W")
+        self.variances = checks.as_positive(diag, "diag", or_zero=True)
+        if self.W.ndim != 2 or 0 in self.W.shape:
+            raise ValueError(
+                f"`W` must have shape (p, r), got {self.W.shape}: a row for each category, and a "
+                "column for each shared factor."
+            )
+        checks.finite("W", self.W)
+        checks.shape("diag", self.variances, self.W.shape[:1], why="one value for each row of `W`")
+        checks.positive("diag", self.variances, or_zero=True)
+
+    def categories(self, d: int) -> dict[int, tuple[int, ...]]:
+        """All of the one column."""
+        if d != 1:
+            raise ValueError(
+                f"`Coregion` takes one column of categories, got {d} columns: name the one, as in "
+                "`Coregion(W, diag).on((1,))`."
+            )
+        return {0: tuple(range(len(self.W)))}
+
+    def rough_columns(self, d: int) -> frozenset[int]:
+        """The column."""
+        return frozenset(self.categories(d))
+
+    def _rows(
+        self, name: str, X: Float[Array, "n d"]
+    ) -> tuple[Int[Array, " n"], Float[Array, "n r"]]:
+        """The category of each row, and its loadings: NaN where it is none."""
+        self.check_categories(name, X)
+        column = X[:, 0]
+        is_one = (column >= 0) & (column < len(self.W)) & (column == jnp.round(column))
+        index = jnp.where(is_one, column, 0.0).astype(int)
+        loadings = self.W[index].astype(jnp.result_type(X, self.W, self.variances))
+        return index, jnp.where(is_one[:, None], loadings, jnp.nan)
+
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
+        (a, left), (b, right) = self._rows("X", X), self._rows("Z", Z)
+        own = self.variances.astype(left.dtype)[a]
+        return matmul(left, right.T) + jnp.where(a[:, None] == b[None, :], own[:, None], 0.0)
+
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
+        index, loadings = self._rows("X", X)
+        own = self.variances.astype(loadings.dtype)[index]
+        return jnp.sum(jnp.square(loadings), axis=1) + own
+
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
+    ) -> Float[Array, "n p"]:
+        """The r + p exact features: loadings, and the root of its variance for each category."""
+        index, loadings = self._rows("X", X)
+        own = jnp.sqrt(self.variances).astype(loadings.dtype)
+        is_own = index[:, None] == jnp.arange(len(own))
+        return jnp.concatenate([loadings, jnp.where(is_own, own, 0.0)], axis=1)
