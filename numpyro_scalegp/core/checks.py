@@ -100,27 +100,34 @@ def finite(name: str, value: ArrayLike) -> None:
 
 
 def inputs(
-    name: str, value: ArrayLike, width: int | None = None, *, may_be_empty: bool = False
-) -> Float[Array, "n d"]:
+    name: str,
+    value: ArrayLike,
+    width: int | None = None,
+    *,
+    may_be_empty: bool = False,
+    may_be_batch: bool = False,
+) -> Float[Array, "... n d"]:
     """Check a matrix of inputs, one row a point: rank 2, finite, `width` columns if given.
 
-    At least one column, and one row unless it `may_be_empty`. A traced infinity becomes NaN, since
-    a kernel may well have a limit there.
+    At least one column, and one row unless it `may_be_empty`; further axes in front where it
+    `may_be_batch`. A traced infinity becomes NaN, since a kernel may well have a limit there.
     """
     array = as_float(value, name)
-    if array.ndim != 2:
+    if array.ndim < 2 or (array.ndim > 2 and not may_be_batch):
         remedy = " Write X[:, None] for one input column." if array.ndim == 1 else ""
         raise ValueError(f"`{name}` must have shape (n, d), got {array.shape}.{remedy}")
-    if array.shape[1] == 0 or (array.shape[0] == 0 and not may_be_empty):
-        missing = "column" if array.shape[1] == 0 else "row"
+    num_rows, num_columns = array.shape[-2:]
+    if num_columns == 0 or (num_rows == 0 and not may_be_empty):
+        missing = "column" if num_columns == 0 else "row"
         raise ValueError(f"`{name}` must have at least one {missing}, got shape {array.shape}.")
-    if width is not None and array.shape[1] != width:
+    if width is not None and num_columns != width:
         raise ValueError(
             f"`{name}` must have shape (n, {width}), got {array.shape}: "
             f"one column for each input column of `X`."
         )
     finite(name, array)
-    precision.warn_of_merged_rows(name, value, array)
+    if array.ndim == 2:
+        precision.warn_of_merged_rows(name, value, array)
     return _or_nan(array)
 
 
@@ -146,7 +153,7 @@ def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwarg
 
 def observations(
     value: ArrayLike, event_shape: tuple[int, ...], rows_of: str
-) -> Float[Array, "*batch n"]:
+) -> Float[Array, "... n"]:
     """Check observations `y`: finite, one for each row of the argument `rows_of`."""
     y = as_float(value, "y")
     if y.shape[-1:] != event_shape:
