@@ -107,8 +107,6 @@ def _along(function: Callable[..., Any], is_mapped: list[bool], in_turn: bool) -
 
 def _leaves(batch: Batch) -> list[tuple[Array, int]]:
     """The arrays of a batch, each with the number of its leading axes."""
-    arrays = eqx.filter(batch.tree, eqx.is_array)
-    if isinstance(batch.leading, int):
-        return [(leaf, batch.leading) for leaf in jax.tree.leaves(arrays)]
-    leading = jax.tree.map(lambda _, number: number, arrays, batch.leading)
-    return list(zip(jax.tree.leaves(arrays), jax.tree.leaves(leading), strict=True))
+    leaves, leading = jax.tree.leaves(batch.tree), batch.leading
+    numbers = [leading] * len(leaves) if isinstance(leading, int) else jax.tree.leaves(leading)
+    return [pair for pair in zip(leaves, numbers, strict=True) if eqx.is_array(pair[0])]

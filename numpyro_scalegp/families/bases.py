@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.primitives import mutable
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
 
 
@@ -38,22 +38,29 @@ class InitialPoints:
         self.name, self.num_name, self.choose, self.advice = name, num_name, choose, advice
         self.num = checks.count(num_name, num)
         # On the host, so that an optimizer that donates its state cannot delete this copy.
-        self.points = None if points is None else np.array(checks.inputs(name, points))
+        given = None if points is None else checks.inputs(name, points, may_be_batch=True)
+        self.points = None if given is None else np.array(given)
 
-    def __call__(self, key: Array, rows: Callable[[], Float[Array, "n d"]]) -> Float[Array, "M d"]:
-        """The points, as given or among rows that are made for it."""
+    def __call__(
+        self, key: Array, rows: Callable[[], Float[Array, "... n d"]]
+    ) -> Float[Array, "... M d"]:
+        """The points, as given or among rows that are made for it: for each matrix of a batch."""
+        shape = jax.eval_shape(rows).shape
         if self.points is not None:
-            return checks.inputs(self.name, self.points, width=jax.eval_shape(rows).shape[1])
-        X = rows()
-        if X.shape[0] < self.num:
+            is_batch, width = len(shape) > 2, shape[-1]
+            return checks.inputs(self.name, self.points, width=width, may_be_batch=is_batch)
+        X, num_rows = rows(), shape[-2]
+        if num_rows < self.num:
             warnings.warn(
-                f"`{self.num_name}` is {self.num}, but there are only {X.shape[0]} rows in the "
+                f"`{self.num_name}` is {self.num}, but there are only {num_rows} rows in the "
                 f"first mini-batch, or in all: these are the {self.name.replace('_', ' ')}. Give "
                 f"`{self.name}`, such as {self.advice}, to choose from all rows.",
                 UserWarning,
                 stacklevel=2,
             )
-        return self.choose(key, X, min(self.num, X.shape[0]))
+        keys = jax.random.split(key, shape[:-2]) if len(shape) > 2 else key
+        matrices = batches.Batch(keys, len(shape) - 2), batches.Batch(X, len(shape) - 2)
+        return batches.each(lambda key, X: self.choose(key, X, min(self.num, num_rows)), *matrices)
 
 
 def spread_rows(key: Array, X: Float[Array, "n d"], num: int) -> Float[Array, "num d"]:
