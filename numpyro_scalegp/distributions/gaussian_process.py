@@ -137,7 +137,9 @@ class GaussianProcess(RowsDistribution):
             key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None
         self.key = key if key is None else checks.as_key(key)
         super().__init__(batch_shape, (n,), validate_args=validate_args)
-        self.state = None if state is None else self._state(state)
+        self.state: SolverState | None = None
+        if state is not None:
+            self.state = self._state(state)
 
     def _state(self, name: str) -> SolverState:
         checks.instance("state", name, str, "the name of a mutable site, such as 'solver'")
@@ -146,7 +148,7 @@ class GaussianProcess(RowsDistribution):
                 f"`state` is for one Gaussian process, got a batch of shape {self.batch_shape}: "
                 "leave it out, or write a site with a state of its own for each member."
             )
-        state: Any = mutable(name, SolverState())
+        self.state = state = mutable(name, SolverState())
         # NumPyro collects the state before it first calls `log_prob`.
         self._shown()._each(lambda one: one.estimator.prepare(state, one.operator, self.key))
         return state
@@ -305,7 +307,7 @@ class GaussianProcess(RowsDistribution):
             y=self._of_shown(y),
             noise_variance=shown.noise_variance,
             mean_function=self.mean_function,
-            observed=shown.observed,
+            observed=None if shown.observed is None else jnp.asarray(shown.observed),
             batch_shape=self.batch_shape,
         )
 
@@ -317,11 +319,19 @@ class GaussianProcess(RowsDistribution):
         return checks.observations(y, self.event_shape, "X")
 
     @property
-    def _shown_rows(self) -> Int[np.ndarray, " shown"] | None:
-        """The rows that have a target, where they are known and the same for all of a batch."""
-        if self.observed is None or self.observed.ndim > 1 or not checks.is_concrete(self.observed):
+    def shown_rows(self) -> Any:
+        """The rows that have a target, where these, or their number, are known; None for all.
+
+        Their number is known from a state that has them alone. Of a batch they must be the same.
+        """
+        if self.observed is None or self.observed.ndim > 1:
             return None
-        return np.flatnonzero(np.asarray(self.observed))
+        if checks.is_concrete(self.observed):
+            return np.flatnonzero(np.asarray(self.observed))
+        num_rows = None if self.state is None else self.state.num_rows
+        if num_rows in (None, self.X.shape[-2]):
+            return None
+        return jnp.flatnonzero(self.observed, size=num_rows)
 
     def _residual(self, y: Float[Array, "*batch n"]) -> Float[Array, "*batch shown"]:
         """Observations minus the mean, zero for hidden rows that stay."""
@@ -331,11 +341,11 @@ class GaussianProcess(RowsDistribution):
         return self._of_shown(residual)
 
     def _of_shown(self, values: Float[Array, "*batch n"]) -> Float[Array, "*batch shown"]:
-        return values if (rows := self._shown_rows) is None else values[..., rows]
+        return values if (rows := self.shown_rows) is None else values[..., rows]
 
     def _shown(self) -> "GaussianProcess":
         """This without the rows that have no target, as far as these are known."""
-        if (rows := self._shown_rows) is None:
+        if (rows := self.shown_rows) is None:
             return self
         noise = self.noise_variance
         noise = noise[..., rows] if noise.shape[-1:] == self.event_shape else noise
@@ -358,7 +368,7 @@ class GaussianProcess(RowsDistribution):
 
     def _each(self, function: Callable[..., Any], *others: batches.Batch) -> Any:
         """What a function gives for each member, and a part of the others."""
-        observed = self.observed
+        observed = None if self.observed is None else jnp.asarray(self.observed)
         parts = (
             self.kernel.as_batch(),
             batches.Batch(self.X, self.X.ndim - 2),
@@ -424,7 +434,7 @@ def _as_mean_function(
     return functions.constant_function(constant), constant.shape
 
 
-def _as_observed(value: Any, n: int) -> Bool[Array, "*batch n"]:
+def _as_observed(value: Any, n: int) -> Bool[Array, "*batch n"] | Bool[np.ndarray, "*batch n"]:
     """Which rows have a target."""
     if not (hasattr(value, "dtype") and value.dtype == bool):
         value = np.asarray(value)
@@ -439,7 +449,7 @@ def _as_observed(value: Any, n: int) -> Bool[Array, "*batch n"]:
         )
     if checks.is_concrete(value) and not np.asarray(value).any(axis=-1).all():
         raise ValueError("`observed` must be True for at least one row of each member.")
-    return jnp.asarray(value)
+    return value  # an array of NumPy stays known under a trace
 
 
 def _check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]) -> None:
