@@ -87,15 +87,15 @@ def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
             raise ValueError(f"`{name}` must be {wanted}, got {_shown(entries)}.")
 
 
-def finite(name: str, value: ArrayLike) -> None:
-    """Raise if `value` holds a NaN or an infinity."""
+def finite(name: str, value: ArrayLike, remedy: str = "") -> None:
+    """Raise if `value` holds a NaN or an infinity, by a message that ends with the remedy."""
     if is_concrete(value):
         bad = ~np.isfinite(np.asarray(value))
         if bad.any():
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             raise ValueError(
                 f"`{name}` must be finite, got {int(bad.sum())} NaN or infinite "
-                f"value(s), the first at index {first}."
+                f"value(s), the first at index {first}.{remedy}"
             )
 
 
@@ -152,16 +152,16 @@ def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwarg
 
 
 def observations(
-    value: ArrayLike, event_shape: tuple[int, ...], rows_of: str
+    value: ArrayLike, event_shape: tuple[int, ...], rows_of: str, remedy: str = ""
 ) -> Float[Array, "... n"]:
-    """Check observations `y`: finite, one for each row of the argument `rows_of`."""
+    """Check observations `y`: finite, or an error with a remedy, one for each row of `rows_of`."""
     y = as_float(value, "y")
     if y.shape[-1:] != event_shape:
         raise ValueError(
             f"`y` must have shape {event_shape}, got {y.shape}: one value for each row of "
             f"`{rows_of}`."
         )
-    finite("y", y)
+    finite("y", y, remedy)
     return y
 
 

@@ -3,22 +3,22 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.distributions import constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import batches, checks, functions
 from numpyro_scalegp.distributions.frozen import is_key_frozen
+from numpyro_scalegp.distributions.members import Member, as_observed, check_noise, common_shape
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
@@ -118,16 +118,17 @@ class GaussianProcess(RowsDistribution):
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         checks.positive("noise_variance", self.noise_variance)
         self.mean_function, mean_shape = _as_mean_function(mean)
-        self.observed = None if observed is None else _as_observed(observed, n)
+        hidden = () if observed is None else np.shape(observed)[:-1]
+        self.observed = None if observed is None else as_observed(observed, n)
         shapes = {
             "kernel": self.kernel.batch_shape,
             "X": self.X.shape[:-2],
             "noise_variance": self.noise_variance.shape[:-1],
             "mean": mean_shape,
-            "observed": () if observed is None else self.observed.shape[:-1],
+            "observed": hidden,
         }
-        batch_shape = _common_shape(shapes)
-        _check_noise(self.noise_variance, n, batch_shape)
+        batch_shape = common_shape(shapes)
+        check_noise(self.noise_variance, n, batch_shape)
         self.estimator = Cholesky() if estimator is None else estimator
         checks.instance("estimator", self.estimator, AbstractEstimator)
         if is_key_frozen():
@@ -192,7 +193,7 @@ class GaussianProcess(RowsDistribution):
         if self.batch_shape:
             residual = batches.samples_last(residual, self.batch_shape)
 
-        def of_one(one: _Member, residual: Array, key: Array | None) -> Array:
+        def of_one(one: Member, residual: Array, key: Array | None) -> Array:
             arguments, options = (one.operator, residual), {"key": key, "state": self.state}
             found = checks.call_hook(
                 one.estimator, "log_prob", residual.shape[:-1], *arguments, **options
@@ -219,7 +220,7 @@ class GaussianProcess(RowsDistribution):
         """
         count, key = math.prod(sample_shape), checks.as_key(key)
 
-        def of_one(one: _Member, key: Array) -> Array:
+        def of_one(one: Member, key: Array) -> Array:
             shape, arguments = (count, *self.event_shape), (one.operator, key, count)
             return checks.call_hook(one.estimator, "sample_prior", shape, *arguments)
 
@@ -229,7 +230,7 @@ class GaussianProcess(RowsDistribution):
 
     def condition(
         self,
-        y: Float[ArrayLike, " n"],
+        y: Float[ArrayLike, "*batch n"],
         *,
         key: Array | None = None,
         num_samples: int | None = None,
@@ -245,7 +246,7 @@ class GaussianProcess(RowsDistribution):
         these data. With a `state`, the last posterior conditioned with it is the default.
 
         Args:
-            y: observations, shape (n,).
+            y: observations, shape (n,), or (*batch, n).
             key: a typed JAX key for an estimator that draws at random, by default the
                 distribution's own. A `state` of an estimator without `fresh_probes` keeps its own.
             num_samples: posterior samples to store with an iterative estimator, by default its
@@ -260,7 +261,8 @@ class GaussianProcess(RowsDistribution):
 
         Returns:
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorization in
-            O(n^3); with `RandomFourier` a `FeaturePosterior`. With an iterative estimator a
+            O(n^3); with `RandomFourier` a `FeaturePosterior`; of a batch a `BatchPosterior` of
+            these. With an iterative estimator a
             `PathwisePosterior`: from the solution of `start` or the state, with no further solve,
             if that is the one for these hyperparameters, inputs, observations and samples, and
             within the solver's tolerance; otherwise from one batched solve, which starts there.
@@ -280,7 +282,7 @@ class GaussianProcess(RowsDistribution):
             checks.number("max_epochs", max_epochs, "(0, inf]")
         checks.instance("progress_bar", progress_bar, bool, "True or False")
         shown, key = self._shown(), self.key if key is None else checks.as_key(key)
-        options = {"num_samples": num_samples, "max_epochs": max_epochs}
+        options: dict[str, Any] = {"num_samples": num_samples, "max_epochs": max_epochs}
         if not self.batch_shape and shown.observed is None:
             return self.estimator.condition(
                 KernelOperator(shown.kernel, shown.X, shown.noise_variance),
@@ -293,12 +295,15 @@ class GaussianProcess(RowsDistribution):
                 **options,
             )
         if start is not None:
-            raise ValueError("`start` is for one Gaussian process whose hidden rows are concrete.")
+            raise ValueError(
+                "`start` is for one Gaussian process, and is left out for a batch, or where "
+                "`observed` is traced."
+            )
 
-        def of_one(one: _Member, residual: Array, key: Array | None) -> AbstractConditioned:
+        def of_one(one: Member, residual: Array, key: Array | None) -> AbstractConditioned:
             zero = functions.constant_function(jnp.zeros((), residual.dtype))
-            given = {"key": key, "state": self.state, "progress_bar": False, **options}
-            return one.estimator.condition(one.operator, residual, zero, **given)
+            options.update(key=key, state=self.state, progress_bar=False)
+            return one.estimator.condition(one.operator, residual, zero, **options)
 
         residual = batches.Batch(self._residual(y), len(self.batch_shape))
         return BatchPosterior(
@@ -316,7 +321,8 @@ class GaussianProcess(RowsDistribution):
         y = checks.as_float(value, "y")
         if self.observed is not None and y.shape[-1:] == self.event_shape:
             y = jnp.where(self.observed, y, jnp.zeros((), y.dtype))
-        return checks.observations(y, self.event_shape, "X")
+        remedy = "" if self.observed is not None else _MISSING
+        return checks.observations(y, self.event_shape, "X", remedy)
 
     @property
     def shown_rows(self) -> Any:
@@ -378,48 +384,12 @@ class GaussianProcess(RowsDistribution):
 
         def of_one(kernel: Any, X: Array, noise: Array, observed: Any, *others: Any) -> Any:
             noise = noise.reshape(()) if noise.shape == (1,) else noise
-            return function(_Member.of(kernel, X, noise, self.estimator, observed), *others)
+            return function(Member.of(kernel, X, noise, self.estimator, observed), *others)
 
         return batches.each(of_one, *parts, *others, in_turn=self.estimator.takes_turns)
 
 
-class _Member(NamedTuple):
-    """What an estimator takes of one Gaussian process."""
-
-    operator: KernelOperator
-    estimator: AbstractEstimator
-    observed: Bool[Array, " n"] | None  # where hidden rows stay, without covariance
-
-    @classmethod
-    def of(
-        cls,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        noise_variance: Float[Array, "..."],
-        estimator: AbstractEstimator,
-        observed: Bool[Array, " n"] | None,
-    ) -> "_Member":
-        """Of a kernel at the rows of X."""
-        if observed is not None:
-            kernel, X = Indicated(kernel), Indicated.with_indicator(X, observed)
-            estimator = estimator.with_inputs(Indicated.with_indicator)
-        return cls(KernelOperator(kernel, X, noise_variance), estimator, observed)
-
-    def log_density_of_hidden(self) -> Float[Array, ""] | float:
-        """The part of the log density that is that of zeros under the noise of hidden rows."""
-        if self.observed is None:
-            return 0.0
-        entries = -0.5 * jnp.log(2.0 * math.pi * self.operator.noise())
-        return jnp.sum(jnp.where(self.observed, 0.0, entries))
-
-
-def _common_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of the batch that arguments with these leading axes make."""
-    try:
-        return np.broadcast_shapes(*shapes.values())
-    except ValueError:
-        found = {name: shape for name, shape in shapes.items() if shape}
-        raise ValueError(f"the leading axes of a batch must fit together, got {found}.") from None
+_MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)`."
 
 
 def _as_mean_function(
@@ -432,36 +402,3 @@ def _as_mean_function(
     constant = checks.as_float(0.0 if mean is None else mean, "mean")
     checks.finite("mean", constant)
     return functions.constant_function(constant), constant.shape
-
-
-def _as_observed(value: Any, n: int) -> Bool[Array, "*batch n"] | Bool[np.ndarray, "*batch n"]:
-    """Which rows have a target."""
-    if not (hasattr(value, "dtype") and value.dtype == bool):
-        value = np.asarray(value)
-    if value.dtype != bool:
-        raise TypeError(
-            f"`observed` must be boolean, True where a row has a target, got {value.dtype}."
-        )
-    if value.shape[-1:] != (n,):
-        raise ValueError(
-            f"`observed` must have shape ({n},) or (*batch, {n}), got {value.shape}: one entry for "
-            "each row of `X`."
-        )
-    if checks.is_concrete(value) and not np.asarray(value).any(axis=-1).all():
-        raise ValueError("`observed` must be True for at least one row of each member.")
-    return value  # an array of NumPy stays known under a trace
-
-
-def _check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]) -> None:
-    """Raise unless the noise variances have a shape that says to which rows they belong."""
-    if not batch_shape:
-        checks.shape("noise_variance", noise, (), (n,), why="one value, or one for each row")
-        return
-    is_of_members = noise.ndim == 1 and noise.shape == batch_shape[-1:] and noise.size > 1
-    if noise.ndim and (noise.shape[-1] not in (1, n) or is_of_members):
-        remedy = " For one value a member write noise_variance[:, None]." if is_of_members else ""
-        rows = " For one value a row write noise_variance[None, :]." if noise.shape == (n,) else ""
-        raise ValueError(
-            f"`noise_variance` of a batch of shape {batch_shape} must have shape (), (*batch, 1) "
-            f"or (*batch, {n}), got {noise.shape}.{remedy}{rows}"
-        )

@@ -12,6 +12,7 @@ from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import ExactPosterior
 from numpyro_scalegp.posteriors.batch import BatchPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 
 class LatentGP(AbstractPriorGP):
@@ -99,7 +100,7 @@ class LatentGP(AbstractPriorGP):
         normal = jax.random.normal(key, shape, K.dtype)
         return linalg.matmul(normal, jnp.swapaxes(L, -1, -2))[..., 0, :]
 
-    def condition(self, f: Float[ArrayLike, "*batch n"]) -> ExactPosterior | BatchPosterior:
+    def condition(self, f: Float[ArrayLike, "*batch n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.
 
         Args:
@@ -125,7 +126,15 @@ class LatentGP(AbstractPriorGP):
         found = batches.each(of_one, *self._parts, values)
         if not self.batch_shape:
             return found
-        return BatchPosterior(found, self.X, f, None, zero, None, self.batch_shape)
+        return BatchPosterior(
+            members=found,
+            X=self.X,
+            y=f,
+            noise_variance=None,
+            mean_function=zero,
+            observed=None,
+            batch_shape=self.batch_shape,
+        )
 
 
 def _as_kernel(value: Any) -> AbstractKernel:

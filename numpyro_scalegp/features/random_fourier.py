@@ -14,7 +14,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
-from numpyro_scalegp.kernels.kernel import Scaled
+from numpyro_scalegp.kernels.kernel import Scaled, as_single
 from numpyro_scalegp.kernels.spectrum import Waves
 
 

@@ -117,11 +117,11 @@ def _as_in_first_run(
 ) -> AbstractPosterior:
     """The posterior given the data of a guide's first run, with the hyperparameters of `fn`."""
     warnings.warn(
-        f"the GP site `{name}` is conditioned on the {X.shape[-2]} rows that the guide was first run "
-        "with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",
+        f"the GP site `{name}` is conditioned on the {X.shape[-2]} rows that the guide was first "
+        "run with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",
         UserWarning,
         stacklevel=2,
     )
-    options = {"mean": fn.mean_function, "estimator": fn.estimator, "key": key}
+    options: dict[str, Any] = {"mean": fn.mean_function, "estimator": fn.estimator, "key": key}
     gp = GaussianProcess(fn.kernel, X, fn.noise_variance, observed=observed, **options)
     return gp.condition(y)

@@ -17,7 +17,7 @@ from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned, AbstractPosterior
 
 
-class BatchPosterior(AbstractPosterior):
+class BatchPosterior(AbstractConditioned):
     """The posteriors of a batch of functions, each given data and hyperparameters of its own.
 
     Moments have shape (*batch, m), samples (num_samples, *batch, m), for new inputs that all share,
@@ -45,10 +45,6 @@ class BatchPosterior(AbstractPosterior):
     mean_function: RowsFunction
     observed: Bool[Array, "*batch n"] | None
     batch_shape: tuple[int, ...] = eqx.field(static=True)
-
-    @property
-    def _num_columns(self) -> int:
-        return self.X.shape[-1]
 
     def _check(self, Xs: ArrayLike) -> Float[Array, "*batch m d"]:
         rows = checks.inputs("Xs", Xs, width=self._num_columns, may_be_batch=True)
@@ -126,7 +122,3 @@ class BatchPosterior(AbstractPosterior):
             loc = jnp.where(self.observed, loc, hidden.loc)
             scale = jnp.where(self.observed, scale, hidden.scale)
         return dist.Normal(loc, scale)
-
-    def at_data(self) -> dist.Normal:
-        """The predictive distribution at the training inputs, for replicates of y; (*batch, n)."""
-        return self.predictive(self.X, self.noise_variance)

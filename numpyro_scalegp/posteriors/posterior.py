@@ -190,10 +190,26 @@ class AbstractPosterior(eqx.Module):
 class AbstractConditioned(AbstractPosterior):
     """A posterior given noisy observations y at X, with the mean function m."""
 
-    X: eqx.AbstractVar[Float[Array, "n d"]]
-    y: eqx.AbstractVar[Float[Array, " n"]]
+    X: eqx.AbstractVar[Float[Array, "... n d"]]
+    y: eqx.AbstractVar[Float[Array, "... n"]]
     noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
     mean_function: eqx.AbstractVar[RowsFunction]
+
+    @abc.abstractmethod
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given all other observations; shape (n,)."""
+
+    def at_data(self) -> dist.Normal:
+        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
+        return self.predictive(self.X, self.noise_variance)
+
+    @property
+    def _num_columns(self) -> int:
+        return self.X.shape[-1]
+
+
+class AbstractInChunks(AbstractConditioned):
+    """A posterior of one function whose moments are computed in chunks of rows."""
 
     @property
     @abc.abstractmethod
@@ -207,18 +223,6 @@ class AbstractConditioned(AbstractPosterior):
     @abc.abstractmethod
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         """The posterior variance."""
-
-    @abc.abstractmethod
-    def leave_one_out(self) -> dist.Normal:
-        """The predictive distribution of each y_i given all other observations; shape (n,)."""
-
-    def at_data(self) -> dist.Normal:
-        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
-        return self.predictive(self.X, self.noise_variance)
-
-    @property
-    def _num_columns(self) -> int:
-        return self.X.shape[1]
 
     def _map(self, function: Callable[[Array], Array], Xs: Array, chunk_size: int | None) -> Array:
         size = chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
