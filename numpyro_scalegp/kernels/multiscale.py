@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import squared_distances
 from numpyro_scalegp.kernels.kernel import AbstractKernel
-from numpyro_scalegp.kernels.stationary import check_lengthscale_and_variance
+from numpyro_scalegp.kernels.stationary import check_columns, check_lengthscale_and_variance
 
 
 class MultiscaleRBF(AbstractKernel):
@@ -67,8 +67,7 @@ class MultiscaleRBF(AbstractKernel):
                 f"`MultiscaleRBF` needs inputs with a scale for each column, got {X.shape[1]} "
                 "columns: add them by `MultiscaleRBF.with_unit_scales(X)`."
             )
-        shapes = (), (1,), (d,)
-        checks.shape("lengthscale", self.lengthscale, *shapes, why="one value for each column")
+        check_columns("lengthscale", self.lengthscale, d)
         return d
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
-from numpyro_scalegp.kernels.stationary import AbstractStationary
+from numpyro_scalegp.kernels.stationary import AbstractStationary, check_columns
 
 # Means above which a difference of two Poisson numbers is drawn as a rounded normal one: JAX's
 # Poisson numbers lose accuracy in float32, and above 2^31 there are none.
@@ -55,7 +55,7 @@ class Periodic(AbstractStationary):
 
     def _check_width(self, d: int) -> None:
         super()._check_width(d)
-        checks.shape("period", self.period, (), (1,), (d,), why="one value for each input column")
+        check_columns("period", self.period, d)
 
     def _squared_distances(
         self, X: Float[Array, "n d"], Z: Float[Array, "m d"]

@@ -23,6 +23,12 @@ def check_lengthscale_and_variance(
     checks.positive("variance", variance)
 
 
+def check_columns(name: str, value: Float[Array, "..."], d: int) -> None:
+    """Raise unless there is one value for each of d columns, or one that they share."""
+    if value.shape != (1,):  # of a member of a batch, whose shape is (*batch, 1)
+        checks.shape(name, value, (), (d,), why="one value for each input column")
+
+
 class AbstractStationary(AbstractKernel):
     """k(x, z) = variance * correlation(||(x - z) / lengthscale||^2).
 
@@ -72,9 +78,7 @@ class AbstractStationary(AbstractKernel):
         return False
 
     def _check_width(self, d: int) -> None:
-        checks.shape(
-            "lengthscale", self.lengthscale, (), (1,), (d,), why="one value for each input column"
-        )
+        check_columns("lengthscale", self.lengthscale, d)
 
     def _squared_distances(
         self, X: Float[Array, "n d"], Z: Float[Array, "m d"]
