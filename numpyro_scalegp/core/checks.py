@@ -87,47 +87,54 @@ def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
             raise ValueError(f"`{name}` must be {wanted}, got {_shown(entries)}.")
 
 
-def finite(name: str, value: ArrayLike) -> None:
-    """Raise if `value` holds a NaN or an infinity."""
+def finite(name: str, value: ArrayLike, remedy: str = "") -> None:
+    """Raise if `value` holds a NaN or an infinity, by a message that ends with the remedy."""
     if is_concrete(value):
         bad = ~np.isfinite(np.asarray(value))
         if bad.any():
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             raise ValueError(
                 f"`{name}` must be finite, got {int(bad.sum())} NaN or infinite "
-                f"value(s), the first at index {first}."
+                f"value(s), the first at index {first}.{remedy}"
             )
 
 
 def inputs(
-    name: str, value: ArrayLike, width: int | None = None, *, may_be_empty: bool = False
-) -> Float[Array, "n d"]:
+    name: str,
+    value: ArrayLike,
+    width: int | None = None,
+    *,
+    may_be_empty: bool = False,
+    may_be_batch: bool = False,
+) -> Float[Array, "... n d"]:
     """Check a matrix of inputs, one row a point: rank 2, finite, `width` columns if given.
 
-    At least one column, and one row unless it `may_be_empty`. A traced infinity becomes NaN, since
-    a kernel may well have a limit there.
+    At least one column, and one row unless it `may_be_empty`; further axes in front where it
+    `may_be_batch`. A traced infinity becomes NaN, since a kernel may well have a limit there.
     """
     array = as_float(value, name)
-    if array.ndim != 2:
+    if array.ndim < 2 or (array.ndim > 2 and not may_be_batch):
         remedy = " Write X[:, None] for one input column." if array.ndim == 1 else ""
         raise ValueError(f"`{name}` must have shape (n, d), got {array.shape}.{remedy}")
-    if array.shape[1] == 0 or (array.shape[0] == 0 and not may_be_empty):
-        missing = "column" if array.shape[1] == 0 else "row"
+    num_rows, num_columns = array.shape[-2:]
+    if num_columns == 0 or (num_rows == 0 and not may_be_empty):
+        missing = "column" if num_columns == 0 else "row"
         raise ValueError(f"`{name}` must have at least one {missing}, got shape {array.shape}.")
-    if width is not None and array.shape[1] != width:
+    if width is not None and num_columns != width:
         raise ValueError(
             f"`{name}` must have shape (n, {width}), got {array.shape}: "
             f"one column for each input column of `X`."
         )
     finite(name, array)
-    precision.warn_of_merged_rows(name, value, array)
+    if array.ndim == 2:
+        precision.warn_of_merged_rows(name, value, array)
     return _or_nan(array)
 
 
 def categories(name: str, value: ArrayLike, column: int, known: tuple[int, ...]) -> None:
     """Raise unless each entry of a column of the inputs `value` is among the `known` integers."""
     if is_concrete(value):
-        entries = np.asarray(value)[:, column]
+        entries = np.asarray(value)[..., column].ravel()
         bad = ~np.isin(entries, known)
         if bad.any():
             row = int(np.argmax(bad))
@@ -161,16 +168,16 @@ def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwarg
 
 
 def observations(
-    value: ArrayLike, event_shape: tuple[int, ...], rows_of: str
-) -> Float[Array, "*batch n"]:
-    """Check observations `y`: finite, one for each row of the argument `rows_of`."""
+    value: ArrayLike, event_shape: tuple[int, ...], rows_of: str, remedy: str = ""
+) -> Float[Array, "... n"]:
+    """Check observations `y`: finite, or an error with a remedy, one for each row of `rows_of`."""
     y = as_float(value, "y")
     if y.shape[-1:] != event_shape:
         raise ValueError(
             f"`y` must have shape {event_shape}, got {y.shape}: one value for each row of "
             f"`{rows_of}`."
         )
-    finite("y", y)
+    finite("y", y, remedy)
     return y
 
 

@@ -14,18 +14,25 @@ from numpyro_scalegp.core.closures import Closure, hoisted
 
 
 class RowsFunction(eqx.Module):
-    """A function of an (n, d) matrix of inputs whose leaves are its array parameters alone."""
+    """A function of an (n, d) matrix of inputs whose leaves are its array parameters alone.
+
+    One of single rows is applied to each matrix of a batch, any other to the whole array.
+    """
 
     arrays: Any
     structure: Any = eqx.field(static=True)
     maps_single_rows: bool = eqx.field(static=True)
 
-    def __call__(self, X: Float[Array, "n d"]) -> Array:
+    def __call__(self, X: Float[Array, "... n d"]) -> Array:
         """Apply the function to all rows."""
         function = self.arrays
         if self.structure is not None:
             function = eqx.combine(self.arrays, self.structure)
-        return jax.vmap(function)(X) if self.maps_single_rows else function(X)
+        if not self.maps_single_rows:
+            return function(X)
+        for _ in X.shape[:-1]:
+            function = jax.vmap(function)
+        return function(X)
 
 
 def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
@@ -54,13 +61,14 @@ def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:
     return RowsFunction(*eqx.partition(function, eqx.is_array), maps_single_rows)
 
 
-def constant_function(constant: Float[Array, ""]) -> RowsFunction:
-    """The function that maps (n, d) inputs to n times the same number."""
+def constant_function(constant: Float[Array, "..."]) -> RowsFunction:
+    """The function that maps (n, d) inputs to n times the same number, one for each of a batch."""
     return as_pytree(functools.partial(_repeat, constant), "constant")
 
 
-def _repeat(constant: Float[Array, ""], X: Float[Array, "n d"]) -> Float[Array, " n"]:
-    return jnp.broadcast_to(constant.astype(jnp.result_type(constant, X)), X.shape[:1])
+def _repeat(constant: Float[Array, "..."], X: Float[Array, "... n d"]) -> Float[Array, "... n"]:
+    column = constant.astype(jnp.result_type(constant, X))[..., None]
+    return jnp.broadcast_to(column, jnp.broadcast_shapes(column.shape, X.shape[:-1]))
 
 
 def _call(function: Callable[..., Array], *args: Any, **kwargs: Any) -> Array:

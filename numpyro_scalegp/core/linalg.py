@@ -105,13 +105,27 @@ def factorize(
             ratio = ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
             rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
             few = jnp.any(jnp.square(jnp.diagonal(tril)) < _FEW_ROUNDINGS * rounding)
-        untouched = works & (step == 0) & ~few
+        worst = _worst_of_batch(works, step, jnp.asarray(ratio), few)
+        works_everywhere, most, _, anywhere = worst
         jax.lax.cond(
-            untouched,
+            works_everywhere & (most == 0) & ~anywhere,
             lambda: None,
-            lambda: jax.debug.callback(_warn_of_jitter, works, step, ratio, few),
+            lambda: jax.debug.callback(_warn_of_jitter, *worst),
         )
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
+
+
+@jax.custom_batching.custom_vmap
+def _worst_of_batch(works: Array, step: Array, ratio: Array, few: Array) -> tuple[Array, ...]:
+    """What to warn of: one for all of a batch, or under `vmap` each member would call the host."""
+    return works, step, ratio, few
+
+
+@_worst_of_batch.def_vmap
+def _(_axis_size: int, _in_batched: list[bool], *found: Array) -> tuple[tuple, tuple]:
+    works, step, ratio, few = found
+    worst = jnp.all(works), jnp.max(step), jnp.max(ratio), jnp.any(few)
+    return _worst_of_batch(*worst), (False,) * 4
 
 
 def lift(factor: Factor) -> Float[Array, ""]:

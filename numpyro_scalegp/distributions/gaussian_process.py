@@ -1,21 +1,26 @@
 """The collapsed family: a distribution over observations with the function integrated out."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.distributions import constraints
 from numpyro.primitives import mutable
 
-from numpyro_scalegp.core import checks, functions
+from numpyro_scalegp.core import batches, checks, functions
 from numpyro_scalegp.distributions.frozen import is_key_frozen
+from numpyro_scalegp.distributions.members import Member, as_observed, check_noise, common_shape
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
+from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 from numpyro_scalegp.solvers import KernelOperator
 
@@ -26,13 +31,17 @@ class GaussianProcess(RowsDistribution):
     `log_prob(y)` is the log marginal likelihood. The default estimator is exact; others estimate it
     and its gradient, for data too large to factorize.
 
+    A batch of kernels, or a matrix of inputs for each of a batch, makes it a batch of independent
+    Gaussian processes: one for each group of a plate, with data and hyperparameters of its own.
+
     Args:
-        kernel: covariance function.
-        X: inputs, shape (n, d).
+        kernel: covariance function, or a batch of them.
+        X: inputs, shape (n, d), or (*batch, n, d) where each member has its own.
         noise_variance: variance of the observation noise, positive, in squared units of y; shape ()
-            or, one a row, (n,).
-        mean: the mean function: None for zero, a number for a constant, or a callable that maps
-            (n, d) inputs to (n,) values.
+            or, one a row, (n,); of a batch also (*batch, 1) or (*batch, n).
+        mean: the mean function: None for zero, a number for a constant, or numbers of shape
+            (*batch,), or a callable that maps (n, d) inputs to (n,) values, and X of a batch to
+            (*batch, n).
         estimator: how the log marginal likelihood is computed; one of `sgp.estimators`.
         key: a typed JAX key for an estimator that draws at random; by default the next key of the
             model's seed handler, so that each step of SVI has fresh probes. A constant key fixes
@@ -45,18 +54,23 @@ class GaussianProcess(RowsDistribution):
             as its leaves, so that a saved state resumes; `handlers.substitute` puts it into a model
             or a call. Outside of a model without one, the distribution has a new state of its own,
             as its attribute `state`. It serves one computation: no `num_particles > 1`, and another
-            name for each further site.
+            name for each further site. Not for a batch.
+        observed: which rows have a target, boolean, shape (n,) or (*batch, n); None for all. The
+            others drop out of the density and the posterior, whatever y holds there, NaN included:
+            gaps, or groups of unequal size, padded to that of the largest. `sample` draws all rows.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity; if the
+        ValueError: if an argument has the wrong shape or sign, or holds NaN or infinity; if no row
+            is observed; if the
             estimator has no use for a state, or a new state gets no key; under NUTS and the like,
             if the estimator's value leaves something out. There an estimator that draws at random
             warns: it is one frozen draw.
 
     References:
         Rasmussen and Williams (2006), section 2.2. Cost with `Cholesky`: O(n^3) time and O(n^2)
-        memory, nothing before `log_prob` or `sample` is called.
+        memory for each member, nothing before `log_prob` or `sample` is called. Iterative
+        estimators take the members in turn, in the memory of one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,6 +80,12 @@ class GaussianProcess(RowsDistribution):
         >>> gp = sgp.GaussianProcess(sgp.kernels.RBF(0.3), X, noise_variance=0.1)
         >>> gp.log_prob(jnp.zeros(5)).shape, gp.condition(jnp.ones(5)).mean(X).shape
         ((), (5,))
+        >>> def groups(X, y, observed):  # (G, n, d), (G, n), (G, n): hyperparameters for each group
+        ...     with numpyro.plate("groups", len(X)):
+        ...         variance = numpyro.sample("variance", numpyro.distributions.LogNormal())
+        ...         kernel = sgp.kernels.RBF(0.3, variance)
+        ...         gp = sgp.GaussianProcess(kernel, X, 0.1, observed=observed)
+        ...         return numpyro.sample("y", gp, obs=y)
         >>> estimator = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients())
         >>> def model(X, y, kernel):  # many data points: each step of SVI goes on from the last
         ...     gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator, state="solver")
@@ -76,31 +96,40 @@ class GaussianProcess(RowsDistribution):
     arg_constraints = {"noise_variance": constraints.positive}
     reparametrized_params = ["noise_variance"]
     pytree_data_fields = (
-        "kernel", "X", "noise_variance", "mean_function", "estimator", "key", "state",
+        "kernel", "X", "noise_variance", "mean_function", "estimator", "key", "state", "observed",
     )  # fmt: skip
 
     def __init__(
         self,
         kernel: AbstractKernel,
-        X: Float[ArrayLike, "n d"],
+        X: Float[ArrayLike, "*batch n d"],
         noise_variance: Float[ArrayLike, "..."],
         *,
         mean: Callable[[Array], Array] | ArrayLike | None = None,
         estimator: AbstractEstimator | None = None,
         key: Array | None = None,
         state: str | None = None,
+        observed: Bool[ArrayLike, "*batch n"] | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
-        self.X = checks.inputs("X", X)
+        self.X = checks.inputs("X", X, may_be_batch=True)
         self.kernel.check_categories("X", self.X)
-        n = self.X.shape[0]
+        n = self.X.shape[-2]
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
-        checks.shape(
-            "noise_variance", self.noise_variance, (), (n,), why="one value, or one for each row"
-        )
         checks.positive("noise_variance", self.noise_variance)
-        self.mean_function = _as_mean_function(mean)
+        self.mean_function, mean_shape = _as_mean_function(mean)
+        hidden = () if observed is None else np.shape(observed)[:-1]
+        self.observed = None if observed is None else as_observed(observed, n)
+        shapes = {
+            "kernel": self.kernel.batch_shape,
+            "X": self.X.shape[:-2],
+            "noise_variance": self.noise_variance.shape[:-1],
+            "mean": mean_shape,
+            "observed": hidden,
+        }
+        batch_shape = common_shape(shapes)
+        check_noise(self.noise_variance, n, batch_shape)
         self.estimator = Cholesky() if estimator is None else estimator
         checks.instance("estimator", self.estimator, AbstractEstimator)
         if is_key_frozen():
@@ -109,31 +138,39 @@ class GaussianProcess(RowsDistribution):
             # Outside of a model there is none, and NumPyro would warn.
             key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None
         self.key = key if key is None else checks.as_key(key)
-        self.state = None if state is None else self._state(state)
-        super().__init__((), (n,), validate_args=validate_args)
+        super().__init__(batch_shape, (n,), validate_args=validate_args)
+        self.state: SolverState | None = None
+        if state is not None:
+            self.state = self._state(state)
 
     def _state(self, name: str) -> SolverState:
         checks.instance("state", name, str, "the name of a mutable site, such as 'solver'")
-        state: Any = mutable(name, SolverState())
+        if self.batch_shape:
+            raise ValueError(
+                f"`state` is for one Gaussian process, got a batch of shape {self.batch_shape}: "
+                "leave it out, or write a site with a state of its own for each member."
+            )
+        self.state = state = mutable(name, SolverState())
         # NumPyro collects the state before it first calls `log_prob`.
-        self.estimator.prepare(state, self._operator(), self.key)
+        self._shown()._each(lambda one: one.estimator.prepare(state, one.operator, self.key))
         return state
 
     @property
-    def mean(self) -> Float[Array, " n"]:
+    def mean(self) -> Float[Array, "*batch n"]:
         """The mean of the observations, m(X)."""
-        mean = self.mean_function(self.X)
-        if jnp.shape(mean) != self.event_shape:
+        mean, shape = self.mean_function(self.X), self.batch_shape + self.event_shape
+        if jnp.shape(mean) not in {shape[start:] for start in range(len(shape))}:
             raise ValueError(
-                f"`mean` must map inputs of shape {self.X.shape} to shape {self.event_shape}, "
-                f"got {jnp.shape(mean)}."
+                f"`mean` must map inputs of shape {self.X.shape} to shape {shape}, got "
+                f"{jnp.shape(mean)}."
             )
-        return mean
+        return jnp.broadcast_to(mean, shape)
 
     @property
-    def variance(self) -> Float[Array, " n"]:
+    def variance(self) -> Float[Array, "*batch n"]:
         """The marginal variance of the observations, k(x, x) + noise."""
-        return self.kernel.diag(self.X) + self.noise_variance
+        variance = self.kernel.diag(self.X) + self.noise_variance
+        return jnp.broadcast_to(variance, self.batch_shape + self.event_shape)
 
     def log_prob(
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
@@ -141,19 +178,32 @@ class GaussianProcess(RowsDistribution):
         """The log marginal likelihood of observations.
 
         Args:
-            value: observations, shape (..., n); one factorization serves all.
+            value: observations, shape (..., n), of a batch (..., *batch, n); one factorization
+                serves all of a member's.
             intermediates: unused, part of NumPyro's interface.
 
         Returns:
             Log densities, shape (...).
 
         Raises:
-            ValueError: if `value` has the wrong length, or holds NaN or infinity.
+            ValueError: if `value` has the wrong length, or holds NaN or infinity where a row is
+                observed.
         """
-        residual = checks.observations(value, self.event_shape, "X") - self.mean
-        shape, arguments = residual.shape[:-1], (self._operator(), residual)
-        options = {"key": self.key, "state": self.state}
-        return checks.call_hook(self.estimator, "log_prob", shape, *arguments, **options)
+        residual = self._residual(self._observations(value))
+        shape = residual.shape[:-1]
+        if self.batch_shape:
+            residual = batches.samples_last(residual, self.batch_shape)
+
+        def of_one(one: Member, residual: Array, key: Array | None) -> Array:
+            arguments, options = (one.operator, residual), {"key": key, "state": self.state}
+            found = checks.call_hook(
+                one.estimator, "log_prob", residual.shape[:-1], *arguments, **options
+            )
+            return found - one.log_density_of_hidden()
+
+        residuals = batches.Batch(residual, len(self.batch_shape))
+        found = self._shown()._each(of_one, residuals, self._keys(self.key))
+        return jnp.moveaxis(found, -1, 0).reshape(shape) if self.batch_shape else found
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -170,13 +220,18 @@ class GaussianProcess(RowsDistribution):
             O(n num_features) a draw.
         """
         count, key = math.prod(sample_shape), checks.as_key(key)
-        shape, arguments = (count, *self.event_shape), (self._operator(), key, count)
-        draws = checks.call_hook(self.estimator, "sample_prior", shape, *arguments)
-        return self.mean + draws.reshape(*sample_shape, *self.event_shape)
+
+        def of_one(one: Member, key: Array) -> Array:
+            shape, arguments = (count, *self.event_shape), (one.operator, key, count)
+            return checks.call_hook(one.estimator, "sample_prior", shape, *arguments)
+
+        everything = self._with(self.X, self.noise_variance)
+        draws = jnp.moveaxis(everything._each(of_one, self._keys(key)), -2, 0)
+        return self.mean + draws.reshape(*sample_shape, *self.batch_shape, *self.event_shape)
 
     def condition(
         self,
-        y: Float[ArrayLike, " n"],
+        y: Float[ArrayLike, "*batch n"],
         *,
         key: Array | None = None,
         num_samples: int | None = None,
@@ -192,7 +247,7 @@ class GaussianProcess(RowsDistribution):
         these data. With a `state`, the last posterior conditioned with it is the default.
 
         Args:
-            y: observations, shape (n,).
+            y: observations, shape (n,), or (*batch, n).
             key: a typed JAX key for an estimator that draws at random, by default the
                 distribution's own. A `state` of an estimator without `fresh_probes` keeps its own.
             num_samples: posterior samples to store with an iterative estimator, by default its
@@ -207,7 +262,8 @@ class GaussianProcess(RowsDistribution):
 
         Returns:
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorization in
-            O(n^3); with `RandomFourier` a `FeaturePosterior`. With an iterative estimator a
+            O(n^3); with `RandomFourier` a `FeaturePosterior`; of a batch a `BatchPosterior` of
+            these. With an iterative estimator a
             `PathwisePosterior`: from the solution of `start` or the state, with no further solve,
             if that is the one for these hyperparameters, inputs, observations and samples, and
             within the solver's tolerance; otherwise from one batched solve, which starts there.
@@ -218,35 +274,132 @@ class GaussianProcess(RowsDistribution):
                 the rows of `start`, or, where it has more rows, with those of the state.
             TypeError: if `start` is no `PathwisePosterior`, with an iterative estimator.
         """
-        y = checks.observations(y, self.event_shape, "X")
-        if (y - self.mean).ndim != 1:
-            raise ValueError(f"`y` must have shape {self.event_shape}, got {y.shape}.")
+        y = self._observations(y)
+        shape = self.batch_shape + self.event_shape
+        if (y - self.mean).shape != shape:
+            raise ValueError(f"`y` must have shape {shape}, got {y.shape}.")
         checks.count_or_none("num_samples", num_samples)
         if max_epochs is not None:
             checks.number("max_epochs", max_epochs, "(0, inf]")
-        return self.estimator.condition(
-            self._operator(),
-            y,
-            self.mean_function,
-            key=self.key if key is None else checks.as_key(key),
-            state=self.state,
-            num_samples=num_samples,
-            max_epochs=max_epochs,
-            start=start,
-            progress_bar=checks.instance("progress_bar", progress_bar, bool, "True or False"),
+        checks.instance("progress_bar", progress_bar, bool, "True or False")
+        shown, key = self._shown(), self.key if key is None else checks.as_key(key)
+        options: dict[str, Any] = {"num_samples": num_samples, "max_epochs": max_epochs}
+        if not self.batch_shape and shown.observed is None:
+            return self.estimator.condition(
+                KernelOperator(shown.kernel, shown.X, shown.noise_variance),
+                self._of_shown(y),
+                self.mean_function,
+                key=key,
+                state=self.state,
+                start=start,
+                progress_bar=progress_bar,
+                **options,
+            )
+        if start is not None:
+            raise ValueError(
+                "`start` is for one Gaussian process, and is left out for a batch, or where "
+                "`observed` is traced."
+            )
+
+        def of_one(one: Member, residual: Array, key: Array | None) -> AbstractConditioned:
+            zero = functions.constant_function(jnp.zeros((), residual.dtype))
+            options.update(key=key, state=self.state, progress_bar=False)
+            return one.estimator.condition(one.operator, residual, zero, **options)
+
+        residual = batches.Batch(self._residual(y), len(self.batch_shape))
+        return BatchPosterior(
+            members=shown._each(of_one, residual, self._keys(key)),
+            X=shown.X,
+            y=self._of_shown(y),
+            noise_variance=shown.noise_variance,
+            mean_function=self.mean_function,
+            observed=None if shown.observed is None else jnp.asarray(shown.observed),
+            batch_shape=self.batch_shape,
         )
 
-    def _operator(self) -> KernelOperator:
-        return KernelOperator(self.kernel, self.X, self.noise_variance)
+    def _observations(self, value: ArrayLike) -> Float[Array, "*batch n"]:
+        """Observations that were checked, zero where there is no target."""
+        y = checks.as_float(value, "y")
+        if self.observed is not None and y.shape[-1:] == self.event_shape:
+            y = jnp.where(self.observed, y, jnp.zeros((), y.dtype))
+        remedy = "" if self.observed is not None else _MISSING
+        return checks.observations(y, self.event_shape, "X", remedy)
+
+    @property
+    def shown_rows(self) -> Any:
+        """The rows that have a target, where these, or their number, are known; None for all.
+
+        Their number is known from a state that has them alone. Of a batch they must be the same.
+        """
+        if self.observed is None or self.observed.ndim > 1:
+            return None
+        if checks.is_concrete(self.observed):
+            return np.flatnonzero(np.asarray(self.observed))
+        num_rows = None if self.state is None else self.state.num_rows
+        if num_rows in (None, self.X.shape[-2]):
+            return None
+        return jnp.flatnonzero(self.observed, size=num_rows)
+
+    def _residual(self, y: Float[Array, "*batch n"]) -> Float[Array, "*batch shown"]:
+        """Observations minus the mean, zero for hidden rows that stay."""
+        residual = y - self.mean
+        if self.observed is not None:
+            residual = jnp.where(self.observed, residual, 0.0)
+        return self._of_shown(residual)
+
+    def _of_shown(self, values: Float[Array, "*batch n"]) -> Float[Array, "*batch shown"]:
+        return values if (rows := self.shown_rows) is None else values[..., rows]
+
+    def _shown(self) -> "GaussianProcess":
+        """This without the rows that have no target, as far as these are known."""
+        if (rows := self.shown_rows) is None:
+            return self
+        noise = self.noise_variance
+        noise = noise[..., rows] if noise.shape[-1:] == self.event_shape else noise
+        return self._with(self.X[..., rows, :], noise)
+
+    def _with(
+        self, X: Float[Array, "*batch m d"], noise_variance: Float[Array, "..."]
+    ) -> "GaussianProcess":
+        """This at other rows, all of which have a target."""
+        other = copy.copy(self)
+        other.X, other.noise_variance, other.observed = X, noise_variance, None
+        other._event_shape = X.shape[-2:-1]
+        return other
+
+    def _keys(self, key: Array | None) -> batches.Batch:
+        """A key for each member."""
+        if key is None or not self.batch_shape:
+            return batches.Batch(key, 0)
+        return batches.Batch(jax.random.split(key, self.batch_shape), len(self.batch_shape))
+
+    def _each(self, function: Callable[..., Any], *others: batches.Batch) -> Any:
+        """What a function gives for each member, and a part of the others."""
+        observed = None if self.observed is None else jnp.asarray(self.observed)
+        parts = (
+            self.kernel.as_batch(),
+            batches.Batch(self.X, self.X.ndim - 2),
+            batches.Batch(self.noise_variance, max(0, self.noise_variance.ndim - 1)),
+            batches.Batch(observed, 0 if observed is None else observed.ndim - 1),
+        )
+
+        def of_one(kernel: Any, X: Array, noise: Array, observed: Any, *others: Any) -> Any:
+            noise = noise.reshape(()) if noise.shape == (1,) else noise
+            return function(Member.of(kernel, X, noise, self.estimator, observed), *others)
+
+        return batches.each(of_one, *parts, *others, in_turn=self.estimator.takes_turns)
+
+
+_MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)`."
 
 
 def _as_mean_function(
     mean: Callable[[Array], Array] | ArrayLike | None,
-) -> functions.RowsFunction:
+) -> tuple[functions.RowsFunction, tuple[int, ...]]:
+    """The mean function, and the shape of a batch of constants."""
     refuse_kernel("mean", mean)
     if callable(mean):
-        return functions.as_pytree(mean, "mean")
+        return functions.as_pytree(mean, "mean"), ()
     constant = checks.as_float(0.0 if mean is None else mean, "mean")
-    checks.shape("mean", constant, (), why="a number, a callable or None")
     checks.finite("mean", constant)
-    return functions.constant_function(constant)
+    return functions.constant_function(constant), constant.shape

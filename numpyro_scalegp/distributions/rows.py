@@ -53,7 +53,7 @@ class RowsDistribution(Distribution):
                 inside a plate over the rows, which would count it once for each of them.
         """
         n = self.event_shape[0]
-        if batch_shape and batch_shape[-1] == n and n > 1:
+        if batch_shape and not self.batch_shape and batch_shape[-1] == n and n > 1:
             name = type(self).__name__
             raise ValueError(
                 f"`{name}` got the batch shape {tuple(batch_shape)} with {n} rows in `X`: take the "
@@ -69,12 +69,11 @@ class RowsDistribution(Distribution):
             ValueError: if the mask has an entry for each row.
         """
         shape, n = jnp.shape(mask), self.event_shape[0]
-        if shape and shape[-1] == n and n > 1:
+        if shape and shape[-1] == n and n > 1 and shape != self.batch_shape:
             raise ValueError(
                 f"`{type(self).__name__}` got a mask of shape {shape} with {n} rows in `X`: it is "
                 "one draw for all rows, and none of them can be masked. Mask the likelihood of a "
-                "latent function, and leave hidden rows out of a collapsed GP, `X[mask]` and "
-                "`y[mask]`."
+                "latent function, and give a collapsed GP `observed=mask`."
             )
         return super().mask(mask)
 
@@ -122,4 +121,7 @@ def counted(distribution: Any) -> Bool[Array, "*batch"]:
     if isinstance(distribution, Independent):
         parts = counted(distribution.base_dist)
         return jnp.any(parts, axis=tuple(range(len(shape), parts.ndim)))
+    if getattr(distribution, "observed", None) is not None:
+        # Pointwise densities of a collapsed GP have its rows as a last axis.
+        return jnp.broadcast_to(distribution.observed, shape + distribution.event_shape)
     return jnp.ones(shape, bool)

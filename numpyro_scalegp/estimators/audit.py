@@ -16,6 +16,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.solvers import KernelOperator
 
 # log p(y) = -(log|H| + y'H^-1 y + n log 2 pi) / 2.
@@ -198,7 +199,7 @@ def audit(
     key = checks.as_key(key)
     checks.count("num_draws", num_draws, 2)
     checks.count("max_rows", max_rows)
-    checks.instance("kernel", kernel, AbstractKernel)
+    as_single("kernel", kernel)
     if not isinstance(estimators, Mapping):
         estimators = {type(estimators).__name__: estimators}
     for estimator in estimators.values():

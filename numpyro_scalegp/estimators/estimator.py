@@ -2,6 +2,7 @@
 
 import abc
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -23,6 +24,8 @@ class AbstractEstimator(eqx.Module):
 
     # Whether it draws at random, so that it needs a key.
     is_stochastic: ClassVar[bool] = False
+    # Whether the members of a batch are better worked on one after the other.
+    takes_turns: ClassVar[bool] = False
 
     @abc.abstractmethod
     def log_prob(
@@ -101,6 +104,10 @@ class AbstractEstimator(eqx.Module):
     ) -> tuple[Float[Array, "*batch"], Solution | None]:
         """What `log_prob` returns, and the solution that it rests on; None if it solves nothing."""
         return self.log_prob(operator, residual, key=key, state=state), None
+
+    def with_inputs(self, change: Callable[[Array], Array]) -> "AbstractEstimator":
+        """This estimator where all inputs are changed, with such as it has of its own."""
+        return self
 
     def prepare(
         self, state: SolverState, operator: KernelOperator, key: Key[Array, ""] | None

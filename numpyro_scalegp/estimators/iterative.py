@@ -53,6 +53,7 @@ class AbstractIterative(AbstractEstimator):
     """
 
     is_stochastic: ClassVar[bool] = True
+    takes_turns: ClassVar[bool] = True
     # Whether the probes' solutions are those of posterior samples: then they stand on both sides of
     # the trace's quadratic forms.
     stores_samples: ClassVar[bool] = False

@@ -1,5 +1,7 @@
 """The collapsed bound of a sparse GP, with the optimal distribution over the inducing values."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -108,6 +110,10 @@ class SGPR(AbstractEstimator):
         return matmul(weights, Phi.T) + rest * jax.random.normal(
             rows, (num_samples, len(Phi)), Phi.dtype
         )
+
+    def with_inputs(self, change: Callable[[Array], Array]) -> "SGPR":
+        """The same with inducing points that are changed alike."""
+        return dataclasses.replace(self, inducing_points=change(self.inducing_points))
 
     def _features(self, operator: KernelOperator) -> WhitenedPoints:
         Z = self.inducing_points

@@ -64,6 +64,7 @@ class SingleSampleRFF(AbstractEstimator):
     """
 
     is_stochastic: ClassVar[bool] = True
+    takes_turns: ClassVar[bool] = True
 
     min_features: int = eqx.field(static=True, converter=checks.plain, default=500)
     step: int = eqx.field(static=True, converter=checks.plain, default=100)

@@ -75,6 +75,11 @@ class SolverState:
         return self.begin if self._written is None else self._written
 
     @property
+    def num_rows(self) -> int | None:
+        """The number of rows that the state holds solutions for; None while it is empty."""
+        return None if self._newest is None else self._newest.X.shape[0]
+
+    @property
     def memory(self) -> Memory:
         """What the last step wrote, or else what the state was given.
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.primitives import mutable
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.kernels import AbstractKernel
 
@@ -39,25 +39,34 @@ class InitialPoints:
         self.name, self.num_name, self.choose, self.advice = name, num_name, choose, advice
         self.num = checks.count(num_name, num)
         # On the host, so that an optimizer that donates its state cannot delete this copy.
-        self.points = None if points is None else np.array(checks.inputs(name, points))
+        given = None if points is None else checks.inputs(name, points, may_be_batch=True)
+        self.points = None if given is None else np.array(given)
 
     def __call__(
-        self, key: Array, rows: Callable[[], Float[Array, "n d"]], kernel: AbstractKernel
-    ) -> Float[Array, "M d"]:
-        """The points for a kernel, as given or among rows that are made for it."""
+        self, key: Array, rows: Callable[[], Float[Array, "... n d"]], kernel: AbstractKernel
+    ) -> Float[Array, "... M d"]:
+        """The points for a kernel, as given or among rows that are made for it.
+
+        Of a batch of matrices, for each of them.
+        """
+        shape = jax.eval_shape(rows).shape
         if self.points is not None:
             kernel.check_categories(self.name, self.points)
-            return checks.inputs(self.name, self.points, width=jax.eval_shape(rows).shape[1])
-        X = rows()
-        if X.shape[0] < self.num:
+            is_batch, width = len(shape) > 2, shape[-1]
+            return checks.inputs(self.name, self.points, width=width, may_be_batch=is_batch)
+        X, num_rows = rows(), shape[-2]
+        if num_rows < self.num:
             warnings.warn(
-                f"`{self.num_name}` is {self.num}, but there are only {X.shape[0]} rows in the "
+                f"`{self.num_name}` is {self.num}, but there are only {num_rows} rows in the "
                 f"first mini-batch, or in all: these are the {self.name.replace('_', ' ')}. Give "
                 f"`{self.name}`, such as {self.advice}, to choose from all rows.",
                 UserWarning,
                 stacklevel=2,
             )
-        return self.choose(key, X, min(self.num, len(X)), tuple(kernel.categories(X.shape[1])))
+        keys = jax.random.split(key, shape[:-2]) if len(shape) > 2 else key
+        matrices = batches.Batch(keys, len(shape) - 2), batches.Batch(X, len(shape) - 2)
+        num, categories = min(self.num, num_rows), tuple(kernel.categories(shape[-1]))
+        return batches.each(lambda key, X: self.choose(key, X, num, categories), *matrices)
 
 
 def spread_rows(
@@ -70,12 +79,14 @@ def spread_rows(
     return X[stratified_indices(key, X.shape[0], num)]
 
 
-def hold_categories(points: Float[Array, "M d"], kernel: AbstractKernel) -> Float[Array, "M d"]:
+def hold_categories(
+    points: Float[Array, "... M d"], kernel: AbstractKernel
+) -> Float[Array, "... M d"]:
     """The points, with no derivative in the columns where the kernel has categories."""
-    columns = list(kernel.categories(points.shape[1]))
+    columns = list(kernel.categories(points.shape[-1]))
     if not columns:
         return points
-    is_held = np.isin(np.arange(points.shape[1]), columns)
+    is_held = np.isin(np.arange(points.shape[-1]), columns)
     return jnp.where(is_held, jax.lax.stop_gradient(points), points)
 
 

@@ -17,6 +17,7 @@ from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
 
 # A row of L starts at this on its diagonal: it takes its square off the prior's variance.
@@ -231,7 +232,7 @@ class DecoupledGP(AbstractVariationalGP):
         key: Key[Array, ""] | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.kernel = as_single("kernel", kernel)
         self.X = checks.inputs("X", X)
         self.mean_points = checks.inputs("mean_points", mean_points, self.X.shape[1])
         self.mean_weights = checks.as_float(mean_weights, "mean_weights")

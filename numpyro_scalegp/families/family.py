@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import batches, checks, linalg
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
 
@@ -19,27 +19,36 @@ class AbstractPriorGP(RowsDistribution):
     role = "prior"
     made_of: ClassVar[str]  # besides X: its argument, by which guides recognize it
 
-    def covariance(self) -> Float[Array, "n n"]:
-        """The covariance at the rows, jitter included, shape (n, n)."""
+    def covariance(self) -> Float[Array, "*batch n n"]:
+        """The covariance at the rows, jitter included, shape (n, n), or (*batch, n, n)."""
         raise NotImplementedError
 
     @property
-    def mean(self) -> Float[Array, " n"]:
+    def mean(self) -> Float[Array, "*batch n"]:
         """The mean, zero everywhere."""
         return jnp.zeros_like(self.variance)
 
     def log_prob(
         self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
     ) -> Float[Array, "*batch"]:
-        """The log density of function values of shape (..., n), in O(n^3) given the covariance."""
+        """The log density of function values of shape (..., n) or (..., *batch, n).
+
+        In O(n^3) for each member, given the covariance.
+        """
         value = checks.as_float(value, "value")
         if value.shape[-1:] != self.event_shape:
             raise ValueError(
                 f"`value` must have shape (..., {self.event_shape[0]}), got {value.shape}: one "
                 "value for each row of `X`."
             )
-        K = self.covariance()
-        return linalg.gaussian_log_density(K, value, linalg.factorize(K))
+        axes = len(self.batch_shape)
+        shape = jnp.broadcast_shapes(value.shape[:-1], self.batch_shape)
+        found = batches.each(
+            lambda K, values: linalg.gaussian_log_density(K, values, linalg.factorize(K)),
+            batches.Batch(self.covariance(), axes),
+            batches.Batch(batches.samples_last(value, self.batch_shape), axes),
+        )
+        return jnp.moveaxis(found, -1, 0).reshape(shape)
 
 
 class AbstractVariationalGP(RowsDistribution):
@@ -50,7 +59,7 @@ class AbstractVariationalGP(RowsDistribution):
     over rows, at a cost linear in n. Joint draws come from `posterior().sample`.
 
     Weights with leading dimensions make it a batch of independent functions that share kernel and
-    points: a plate over outputs.
+    points: a plate over outputs. Families that say so may have a kernel for each.
 
     Use it with an objective that takes the divergence between processes, `QuadratureELBO` or
     NumPyro's `TraceMeanField_ELBO`. The density at the rows of a mini-batch, which `Trace_ELBO`

@@ -22,6 +22,7 @@ from numpyro_scalegp.families.sparse import (
     whitened_parts,
 )
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
 
 
@@ -154,7 +155,7 @@ class HybridGP(AbstractVariationalGP):
         unexplained_scale: Float[ArrayLike, "*batch"] | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.kernel = as_single("kernel", kernel)
         self.X = checks.inputs("X", X)
         width = self.X.shape[1]
         self.inducing_points = checks.inputs("inducing_points", inducing_points, width)

@@ -3,13 +3,16 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import checks, functions, linalg, memory
+from numpyro_scalegp.core import batches, checks, functions, linalg, memory
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import ExactPosterior
+from numpyro_scalegp.posteriors.batch import BatchPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 
 class LatentGP(AbstractPriorGP):
@@ -21,13 +24,17 @@ class LatentGP(AbstractPriorGP):
     registered with NumPyro: then neither `log_prob` nor `sample` is called, and X may be a
     mini-batch. A GP site stays outside the data plate.
 
+    A batch of kernels, or a matrix of inputs for each of a batch, makes it a batch of independent
+    functions: one for each group of a plate, with hyperparameters of its own.
+
     Args:
-        kernel: covariance function.
-        X: inputs, shape (n, d).
+        kernel: covariance function, or a batch of them.
+        X: inputs, shape (n, d), or (*batch, n, d) where each member has its own.
         jitter: what K(X, X) gets on its diagonal, relative to its mean; None for 100 `eps`.
 
     Raises:
-        ValueError: if `X` is not of rank 2, or holds NaN or infinity.
+        ValueError: if `X` is no matrix, or holds NaN or infinity, or its batch does not fit that
+            of the kernel.
 
     References:
         Rasmussen and Williams (2006), section 2.2. `log_prob` and `sample`: O(n^3) time.
@@ -50,57 +57,85 @@ class LatentGP(AbstractPriorGP):
     def __init__(
         self,
         kernel: AbstractKernel,
-        X: Float[ArrayLike, "n d"],
+        X: Float[ArrayLike, "*batch n d"],
         *,
         jitter: float | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = _as_kernel(kernel)
-        self.X = checks.inputs("X", X)
+        self.X = checks.inputs("X", X, may_be_batch=True)
         self.kernel.check_categories("X", self.X)
         self.jitter = checks.jitter(jitter)
-        super().__init__((), (self.X.shape[0],), validate_args=validate_args)
+        batch_shape = batches.shape_of(*self._parts)
+        super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)
 
     @property
-    def variance(self) -> Float[Array, " n"]:
+    def _parts(self) -> tuple[batches.Batch, batches.Batch]:
+        return self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2)
+
+    @property
+    def variance(self) -> Float[Array, "*batch n"]:
         """The marginal variance k(x, x)."""
         return self.kernel.diag(self.X)
 
-    def covariance(self) -> Float[Array, "n n"]:
-        """The covariance K(X, X), jitter included, shape (n, n)."""
+    def covariance(self) -> Float[Array, "*batch n n"]:
+        """The covariance K(X, X), jitter included, shape (n, n), or (*batch, n, n)."""
         memory.warn_of_size(
             "LatentGP",
-            self.X.shape[0],
+            self.X.shape[-2],
             self.X.dtype,
             "train it with a guide such as sgp.guides.AutoSparseGP, which makes no such matrix",
         )
-        return linalg.add_jitter(self.kernel.covariance(self.X), self.jitter)
+        return batches.each(lambda kernel, X: self._covariance_of(kernel, X), *self._parts)
+
+    def _covariance_of(self, kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n n"]:
+        return linalg.add_jitter(kernel.covariance(X), self.jitter)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
-    ) -> Float[Array, "*sample_shape n"]:
-        """Draw functions from the prior: shape (*sample_shape, n), in O(n^3)."""
+    ) -> Float[Array, "*sample_shape_and_batch n"]:
+        """Draw functions from the prior: shape (*sample_shape, *batch, n), in O(n^3) a member."""
         key, K = checks.as_key(key), self.covariance()
-        normal = jax.random.normal(key, (*sample_shape, *self.event_shape), K.dtype)
-        return linalg.matmul(normal, linalg.cholesky(K).T)
+        L = batches.each(linalg.cholesky, batches.Batch(K, len(self.batch_shape)))
+        shape = *sample_shape, *self.batch_shape, 1, *self.event_shape
+        normal = jax.random.normal(key, shape, K.dtype)
+        return linalg.matmul(normal, jnp.swapaxes(L, -1, -2))[..., 0, :]
 
-    def condition(self, f: Float[ArrayLike, " n"]) -> ExactPosterior:
+    def condition(self, f: Float[ArrayLike, "*batch n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.
 
         Args:
-            f: function values, shape (n,).
+            f: function values, shape (n,), or (*batch, n).
 
         Returns:
-            An `ExactPosterior`, from one factorization in O(n^3).
+            An `ExactPosterior`, or a `BatchPosterior` of such, from one factorization for each
+            member in O(n^3).
         """
         f = checks.as_float(f, "f")
-        checks.shape("f", f, self.event_shape, why="one value for each row of `X`")
+        shape = self.batch_shape + self.event_shape
+        checks.shape("f", f, shape, why="one value for each row of `X`")
         checks.finite("f", f)
-        K = self.covariance()
-        factor = linalg.factorize(K)
-        factor = factor._replace(tril=linalg.cholesky_given(K, factor.tril))
         zero = functions.constant_function(checks.as_float(0.0))
-        return ExactPosterior.from_factor(self.kernel, self.X, f, f, None, zero, factor)
+
+        def of_one(kernel: AbstractKernel, X: Array, f: Array) -> ExactPosterior:
+            K = self._covariance_of(kernel, X)
+            factor = linalg.factorize(K)
+            factor = factor._replace(tril=linalg.cholesky_given(K, factor.tril))
+            return ExactPosterior.from_factor(kernel, X, f, f, None, zero, factor)
+
+        values = batches.Batch(f, len(self.batch_shape))
+        found = batches.each(of_one, *self._parts, values)
+        if not self.batch_shape:
+            return found
+        return BatchPosterior(
+            members=found,
+            X=self.X,
+            y=f,
+            noise_variance=None,
+            mean_function=zero,
+            observed=None,
+            batch_shape=self.batch_shape,
+        )
 
 
 def _as_kernel(value: Any) -> AbstractKernel:

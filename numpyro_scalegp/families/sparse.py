@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import batches, checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.whitening import whitened_divergence, whitened_moments
 from numpyro_scalegp.families.bases import InitialPoints, hold_categories
@@ -30,8 +30,9 @@ class SparsePosterior(AbstractKernelPosterior):
     With K(Z, Z) = L L', A = L^-1 k(Z, X) and q(v) = N(loc, S S') over v = L^-1 f(Z):
     mean A'loc, covariance k(x, x') - A'A + A'S S'A.
 
-    The fields are the arguments of `SparseGP`. Moments at m inputs cost O(m M^2 + M^3) with M
-    inducing points, in chunks of rows; joint samples cost O(m^3) on top.
+    The fields are the arguments of `SparseGP`: functions of a batch share kernel and points, or
+    have their own. Moments at m inputs cost O(m M^2 + M^3) with M inducing points, in chunks of
+    rows; joint samples cost O(m^3) on top.
 
     References:
         Hensman, Matthews and Ghahramani (2015), Scalable Variational Gaussian Process
@@ -39,7 +40,7 @@ class SparsePosterior(AbstractKernelPosterior):
     """
 
     kernel: AbstractKernel
-    inducing_points: Float[Array, "M d"]
+    inducing_points: Float[Array, "... M d"]
     loc: Float[Array, "*batch M"]
     scale_tril: Float[Array, "*batch M M"]
     jitter: float | None = eqx.field(static=True, default=None)
@@ -56,11 +57,19 @@ class SparsePosterior(AbstractKernelPosterior):
 
     @property
     def _num_columns(self) -> int:
-        return self.inducing_points.shape[1]
+        return self.inducing_points.shape[-1]
 
     @property
     def _row_width(self) -> int:
-        return self.inducing_points.shape[0]
+        return self.inducing_points.shape[-2]
+
+    def _members(self) -> batches.Batch:
+        _, leading = super()._members()
+        own: list[Any] = [self.kernel.as_batch().leading, self.inducing_points.ndim - 2]
+        leading = eqx.tree_at(lambda one: [one.kernel, one.inducing_points], leading, own)
+        if self.part is not None:
+            leading = eqx.tree_at(lambda one: one.part, leading, self.part.as_batch().leading)
+        return batches.Batch(self, leading)
 
     def _weights(self) -> tuple[Any, ...]:
         return self.loc, self.scale_tril
@@ -101,9 +110,9 @@ class SparseGP(AbstractVariationalGP):
     the site behaves in a model is described in `AbstractVariationalGP`.
 
     Args:
-        kernel: covariance function of the prior.
-        X: inputs, shape (n, d).
-        inducing_points: Z, shape (M, d).
+        kernel: covariance function of the prior, or one for each of a batch of functions.
+        X: inputs, shape (n, d), or (*batch, n, d).
+        inducing_points: Z, shape (M, d), or (*batch, M, d).
         loc: mean of v, shape (M,), or (*batch, M) for independent functions.
         scale_tril: S, lower triangular with a positive diagonal, shape (*batch, M, M).
         jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
@@ -141,8 +150,8 @@ class SparseGP(AbstractVariationalGP):
     def __init__(
         self,
         kernel: AbstractKernel,
-        X: Float[ArrayLike, "n d"],
-        inducing_points: Float[ArrayLike, "M d"],
+        X: Float[ArrayLike, "... n d"],
+        inducing_points: Float[ArrayLike, "... M d"],
         loc: Float[ArrayLike, "*batch M"],
         scale_tril: Float[ArrayLike, "*batch M M"],
         *,
@@ -151,12 +160,18 @@ class SparseGP(AbstractVariationalGP):
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
-        self.X = checks.inputs("X", X)
-        self.inducing_points = checks.inputs("inducing_points", inducing_points, self.X.shape[1])
-        self.loc, self.scale_tril = whitened_parts(loc, scale_tril, len(self.inducing_points))
+        self.X = checks.inputs("X", X, may_be_batch=True)
+        width = self.X.shape[-1]
+        points = checks.inputs("inducing_points", inducing_points, width, may_be_batch=True)
+        self.inducing_points = points
+        self.loc, self.scale_tril = whitened_parts(loc, scale_tril, points.shape[-2])
         self.jitter = checks.jitter(jitter)
-        self.unexplained_scale = unexplained_part(unexplained_scale, self.loc.shape[:-1])
-        super().__init__(self.loc.shape[:-1], (self.X.shape[0],), validate_args=validate_args)
+        batch_shape = self.loc.shape[:-1]
+        shared = self.kernel.batch_shape, self.X.shape[:-2], points.shape[:-2]
+        whole = jnp.broadcast_shapes(batch_shape, *shared)
+        checks.shape("loc", self.loc, (*whole, points.shape[-2]), why="one for each of the batch")
+        self.unexplained_scale = unexplained_part(unexplained_scale, batch_shape)
+        super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)
 
     def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
         """Mean, variance of the inducing values' part, and unexplained variance at each row."""
@@ -222,7 +237,7 @@ def declare_whitened(
         batch_shape: of independent functions.
     """
     Z = declare_points(param, start, rows, kernel)
-    M = Z.shape[0]
+    M = Z.shape[-2]
     loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype), constraint=_whitened_loc)
     scale_tril = param(
         "scale_tril",

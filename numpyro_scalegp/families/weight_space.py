@@ -15,7 +15,7 @@ from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
 from numpyro_scalegp.kernels import FeatureMapped, Linear
-from numpyro_scalegp.posteriors import ExactPosterior
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 # Beyond this many features, a dense precision is not factorized.
 MAX_DENSE = 5000
@@ -137,7 +137,7 @@ class WeightSpaceGP(AbstractPriorGP):
             jax.random.normal(checks.as_key(key), (*sample_shape, R.shape[1]), R.dtype), R.T
         )
 
-    def condition(self, f: Float[ArrayLike, " n"]) -> ExactPosterior:
+    def condition(self, f: Float[ArrayLike, " n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.
 
         Args:

@@ -10,6 +10,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import default_jitter
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import as_single
 
 
 class InducingPoints(AbstractFeatures):
@@ -44,7 +45,7 @@ class InducingPoints(AbstractFeatures):
     jitter: float | None = eqx.field(static=True, converter=checks.plain, default=None)
 
     def __check_init__(self) -> None:
-        checks.instance("kernel", self.kernel, AbstractKernel)
+        as_single("kernel", self.kernel)
         checks.jitter(self.jitter)
         self.kernel.check_categories("points", self.points)
 

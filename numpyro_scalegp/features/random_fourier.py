@@ -14,7 +14,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
-from numpyro_scalegp.kernels.kernel import Scaled
+from numpyro_scalegp.kernels.kernel import Scaled, as_single
 from numpyro_scalegp.kernels.spectrum import Waves
 
 
@@ -60,7 +60,7 @@ class RandomFourier(AbstractFeatures):
     )
 
     def __check_init__(self) -> None:
-        checks.instance("kernel", self.kernel, AbstractKernel)
+        as_single("kernel", self.kernel)
         checks.count("num_features", self.num_features, 2, even=True)
 
     def size(self, X: Float[Array, "n d"]) -> int:
@@ -101,7 +101,7 @@ class RandomFourier(AbstractFeatures):
         Raises:
             ValueError: if frequencies of another kind of kernel are kept.
         """
-        checks.instance("kernel", kernel, AbstractKernel)
+        as_single("kernel", kernel)
         if self.table is not None and type(_inner(kernel)) is not type(_inner(self.kernel)):
             raise ValueError(
                 f"the frequencies kept are those of `{type(_inner(self.kernel)).__name__}`, not of "

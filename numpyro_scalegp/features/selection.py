@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.distances import squared_distances
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
 
 
@@ -157,7 +158,7 @@ def greedy_points(
         >>> sgp.features.greedy_points(sgp.kernels.RBF(0.5), X, 50).shape
         (50, 2)
     """
-    checks.instance("kernel", kernel, AbstractKernel)
+    as_single("kernel", kernel)
     X = _checked(X, num_points)
     rows, pivots = pivoted_cholesky(kernel, X, num_points)
     # Of a kernel that is NaN there are pivots as well, but no points.

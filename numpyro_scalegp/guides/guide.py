@@ -26,6 +26,7 @@ from numpyro.infer.util import log_density
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
@@ -35,6 +36,7 @@ from numpyro_scalegp.tracing.runs import (
     drawn_values,
     indices_of,
     is_latent,
+    is_observed,
     substituted,
     traced,
 )
@@ -398,7 +400,7 @@ def _first_run(
             return values, jnp.isfinite(log_density(seeded, args, kwargs, values)[0])
 
     before = {name: copy.copy(one) for name, one in vars(rest).items()}
-    is_valid = False
+    is_valid, values = False, None
     try:
         (values, is_valid), trace = compiled(run, rest, key, args, kwargs)
     except jax.errors.JAXTypeError:
@@ -408,9 +410,29 @@ def _first_run(
             vars(rest).clear()
             vars(rest).update(before)
     if not is_valid:
+        if values is not None:
+            _refuse_missing(guide.model, values, args, kwargs)
         return None  # NumPyro's search, or its message
     emit(trace)
     return values
+
+
+def _refuse_missing(
+    model: Model, values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise where an observed site has NaN that no mask hides."""
+    with handlers.block():
+        seeded = handlers.seed(substituted(model, {}, values), jax.random.key(0))
+        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+    for name, site in trace.items():
+        if is_observed(site) and jnp.any(jnp.isnan(site["value"]) & counted(site["fn"])):
+            raise ValueError(
+                f"the observations of `{name}` hold NaN: where these are rows without a target, "
+                "mask them,\n"
+                "    with numpyro.handlers.mask(mask=~jnp.isnan(y)):\n"
+                f'        numpyro.sample("{name}", ..., obs=jnp.nan_to_num(y))\n'
+                "or leave the rows out."
+            )
 
 
 def _draw_from_prior(_: str, family: Any, key: Array | None) -> Array:

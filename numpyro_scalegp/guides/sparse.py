@@ -95,8 +95,8 @@ class AutoSparseGP(AbstractGPGuide):
         }
         if self.natural:
             Z = declare_points(param, self.inducing_points, site.rows, site.kernel)
-            b = param(LOC, jnp.zeros((*site.batch_shape, len(Z)), Z.dtype))
-            P = param(PRECISION, jnp.zeros((*b.shape, len(Z)), Z.dtype))
+            b = param(LOC, jnp.zeros((*site.batch_shape, Z.shape[-2]), Z.dtype))
+            P = param(PRECISION, jnp.zeros((*b.shape, Z.shape[-2]), Z.dtype))
             return NaturalSparseGP(site.kernel, site.X, Z, b, P, **options)
         whitened = declare_whitened(
             param, self.inducing_points, site.rows, site.kernel, site.batch_shape

@@ -97,7 +97,7 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
         kernels = [(getattr(prior, "kernel", None), prior.X) for prior in found]
         pairs = _noise_pairs(trace, medians)
         for kernel, X in kernels:
-            if kernel and len(X) > 1:
+            if kernel and X.shape[-2] > 1:
                 pairs += lengthscale_pairs(kernel, X, _DISTANCE_SHARE)
         return pairs
 

@@ -257,8 +257,13 @@ def conditioned(
 
 def _of_functions(prior: Any, values: Array) -> AbstractPosterior:
     """The posterior given values of one function, or of each of a plate's."""
-    if jnp.ndim(values) == 1:
+    if jnp.ndim(values) == 1 + len(prior.batch_shape):
         return prior.condition(values)
+    if prior.batch_shape:
+        raise ValueError(
+            f"the function has values of shape {jnp.shape(values)}, and its prior is a batch of "
+            f"shape {prior.batch_shape}: give hyperparameters the shape of all plates around it."
+        )
     return OutputsPosterior(jax.tree_util.Partial(type(prior).condition, prior), values)
 
 
@@ -297,7 +302,12 @@ def _the_site(
                 found[name] = role_of(one["fn"])
                 observed[name] = one["is_observed"]
                 if one["is_observed"]:
-                    checks.finite(name, one["value"])
+                    shown = getattr(unwrapped(one["fn"])[0], "observed", None)
+                    is_known = checks.is_concrete((shown, one["value"]))
+                    if shown is None or not is_known:
+                        checks.finite(name, one["value"])
+                    else:
+                        checks.finite(name, np.where(shown, one["value"], 0.0))
 
     jax.eval_shape(run)
     if site is not None and site not in found:

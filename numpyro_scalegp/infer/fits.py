@@ -60,6 +60,12 @@ class _Reestimated(Messenger):
     def process_message(self, msg: dict) -> None:
         fn = msg.get("fn")
         if msg["type"] == "sample" and isinstance(fn, GaussianProcess):
+            if fn.batch_shape or fn.observed is not None:
+                raise ValueError(
+                    f"`model` has a batch of Gaussian processes at the site `{msg['name']}`, or "
+                    "rows that are not observed: give a model of one, and those of its rows that "
+                    "have a target."
+                )
             estimator = self.estimator_of(fn)
             msg["fn"] = GaussianProcess(
                 fn.kernel,

@@ -41,11 +41,11 @@ def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPos
             )
 
 
-def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array]]:
-    """Inputs and observations of the GPs that an autoguide met when it was set up."""
+def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array, Array | None]]:
+    """Inputs, observations and which these are, of the GPs that an autoguide was set up with."""
     trace = getattr(guide, "prototype_trace", None) or {}
     return {
-        name: (site["fn"].X, site["value"])
+        name: (site["fn"].X, site["value"], site["fn"].observed)
         for name, site in trace.items()
         if isinstance(site.get("fn"), GaussianProcess)
         and site["is_observed"]
@@ -59,7 +59,7 @@ class FromPosteriors(Messenger):
     Args:
         fn: the model, with its seed.
         posteriors: by the names of the sites.
-        first_run: inputs and observations by name, to condition on where there is no posterior.
+        first_run: of `data_of_first_run`, to condition on where there is no posterior.
         joint: whether rows are drawn jointly.
     """
 
@@ -67,7 +67,7 @@ class FromPosteriors(Messenger):
         self,
         fn: Callable,
         posteriors: dict[str, AbstractPosterior],
-        first_run: dict[str, tuple[Array, Array]],
+        first_run: dict[str, tuple[Array, Array, Array | None]],
         *,
         joint: bool,
     ) -> None:
@@ -113,15 +113,15 @@ def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> A
 
 
 def _as_in_first_run(
-    name: str, fn: GaussianProcess, X: Array, y: Array, key: Array
+    name: str, fn: GaussianProcess, X: Array, y: Array, observed: Array | None, key: Array
 ) -> AbstractPosterior:
     """The posterior given the data of a guide's first run, with the hyperparameters of `fn`."""
     warnings.warn(
-        f"the GP site `{name}` is conditioned on the {len(X)} rows that the guide was first run "
-        "with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",
+        f"the GP site `{name}` is conditioned on the {X.shape[-2]} rows that the guide was first "
+        "run with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",
         UserWarning,
         stacklevel=2,
     )
-    mean, estimator = fn.mean_function, fn.estimator
-    gp = GaussianProcess(fn.kernel, X, fn.noise_variance, mean=mean, estimator=estimator, key=key)
+    options: dict[str, Any] = {"mean": fn.mean_function, "estimator": fn.estimator, "key": key}
+    gp = GaussianProcess(fn.kernel, X, fn.noise_variance, observed=observed, **options)
     return gp.condition(y)

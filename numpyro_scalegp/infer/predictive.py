@@ -329,12 +329,17 @@ def _replicate(
         is_new = posterior is not None
         found: Any = posterior if is_new else conditioned(trace, name)
         # At the data, an iterative posterior has its moments without another product.
-        predictive = found.predictive(fn.X, fn.noise_variance) if is_new else found.at_data()
-        pointwise = predictive if is_new else found.leave_one_out()
+        rows = None if is_new else getattr(fn, "shown_rows", None)
+        at_data = not is_new and rows is None
+        predictive = found.at_data() if at_data else found.predictive(fn.X, fn.noise_variance)
         draws.predictive[name] = (
             draw(key, found, fn, joint=True) if joint else predictive.sample(key)
         )
-        draws.log_likelihood[name] = pointwise.log_prob(value)
+        pointwise = found.leave_one_out() if at_data else predictive
+        terms = pointwise.log_prob(value)
+        if rows is not None:
+            terms = terms.at[rows].set(found.leave_one_out().log_prob(value[rows]))
+        draws.log_likelihood[name] = terms
         draws.diagnostics[name] = found.diagnostics
     else:
         check_value(site)

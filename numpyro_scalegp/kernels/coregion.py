@@ -27,7 +27,8 @@ class Coregion(AbstractKernel):
     variance, which scales B, let that be one.
 
     Args:
-        W: loadings of the categories on the factors, in units of the function, shape (p, r).
+        W: loadings of the categories on the factors, in units of the function, shape (p, r), or of
+            a batch of kernels (*batch, p, r).
         diag: variance of each category's own part, in squared units, not negative, shape (p,); with
             zeros, and r < p, B has no inverse, so that only noise tells some functions apart.
 
@@ -52,20 +53,27 @@ class Coregion(AbstractKernel):
         [[1.0, 0.5], [0.5, 0.5]]
     """
 
-    W: Float[Array, "p r"]
-    variances: Float[Array, " p"]  # `diag`, which is the name of a method
+    hyperparameter_ndims = {"W": 2, "variances": 1}
 
-    def __init__(self, W: Float[ArrayLike, "p r"], diag: Float[ArrayLike, " p"]) -> None:
+    W: Float[Array, "... p r"]
+    variances: Float[Array, "... p"]  # `diag`, which is the name of a method
+
+    def __init__(self, W: Float[ArrayLike, "... p r"], diag: Float[ArrayLike, "... p"]) -> None:
         self.W = checks.as_float(W, "W")
         self.variances = checks.as_positive(diag, "diag", or_zero=True)
-        if self.W.ndim != 2 or 0 in self.W.shape:
+        if self.W.ndim < 2 or 0 in self.W.shape:
             raise ValueError(
                 f"`W` must have shape (p, r), got {self.W.shape}: a row for each category, and a "
                 "column for each shared factor."
             )
         checks.finite("W", self.W)
-        checks.shape("diag", self.variances, self.W.shape[:1], why="one value for each row of `W`")
+        if self.variances.shape[-1:] != self.W.shape[-2:-1]:
+            raise ValueError(
+                f"`diag` must have shape ({self.W.shape[-2]},), got {self.variances.shape}: one "
+                "value for each row of `W`."
+            )
         checks.positive("diag", self.variances, or_zero=True)
+        _ = self.batch_shape  # of shapes that fit together
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
         """All of the one column."""
@@ -74,7 +82,7 @@ class Coregion(AbstractKernel):
                 f"`Coregion` takes one column of categories, got {d} columns: name the one, as in "
                 "`Coregion(W, diag).on((1,))`."
             )
-        return {0: tuple(range(len(self.W)))}
+        return {0: tuple(range(self.W.shape[-2]))}
 
     def rough_columns(self, d: int) -> frozenset[int]:
         """The column."""

@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels.spectrum import AbstractSpectrum, Origin, Waves
 
@@ -26,44 +26,109 @@ class AbstractKernel(AbstractSpectrum):
     and positive scalars, and `k.on((0, 3))` restricts a kernel to some of the input columns.
     Hyperparameters are arrays without priors or constraints: those belong to the model.
 
-    A kernel of one's own implements `evaluate` and `evaluate_diag`; where random features are
-    wanted, `evaluate_features`, or, if it is stationary, `is_stationary` and
+    Hyperparameters with leading axes make a batch of kernels, such as one for each of G groups: a
+    `variance` of shape (G,), a `lengthscale` of shape (G, 1) or (G, d). It has results with the
+    same leading axes, also for inputs with a matrix for each member, (G, n, d).
+
+    A kernel of one's own implements `evaluate` and `evaluate_diag`, for one member; where random
+    features are wanted, `evaluate_features`, or, if it is stationary, `is_stationary` and
     `sample_frequencies`: `AbstractStationary` has these for a function of the scaled distance.
+    Where it may be a batch, its `hyperparameter_ndims` say how many axes each hyperparameter of one
+    member has.
     """
+
+    hyperparameter_ndims: ClassVar[Mapping[str, int]] = {}
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The shape of a batch of kernels, () for one.
+
+        Raises:
+            ValueError: if the leading axes of hyperparameters do not fit together.
+        """
+        shapes = {
+            name: jnp.shape(getattr(self, name))[: max(0, jnp.ndim(getattr(self, name)) - ndim)]
+            for name, ndim in self.hyperparameter_ndims.items()
+        }
+        shapes |= {name: kernel.batch_shape for name, kernel in self.parts.items()}
+        try:
+            return np.broadcast_shapes(*shapes.values())
+        except ValueError:
+            raise ValueError(
+                f"the hyperparameters of a batch of `{type(self).__name__}` must have leading axes "
+                f"that fit together, got {shapes}."
+            ) from None
+
+    def as_batch(self) -> batches.Batch:
+        """This kernel with the number of leading axes of each of its arrays."""
+        leading = jax.tree.map(lambda _: 0, self)
+        for name, ndim in self.hyperparameter_ndims.items():
+            number = max(0, jnp.ndim(getattr(self, name)) - ndim)
+            leading = eqx.tree_at(operator.attrgetter(name), leading, number)
+        for name, kernel in self.parts.items():
+            of_part = kernel.as_batch().leading
+            leading = eqx.tree_at(operator.attrgetter(name), leading, of_part)
+        return batches.Batch(self, leading)
+
+    def _each(self, function: Callable[..., Array], *inputs: Float[Array, "..."]) -> Array:
+        """A function of a kernel and of matrices of inputs, for each member of a batch."""
+        batch_shape = self.batch_shape
+        if not batch_shape and all(X.ndim == 2 for X in inputs):
+            return function(self, *inputs)
+        for lengthscale, seen in self.scaled_inputs(inputs[0]):
+            d = seen.shape[-1]
+            if batch_shape and lengthscale.shape == (d,) == batch_shape[-1:] and d > 1:
+                raise ValueError(
+                    f"`lengthscale` of shape ({d},) in a batch of shape {batch_shape} may be one "
+                    f"for each of {d} input columns or for each member: write lengthscale[None, :] "
+                    "for the former, lengthscale[:, None] for the latter."
+                )
+        members = (batches.Batch(X, X.ndim - 2) for X in inputs)
+        return batches.each(function, self.as_batch(), *members)
 
     @abc.abstractmethod
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j) for inputs that were checked, shape (n, m)."""
 
     def __call__(
-        self, X: Float[ArrayLike, "n d"], Z: Float[ArrayLike, "m d"]
-    ) -> Float[Array, "n m"]:
+        self, X: Float[ArrayLike, "... n d"], Z: Float[ArrayLike, "... m d"]
+    ) -> Float[Array, "... n m"]:
         """Evaluate the kernel for all pairs of rows.
 
         Args:
-            X: inputs, shape (n, d).
-            Z: inputs, shape (m, d).
+            X: inputs, shape (n, d), or (*batch, n, d).
+            Z: inputs, shape (m, d), or (*batch, m, d).
 
         Returns:
-            The (n, m) matrix of k(x_i, z_j) in the common dtype of inputs and hyperparameters.
+            The (n, m) matrix of k(x_i, z_j) in the common dtype of inputs and hyperparameters; of a
+            batch (*batch, n, m).
 
         Raises:
-            ValueError: if `X` or `Z` is not of rank 2, holds NaN or infinity, or the widths differ.
+            ValueError: if `X` or `Z` is no matrix, holds NaN or infinity, or the widths differ; if
+                the shapes of a batch do not fit together.
         """
-        X = checks.inputs("X", X, may_be_empty=True)
-        Z = checks.inputs("Z", Z, width=X.shape[1], may_be_empty=True)
-        return checks.call_hook(self, "evaluate", (X.shape[0], Z.shape[0]), X, Z)
+        X = checks.inputs("X", X, may_be_empty=True, may_be_batch=True)
+        Z = checks.inputs("Z", Z, width=X.shape[-1], may_be_empty=True, may_be_batch=True)
 
-    def diag(self, X: Float[ArrayLike, "n d"]) -> Float[Array, " n"]:
-        """The variances k(x_i, x_i), shape (n,), in O(n d)."""
-        X = checks.inputs("X", X, may_be_empty=True)
-        return checks.call_hook(self, "evaluate_diag", X.shape[:1], X)
+        def of_one(kernel: AbstractKernel, X: Array, Z: Array) -> Array:
+            return checks.call_hook(kernel, "evaluate", (X.shape[0], Z.shape[0]), X, Z)
 
-    def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
-        """The matrix K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (n, n)."""
-        X = checks.inputs("X", X, may_be_empty=True)
-        diagonal = jnp.eye(X.shape[0], dtype=bool)
-        return jnp.where(diagonal, self.diag(X)[:, None], self(X, X))
+        return self._each(of_one, X, Z)
+
+    def diag(self, X: Float[ArrayLike, "... n d"]) -> Float[Array, "... n"]:
+        """The variances k(x_i, x_i), shape (n,) or (*batch, n), in O(n d)."""
+        X = checks.inputs("X", X, may_be_empty=True, may_be_batch=True)
+
+        def of_one(kernel: AbstractKernel, X: Array) -> Array:
+            return checks.call_hook(kernel, "evaluate_diag", X.shape[:1], X)
+
+        return self._each(of_one, X)
+
+    def covariance(self, X: Float[ArrayLike, "... n d"]) -> Float[Array, "... n n"]:
+        """K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (*batch, n, n)."""
+        X = checks.inputs("X", X, may_be_empty=True, may_be_batch=True)
+        diagonal = jnp.eye(X.shape[-2], dtype=bool)
+        return jnp.where(diagonal, self.diag(X)[..., None], self(X, X))
 
     @property
     def parts(self) -> dict[str, "AbstractKernel"]:
@@ -77,10 +142,11 @@ class AbstractKernel(AbstractSpectrum):
         """Each lengthscale within this kernel, and the inputs that it divides.
 
         Args:
-            X: inputs, shape (n, d).
+            X: inputs, shape (n, d), or (*batch, n, d).
 
         Returns:
-            Pairs of a lengthscale, shape () or (k,), in units of its inputs, and these, (n, k).
+            Pairs of a lengthscale, shape () or (k,), or with leading axes of a batch, in units of
+            its inputs, and these, (n, k).
         """
         seen = self._seen(X)
         return [pair for kernel in self.parts.values() for pair in kernel.scaled_inputs(seen)]
@@ -109,7 +175,7 @@ class AbstractKernel(AbstractSpectrum):
 
     def check_categories(self, name: str, X: Float[ArrayLike, "n d"]) -> None:
         """Raise, calling X `name`, where a column of categories holds anything else."""
-        for column, known in self.categories(jnp.shape(X)[1]).items():
+        for column, known in self.categories(jnp.shape(X)[-1]).items():
             checks.categories(name, X, column, known)
 
     def rough_columns(self, d: int) -> frozenset[int]:
@@ -188,6 +254,7 @@ class AbstractComposite(AbstractKernel):
         for field in dataclasses.fields(self):
             if field.type is AbstractKernel:
                 checks.instance(field.name, getattr(self, field.name), AbstractKernel)
+        _ = self.batch_shape  # of parts that fit together
 
     @property
     def is_stationary(self) -> bool:
@@ -346,14 +413,15 @@ class Scaled(AbstractComposite):
     """A kernel times a positive number, k(x, z) = scale * k_1(x, z).
 
     Raises:
-        ValueError: if `scale` is not a positive scalar.
+        ValueError: if `scale` is not positive.
     """
+
+    hyperparameter_ndims = {"scale": 0}
 
     kernel: AbstractKernel
     scale: Float[Array, ""] = eqx.field(converter=checks.to_positive("scale"))
 
     def __check_init__(self) -> None:
-        checks.shape("scale", self.scale, (), why="a kernel is multiplied by one number")
         checks.positive("scale", self.scale)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
@@ -398,12 +466,12 @@ class ActiveDims(AbstractComposite):
             raise ValueError(f"`dims` must name each column once, got {self.dims}.")
 
     def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
-        if max(self.dims) >= X.shape[1]:
+        if max(self.dims) >= X.shape[-1]:
             raise ValueError(
-                f"`dims` must lie in 0..{X.shape[1] - 1} for inputs of shape {X.shape}, "
+                f"`dims` must lie in 0..{X.shape[-1] - 1} for inputs of shape {X.shape}, "
                 f"got {self.dims}."
             )
-        return X[:, jnp.array(self.dims)]
+        return X[..., jnp.array(self.dims)]
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
         """Those of the kernel, among the active columns."""
@@ -438,6 +506,18 @@ class ActiveDims(AbstractComposite):
         zeros = jnp.zeros((num, d), waves.frequencies.dtype)
         frequencies = zeros.at[:, jnp.array(self.dims)].set(waves.frequencies)
         return waves._replace(frequencies=frequencies)
+
+
+def as_single(name: str, kernel: Any) -> AbstractKernel:
+    """Return `kernel`, or raise unless it is one kernel, and no batch."""
+    checks.instance(name, kernel, AbstractKernel)
+    if kernel.batch_shape:
+        raise ValueError(
+            f"`{name}` must be one kernel, got a batch of shape {kernel.batch_shape}: "
+            "hyperparameters with leading axes are for `GaussianProcess`, `LatentGP` and "
+            "`SparseGP`."
+        )
+    return kernel
 
 
 def _as_dims(dims: Any) -> tuple[int, ...]:

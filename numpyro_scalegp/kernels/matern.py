@@ -17,7 +17,7 @@ class _Matern(AbstractStationary):
     _smoothness: ClassVar[float]  # the order nu
 
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def sample_precisions(
         self, key: Key[Array, ""], num: int, dtype: jnp.dtype

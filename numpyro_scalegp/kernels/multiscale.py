@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import squared_distances
 from numpyro_scalegp.kernels.kernel import AbstractKernel
-from numpyro_scalegp.kernels.stationary import check_lengthscale_and_variance
+from numpyro_scalegp.kernels.stationary import check_columns, check_lengthscale_and_variance
 
 
 class MultiscaleRBF(AbstractKernel):
@@ -37,11 +37,14 @@ class MultiscaleRBF(AbstractKernel):
         [[1.0, 0.6100000143051147], [0.6100000143051147, 1.0]]
     """
 
+    hyperparameter_ndims = {"lengthscale": 1, "variance": 0}
+
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
         check_lengthscale_and_variance(self.lengthscale, self.variance)
+        _ = self.batch_shape  # of shapes that fit together
 
     @staticmethod
     def with_unit_scales(X: Float[ArrayLike, "n d"]) -> Float[Array, "n two_d"]:
@@ -64,19 +67,19 @@ class MultiscaleRBF(AbstractKernel):
                 f"`MultiscaleRBF` needs inputs with a scale for each column, got {X.shape[1]} "
                 "columns: add them by `MultiscaleRBF.with_unit_scales(X)`."
             )
-        checks.shape("lengthscale", self.lengthscale, (), (d,), why="one value for each column")
+        check_columns("lengthscale", self.lengthscale, d)
         return d
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
         d = self._check_width(X)
         scales, others = X[:, d:], Z[:, d:]
+        lengthscale = jnp.broadcast_to(self.lengthscale, (d,))
         log_sizes = [0.5 * jnp.sum(jnp.log(jnp.abs(one)), axis=1) for one in (scales, others)]
         exponent = log_sizes[0][:, None] + log_sizes[1][None, :]
         for i in range(d):
             total = jnp.square(scales[:, None, i]) + jnp.square(others[None, :, i])
-            lengthscale = self.lengthscale if self.lengthscale.ndim == 0 else self.lengthscale[i]
-            squared = squared_distances(X[:, i : i + 1], Z[:, i : i + 1], lengthscale)
+            squared = squared_distances(X[:, i : i + 1], Z[:, i : i + 1], lengthscale[i])
             exponent = exponent - squared / total - 0.5 * jnp.log(0.5 * total)
         return self.variance * jnp.exp(exponent)
 

@@ -20,12 +20,12 @@ class Linear(AbstractKernel):
 
     Args:
         variance: prior variance of the coefficients, in squared units of the function over the
-            inputs', positive; shape ().
+            inputs', positive; shape () or (*batch,).
         bias: prior variance of the intercept, in squared units of the function, not negative;
-            shape ().
+            shape () or (*batch,).
 
     Raises:
-        ValueError: if a hyperparameter has the wrong sign or is not a scalar.
+        ValueError: if a hyperparameter has the wrong sign, or shapes do not fit together.
 
     References:
         Rasmussen and Williams (2006), section 4.2.2.
@@ -35,16 +35,17 @@ class Linear(AbstractKernel):
         >>> trend = sgp.kernels.Linear(variance=0.1, bias=1.0)
     """
 
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-    bias: Float[Array, ""] = eqx.field(
+    hyperparameter_ndims = {"variance": 0, "bias": 0}
+
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    bias: Float[Array, "..."] = eqx.field(
         converter=checks.to_positive("bias", or_zero=True), default=0.0
     )
 
     def __check_init__(self) -> None:
-        checks.shape("variance", self.variance, ())
         checks.positive("variance", self.variance)
-        checks.shape("bias", self.bias, ())
         checks.positive("bias", self.bias, or_zero=True)
+        _ = self.batch_shape  # of shapes that fit together
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
-from numpyro_scalegp.kernels.stationary import AbstractStationary
+from numpyro_scalegp.kernels.stationary import AbstractStationary, check_columns
 
 # Means above which a difference of two Poisson numbers is drawn as a rounded normal one: JAX's
 # Poisson numbers lose accuracy in float32, and above 2^31 there are none.
@@ -20,12 +20,13 @@ class Periodic(AbstractStationary):
     k(x, z) = variance * exp(-2 sum_i sin^2(pi (x_i - z_i) / period_i) / lengthscale_i^2).
 
     Args:
-        lengthscale: relative to the period, without unit, positive; shape () or (d,).
-        period: in units of the inputs, positive; shape () or (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
+        lengthscale: relative to the period, without unit, positive; shapes as of `RBF`.
+        period: in units of the inputs, positive; shapes as of `lengthscale`.
+        variance: the amplitude squared, in squared units of the function, positive; shape () or
+            (*batch,).
 
     Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
+        ValueError: if a hyperparameter is not positive, or shapes do not fit together.
 
     References:
         MacKay (1998), Introduction to Gaussian Processes, eq. 47. Its spectrum is discrete: the
@@ -37,13 +38,13 @@ class Periodic(AbstractStationary):
         >>> yearly = sgp.kernels.Periodic(lengthscale=1.0, period=1.0) * sgp.kernels.RBF(30.0)
     """
 
+    hyperparameter_ndims = {**AbstractStationary.hyperparameter_ndims, "period": 1}
+
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
     period: Float[Array, "..."] = eqx.field(converter=checks.to_positive("period"))  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
-        if self.period.ndim > 1:
-            raise ValueError(f"`period` must have shape () or (d,), got {self.period.shape}.")
         checks.positive("period", self.period)
 
     def scaled_inputs(
@@ -54,7 +55,7 @@ class Periodic(AbstractStationary):
 
     def _check_width(self, d: int) -> None:
         super()._check_width(d)
-        checks.shape("period", self.period, (), (d,), why="one value for each input column")
+        check_columns("period", self.period, d)
 
     def _squared_distances(
         self, X: Float[Array, "n d"], Z: Float[Array, "m d"]

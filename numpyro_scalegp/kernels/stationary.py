@@ -1,6 +1,8 @@
 """Stationary kernels, each with its spectral density."""
 
 import abc
+from collections.abc import Mapping
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -16,12 +18,15 @@ from numpyro_scalegp.kernels.spectrum import Origin
 def check_lengthscale_and_variance(
     lengthscale: Float[Array, "..."], variance: Float[Array, "..."]
 ) -> None:
-    """Raise unless both are positive, with at most one lengthscale a column and one variance."""
-    if lengthscale.ndim > 1:
-        raise ValueError(f"`lengthscale` must have shape () or (d,), got {lengthscale.shape}.")
+    """Raise unless both are positive."""
     checks.positive("lengthscale", lengthscale)
-    checks.shape("variance", variance, (), why="the amplitude squared")
     checks.positive("variance", variance)
+
+
+def check_columns(name: str, value: Float[Array, "..."], d: int) -> None:
+    """Raise unless there is one value for each of d columns, or one that they share."""
+    if value.shape != (1,):  # of a member of a batch, whose shape is (*batch, 1)
+        checks.shape(name, value, (), (d,), why="one value for each input column")
 
 
 class AbstractStationary(AbstractKernel):
@@ -31,11 +36,14 @@ class AbstractStationary(AbstractKernel):
     and, for random features, `sample_precisions`.
     """
 
+    hyperparameter_ndims: ClassVar[Mapping[str, int]] = {"lengthscale": 1, "variance": 0}
+
     lengthscale: eqx.AbstractVar[Float[Array, "..."]]
-    variance: eqx.AbstractVar[Float[Array, ""]]
+    variance: eqx.AbstractVar[Float[Array, "..."]]
 
     def __check_init__(self) -> None:
         check_lengthscale_and_variance(self.lengthscale, self.variance)
+        _ = self.batch_shape  # of shapes that fit together
 
     @abc.abstractmethod
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
@@ -70,9 +78,7 @@ class AbstractStationary(AbstractKernel):
         return False
 
     def _check_width(self, d: int) -> None:
-        checks.shape(
-            "lengthscale", self.lengthscale, (), (d,), why="one value for each input column"
-        )
+        check_columns("lengthscale", self.lengthscale, d)
 
     def _squared_distances(
         self, X: Float[Array, "n d"], Z: Float[Array, "m d"]
@@ -110,11 +116,13 @@ class RBF(AbstractStationary):
     k(x, z) = variance * exp(-r^2 / 2), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
 
     Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,).
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
+        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,); of a batch
+            of kernels (*batch, 1) or (*batch, d).
+        variance: the amplitude squared, in squared units of the function, positive; shape () or
+            (*batch,).
 
     Raises:
-        ValueError: if a hyperparameter is not positive or has another shape.
+        ValueError: if a hyperparameter is not positive, or shapes do not fit together.
 
     References:
         Rasmussen and Williams (2006), Gaussian Processes for Machine Learning, eq. 4.9.
@@ -125,10 +133,13 @@ class RBF(AbstractStationary):
         >>> kernel = sgp.kernels.RBF(lengthscale=2.0, variance=9.0)
         >>> kernel(jnp.zeros((1, 1)), jnp.array([[0.0], [2.0]])).round(3).tolist()
         [[9.0, 5.459000110626221]]
+        >>> of_groups = sgp.kernels.RBF(jnp.ones((5, 1)), variance=jnp.arange(1.0, 6.0))
+        >>> of_groups(jnp.zeros((2, 1)), jnp.zeros((3, 1))).shape
+        (5, 2, 3)
     """
 
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""
@@ -150,7 +161,7 @@ class RationalQuadratic(AbstractStationary):
     `lengthscale`, `variance` and errors are as of `RBF`.
 
     Args:
-        alpha: weight of small against large scales, positive; shape ().
+        alpha: weight of small against large scales, positive; shape () or (*batch,).
 
     References:
         Rasmussen and Williams (2006), eq. 4.19.
@@ -160,12 +171,13 @@ class RationalQuadratic(AbstractStationary):
         >>> kernel = sgp.kernels.RationalQuadratic(lengthscale=1.0, alpha=0.5)
     """
 
+    hyperparameter_ndims = {**AbstractStationary.hyperparameter_ndims, "alpha": 0}
+
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    alpha: Float[Array, ""] = eqx.field(converter=checks.to_positive("alpha"))  # type: ignore[misc]
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
+    alpha: Float[Array, "..."] = eqx.field(converter=checks.to_positive("alpha"))  # type: ignore[misc]
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
-        checks.shape("alpha", self.alpha, ())
         checks.positive("alpha", self.alpha)
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
@@ -185,20 +197,22 @@ class Constant(AbstractKernel):
     """The covariance of an unknown constant, k(x, z) = variance.
 
     Args:
-        variance: the amplitude squared, in squared units of the function, positive; shape ().
+        variance: the amplitude squared, in squared units of the function, positive; shape () or
+            (*batch,).
 
     Raises:
-        ValueError: if `variance` is not a positive scalar.
+        ValueError: if `variance` is not positive.
 
     Example:
         >>> import numpyro_scalegp as sgp
         >>> kernel = sgp.kernels.RBF(1.0) + sgp.kernels.Constant(10.0)
     """
 
-    variance: Float[Array, ""] = eqx.field(converter=checks.to_positive("variance"))
+    hyperparameter_ndims = {"variance": 0}
+
+    variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"))
 
     def __check_init__(self) -> None:
-        checks.shape("variance", self.variance, ())
         checks.positive("variance", self.variance)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:

@@ -14,10 +14,10 @@ from numpyro_scalegp.core import functions, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+from numpyro_scalegp.posteriors.posterior import AbstractInChunks
 
 
-class ExactPosterior(AbstractConditioned):
+class ExactPosterior(AbstractInChunks):
     """The posterior f | y of an exact Gaussian process, from one factorization of its covariance.
 
     With H = K(X, X) + noise = L L' and a = H^-1 (y - m(X)):

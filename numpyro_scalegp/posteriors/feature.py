@@ -15,7 +15,7 @@ from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+from numpyro_scalegp.posteriors.posterior import AbstractInChunks
 
 Found = TypeVar("Found", bound="FeaturePosterior")
 
@@ -23,7 +23,7 @@ Found = TypeVar("Found", bound="FeaturePosterior")
 _LOST_DIGITS = 100.0
 
 
-class FeaturePosterior(AbstractConditioned):
+class FeaturePosterior(AbstractInChunks):
     """The posterior of f(x) = m(x) + phi(x)'w given all observations, w ~ N(0, I) a priori.
 
     With A = I + Phi'D^-1 Phi for noise variances D: w | y ~ N(A^-1 Phi'D^-1 (y - m(X)), A^-1).

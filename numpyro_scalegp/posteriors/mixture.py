@@ -37,6 +37,10 @@ class MixturePosterior(AbstractPosterior):
     noise_variance: None = None  # each draw has its own
 
     @property
+    def _takes_batches(self) -> bool:
+        return True  # as far as the posteriors do
+
+    @property
     def num_draws(self) -> int:
         """The number S of draws."""
         return jax.tree.leaves(self.draws)[0].shape[0]

@@ -14,12 +14,12 @@ from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+from numpyro_scalegp.posteriors.posterior import AbstractInChunks
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator, Solution
 from numpyro_scalegp.solvers.solver import warn_unless_converged
 
 
-class PathwisePosterior(AbstractConditioned):
+class PathwisePosterior(AbstractInChunks):
     """The posterior f | y as functions: prior draws plus kernel functions at the data.
 
     With H v = y - m(X) and H u_j = xi_j, the prior draw f_j observed with noise at X:

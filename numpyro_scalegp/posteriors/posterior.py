@@ -62,12 +62,13 @@ class AbstractPosterior(eqx.Module):
         return Component(self.restrict(lambda kernel: kernel.component(select(kernel))))
 
     def mean(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+        self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
     ) -> Float[Array, "*batch m"]:
         """The posterior mean of f.
 
         Args:
-            Xs: inputs, shape (m, d).
+            Xs: inputs, shape (m, d); where functions of a batch have kernels or data of their own
+                also (*batch, m, d).
             chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
 
         Returns:
@@ -76,7 +77,7 @@ class AbstractPosterior(eqx.Module):
         return self._mean(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
     def variance(
-        self, Xs: Float[ArrayLike, "m d"], *, chunk_size: int | None = None
+        self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
     ) -> Float[Array, "*batch m"]:
         """The posterior variance of f, without observation noise; arguments as of `mean`.
 
@@ -86,7 +87,7 @@ class AbstractPosterior(eqx.Module):
         return self._variance(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
     def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "m d"], num_samples: int = 1
+        self, key: Key[Array, ""], Xs: Float[ArrayLike, "... m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples *batch m"]:
         """Draw functions from the posterior, jointly at all rows of Xs.
 
@@ -110,11 +111,20 @@ class AbstractPosterior(eqx.Module):
         """Columns of the inputs; None if any number will do."""
         return None
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "m d"]:
-        X = checks.inputs("Xs", Xs, width=self._num_columns)
+    @property
+    def _takes_batches(self) -> bool:
+        """Whether there may be a matrix of inputs for each of a batch of functions."""
+        return False
+
+    def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "... m k"]:
+        """Inputs as the kernels within take them."""
+        return Xs
+
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        X = checks.inputs("Xs", Xs, width=self._num_columns, may_be_batch=self._takes_batches)
         for part in jax.tree.leaves(self, is_leaf=lambda one: isinstance(one, AbstractKernel)):
             if isinstance(part, AbstractKernel):
-                part.check_categories("Xs", X)
+                part.check_categories("Xs", self._seen(X))
         return X
 
     @abc.abstractmethod
@@ -131,7 +141,7 @@ class AbstractPosterior(eqx.Module):
 
     def predictive(
         self,
-        Xs: Float[ArrayLike, "m d"],
+        Xs: Float[ArrayLike, "... m d"],
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,
@@ -194,10 +204,26 @@ class AbstractPosterior(eqx.Module):
 class AbstractConditioned(AbstractPosterior):
     """A posterior given noisy observations y at X, with the mean function m."""
 
-    X: eqx.AbstractVar[Float[Array, "n d"]]
-    y: eqx.AbstractVar[Float[Array, " n"]]
+    X: eqx.AbstractVar[Float[Array, "... n d"]]
+    y: eqx.AbstractVar[Float[Array, "... n"]]
     noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
     mean_function: eqx.AbstractVar[RowsFunction]
+
+    @abc.abstractmethod
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given all other observations; shape (n,)."""
+
+    def at_data(self) -> dist.Normal:
+        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
+        return self.predictive(self.X, self.noise_variance)
+
+    @property
+    def _num_columns(self) -> int:
+        return self.X.shape[-1]
+
+
+class AbstractInChunks(AbstractConditioned):
+    """A posterior of one function whose moments are computed in chunks of rows."""
 
     @property
     @abc.abstractmethod
@@ -211,18 +237,6 @@ class AbstractConditioned(AbstractPosterior):
     @abc.abstractmethod
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         """The posterior variance."""
-
-    @abc.abstractmethod
-    def leave_one_out(self) -> dist.Normal:
-        """The predictive distribution of each y_i given all other observations; shape (n,)."""
-
-    def at_data(self) -> dist.Normal:
-        """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
-        return self.predictive(self.X, self.noise_variance)
-
-    @property
-    def _num_columns(self) -> int:
-        return self.X.shape[1]
 
     def _map(self, function: Callable[[Array], Array], Xs: Array, chunk_size: int | None) -> Array:
         size = chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
@@ -249,6 +263,10 @@ class Component(AbstractPosterior):
     @property
     def _num_columns(self) -> int | None:
         return self.part._num_columns
+
+    @property
+    def _takes_batches(self) -> bool:
+        return self.part._takes_batches
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.part._mean(Xs, chunk_size)

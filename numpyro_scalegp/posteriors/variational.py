@@ -9,9 +9,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import chunks, linalg
+from numpyro_scalegp.core import batches, checks, chunks, linalg
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
@@ -22,8 +22,9 @@ _CACHED_ROWS = 4096
 class AbstractVariationalPosterior(AbstractPosterior):
     """A variational posterior over a function, from basis functions rather than all data.
 
-    Weights with leading dimensions make it a batch of functions that share kernel and points: then
-    moments have shape (*batch, m), and draws (num_samples, *batch, m).
+    Weights with leading dimensions make it a batch of functions: then moments have shape
+    (*batch, m), and draws (num_samples, *batch, m). They share kernel and points, and what is
+    computed of these once, unless `_members` says otherwise.
     """
 
     @property
@@ -40,15 +41,19 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """The shape of a batch of functions, () for one."""
         return self._weights()[0].shape[:-1]
 
-    def _each(self, function: Callable[[Any], Any]) -> Any:
-        """Apply `function` to this posterior, or to each of a batch."""
+    def _members(self) -> batches.Batch:
+        """This with the number of leading axes of each of its arrays."""
+        leading = jax.tree.map(lambda _: 0, self)
+        weights = jax.tree.map(lambda _: len(self.batch_shape), self._weights())
+        return batches.Batch(self, eqx.tree_at(lambda one: one._weights(), leading, weights))
 
-        def apply(*weights: Array) -> Any:
-            return function(eqx.tree_at(lambda one: one._weights(), self, weights))
+    def _each(self, function: Callable[..., Any], *others: batches.Batch) -> Any:
+        """Apply `function` to this posterior, or to each of a batch, and a part of the others."""
+        return batches.each(function, self._members(), *others)
 
-        for _ in self.batch_shape:
-            apply = jax.vmap(apply)
-        return apply(*self._weights())
+    @property
+    def _takes_batches(self) -> bool:
+        return bool(self.batch_shape)
 
     @abc.abstractmethod
     def _factorize(self) -> Any:
@@ -68,7 +73,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """The mean and the variance of f at each row of X.
 
         Args:
-            X: inputs, shape (n, d).
+            X: inputs, shape (n, d), or (*batch, n, d).
             chunk_size: rows worked on at a time; by default `rows_per_chunk()`.
 
         Returns:
@@ -91,7 +96,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
     # Outside of `jit` one compilation in place of one for each operation.
     @eqx.filter_jit
     def _split(self, X: Array, chunk_size: int | None) -> tuple[tuple[Array, ...], Array]:
-        def of_one(one: AbstractVariationalPosterior) -> tuple[tuple[Array, ...], Array]:
+        def of_one(one: AbstractVariationalPosterior, X: Array) -> tuple[tuple[Array, ...], Array]:
             factors = one._factorize()
             lift = one._lift(factors)
             if chunk_size is None:
@@ -99,7 +104,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
             moments = chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
             return moments, lift
 
-        return self._each(of_one)
+        return self._each(of_one, batches.Batch(X, X.ndim - 2))
 
     def rows_per_chunk(self) -> int:
         """The rows for `marginals`, 4096 or as many as fit 64 MiB in float32."""
@@ -134,19 +139,14 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
 
     @eqx.filter_jit
     def _drawn(self, key: Array, Xs: Array, num_samples: int) -> tuple[Array, Array]:
-        def joint(one: AbstractKernelPosterior) -> tuple[Array, Array, Array]:
+        def joint(one: AbstractKernelPosterior, Xs: Array, key: Array) -> tuple[Array, Array]:
             factors = one._factorize()
-            return *one._joint(factors, Xs), one._lift(factors)
+            prior_variance = one._of_f.diag(Xs)
+            moments = one._joint(factors, Xs)
+            draws = self._joint_sample(key, *moments, prior_variance, num_samples)
+            return draws, one._lift(factors)
 
-        mean, covariance, lift = self._each(joint)
-        prior_variance = self._of_f.diag(Xs)
-
-        def draw(key: Array, mean: Array, covariance: Array) -> Array:
-            return self._joint_sample(key, mean, covariance, prior_variance, num_samples)
-
-        keys = key
-        if self.batch_shape:
-            keys = jax.random.split(key, self.batch_shape)
-        for _ in self.batch_shape:
-            draw = jax.vmap(draw)
-        return jnp.moveaxis(draw(keys, mean, covariance), -2, 0), lift
+        keys = jax.random.split(key, self.batch_shape) if self.batch_shape else key
+        others = batches.Batch(Xs, Xs.ndim - 2), batches.Batch(keys, len(self.batch_shape))
+        draws, lift = self._each(joint, *others)
+        return jnp.moveaxis(draws, -2, 0), lift

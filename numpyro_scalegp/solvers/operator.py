@@ -14,6 +14,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import as_single
 
 # Kernel entries live at once for each entry of a block: the block, its distances and what the
 # reverse pass keeps.
@@ -66,7 +67,7 @@ class KernelOperator(eqx.Module):
         *,
         memory_budget: int = 2**28,
     ) -> None:
-        self.kernel = checks.instance("kernel", kernel, AbstractKernel)
+        self.kernel = as_single("kernel", kernel)
         self.X = checks.inputs("X", X)
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.shape("noise_variance", self.noise_variance, (), self.X.shape[:1])

@@ -76,11 +76,11 @@ class GPSite(NamedTuple):
         return self.prior.kernel
 
     @property
-    def X(self) -> Float[Array, "n d"]:
+    def X(self) -> Float[Array, "... n d"]:
         """The rows."""
         return self.prior.X
 
-    def rows(self, max_rows: int = 20_000) -> Float[Array, "m d"]:
+    def rows(self, max_rows: int = 20_000) -> Float[Array, "... m d"]:
         """Rows from all over the data: those here, or of mini-batches that share none."""
         return self.X if self.spread is None else self.spread(max_rows)
 
@@ -242,7 +242,7 @@ def find_gp_site(
     found = hidden.the_site()
     params = {name: one["value"] for name, one in trace.items() if one["type"] != "plate"}
     parts = [(name, *sizes) for name, sizes in hidden.partial.items()]
-    if len(parts) != 1 or parts[0][2] != len(found.X):
+    if len(parts) != 1 or parts[0][2] != found.X.shape[-2]:
         return found
     ((plate, size, taken),) = parts
 
@@ -258,6 +258,8 @@ def find_gp_site(
             return other.the_site().X
 
         # Each mini-batch has rows from all over the data, too.
-        return jax.lax.map(of_batch, index.reshape(taken, count).T).reshape(-1, found.X.shape[1])
+        batches = jax.lax.map(of_batch, index.reshape(taken, count).T)
+        *members, _, d = found.X.shape
+        return jnp.moveaxis(batches, 0, -3).reshape(*members, -1, d)
 
     return found._replace(spread=spread)

@@ -106,7 +106,7 @@ def deviation(values: Float[Array, "n *k"]) -> Float[Array, "*k"]:
 
 
 def lengthscale_pairs(
-    kernel: AbstractKernel, X: Float[Array, "n d"], share: float
+    kernel: AbstractKernel, X: Float[Array, "... n d"], share: float
 ) -> list[tuple[Array, Array]]:
     """Each lengthscale of a kernel, and what it is wanted to be, for `scaled_start`.
 
@@ -118,8 +118,9 @@ def lengthscale_pairs(
 
 
 def _distances(lengthscale: Array, X: Float[Array, "n k"]) -> Array:
-    """The median distance: one, or one for each column."""
-    if lengthscale.ndim == 0:
+    """The median distance: one, or one for each column; of a batch, within its members."""
+    X = (X - jnp.mean(X, axis=-2, keepdims=True)).reshape(-1, X.shape[-1]) if X.ndim > 2 else X
+    if lengthscale.shape[-1:] in ((), (1,)):
         return median_distance(X)
     scale = deviation(X)
     return scale * median_distance(X / jnp.where(scale > 0, scale, 1.0))

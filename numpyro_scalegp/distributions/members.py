@@ -1,0 +1,86 @@
+"""The members of a batch of collapsed Gaussian processes, as an estimator takes them."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.estimators import AbstractEstimator
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.indicated import Indicated
+from numpyro_scalegp.solvers import KernelOperator
+
+
+class Member(NamedTuple):
+    """What an estimator takes of one Gaussian process."""
+
+    operator: KernelOperator
+    estimator: AbstractEstimator
+    observed: Bool[Array, " n"] | None  # where hidden rows stay, without covariance
+
+    @classmethod
+    def of(
+        cls,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        noise_variance: Float[Array, "..."],
+        estimator: AbstractEstimator,
+        observed: Bool[Array, " n"] | None,
+    ) -> "Member":
+        """Of a kernel at the rows of X."""
+        if observed is not None:
+            kernel, X = Indicated(kernel), Indicated.with_indicator(X, observed)
+            estimator = estimator.with_inputs(Indicated.with_indicator)
+        return cls(KernelOperator(kernel, X, noise_variance), estimator, observed)
+
+    def log_density_of_hidden(self) -> Float[Array, ""] | float:
+        """The part of the log density that is that of zeros under the noise of hidden rows."""
+        if self.observed is None:
+            return 0.0
+        entries = -0.5 * jnp.log(2.0 * math.pi * self.operator.noise())
+        return jnp.sum(jnp.where(self.observed, 0.0, entries))
+
+
+def common_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of the batch that arguments with these leading axes make."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        found = {name: shape for name, shape in shapes.items() if shape}
+        raise ValueError(f"the leading axes of a batch must fit together, got {found}.") from None
+
+
+def as_observed(value: Any, n: int) -> Bool[Array, "*batch n"] | Bool[np.ndarray, "*batch n"]:
+    """Which rows have a target."""
+    if not (hasattr(value, "dtype") and value.dtype == bool):
+        value = np.asarray(value)
+    if value.dtype != bool:
+        raise TypeError(
+            f"`observed` must be boolean, True where a row has a target, got {value.dtype}."
+        )
+    if value.shape[-1:] != (n,):
+        raise ValueError(
+            f"`observed` must have shape ({n},) or (*batch, {n}), got {value.shape}: one entry for "
+            "each row of `X`."
+        )
+    if checks.is_concrete(value) and not np.asarray(value).any(axis=-1).all():
+        raise ValueError("`observed` must be True for at least one row of each member.")
+    return value  # an array of NumPy stays known under a trace
+
+
+def check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]) -> None:
+    """Raise unless the noise variances have a shape that says to which rows they belong."""
+    if not batch_shape:
+        checks.shape("noise_variance", noise, (), (n,), why="one value, or one for each row")
+        return
+    is_of_members = noise.ndim == 1 and noise.shape == batch_shape[-1:] and noise.size > 1
+    if noise.ndim and (noise.shape[-1] not in (1, n) or is_of_members):
+        remedy = " For one value a member write noise_variance[:, None]." if is_of_members else ""
+        rows = " For one value a row write noise_variance[None, :]." if noise.shape == (n,) else ""
+        raise ValueError(
+            f"`noise_variance` of a batch of shape {batch_shape} must have shape (), (*batch, 1) "
+            f"or (*batch, {n}), got {noise.shape}.{remedy}{rows}"
+        )
