@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, Bool, Float
 
-from numpyro_scalegp.core import batches, checks, functions
+from numpyro_scalegp.core import batches, functions
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated

@@ -9,9 +9,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import batches, checks, chunks, linalg
+from numpyro_scalegp.core import batches, chunks, linalg
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
