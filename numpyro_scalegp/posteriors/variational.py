@@ -9,10 +9,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import chunks, linalg
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import (
+    KernelFunctionSamples,
+    prior_draws,
+    zero_function,
+)
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
 # Rows worked on at a time: with more, a CPU waits for memory.
@@ -40,15 +45,15 @@ class AbstractVariationalPosterior(AbstractPosterior):
         """The shape of a batch of functions, () for one."""
         return self._weights()[0].shape[:-1]
 
-    def _each(self, function: Callable[[Any], Any]) -> Any:
-        """Apply `function` to this posterior, or to each of a batch."""
+    def _each(self, function: Callable[..., Any], *others: Array) -> Any:
+        """Apply `function` to this posterior, or to each of a batch and a part of the others."""
 
-        def apply(*weights: Array) -> Any:
-            return function(eqx.tree_at(lambda one: one._weights(), self, weights))
+        def apply(weights: tuple[Any, ...], *others: Array) -> Any:
+            return function(eqx.tree_at(lambda one: one._weights(), self, weights), *others)
 
         for _ in self.batch_shape:
             apply = jax.vmap(apply)
-        return apply(*self._weights())
+        return apply(self._weights(), *others)
 
     @abc.abstractmethod
     def _factorize(self) -> Any:
@@ -127,6 +132,31 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
     def _of_f(self) -> AbstractKernel:
         """The prior's kernel, of f or of the part of it that this is."""
 
+    @property
+    @abc.abstractmethod
+    def _whole(self) -> AbstractKernel:
+        """The prior's kernel of f."""
+
+    @property
+    @abc.abstractmethod
+    def _centers(self) -> Float[Array, "M d"]:
+        """The points of all kernel functions."""
+
+    @abc.abstractmethod
+    def _update(
+        self, factors: Any, prior: Float[Array, "M s"], key: Key[Array, ""]
+    ) -> Float[Array, "M s"]:
+        """The weights a with which draws of the prior plus k(., centers) a are draws of f.
+
+        Args:
+            factors: as `_factorize` gives them.
+            prior: the prior draws' values at the centers.
+            key: of all else that is drawn.
+        """
+
+    def _keys(self, key: Key[Array, ""]) -> Key[Array, "*batch"]:
+        return jax.random.split(key, self.batch_shape) if self.batch_shape else key
+
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         draws, lift = self._drawn(key, Xs, num_samples)
         linalg.warn_of_lift(lift)
@@ -134,19 +164,48 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
 
     @eqx.filter_jit
     def _drawn(self, key: Array, Xs: Array, num_samples: int) -> tuple[Array, Array]:
-        def joint(one: AbstractKernelPosterior) -> tuple[Array, Array, Array]:
-            factors = one._factorize()
-            return *one._joint(factors, Xs), one._lift(factors)
-
-        mean, covariance, lift = self._each(joint)
         prior_variance = self._of_f.diag(Xs)
 
-        def draw(key: Array, mean: Array, covariance: Array) -> Array:
-            return self._joint_sample(key, mean, covariance, prior_variance, num_samples)
+        def draw(one: AbstractKernelPosterior, key: Array) -> tuple[Array, Array]:
+            factors = one._factorize()
+            moments = one._joint(factors, Xs)
+            drawn = self._joint_sample(key, *moments, prior_variance, num_samples)
+            return drawn, one._lift(factors)
 
-        keys = key
-        if self.batch_shape:
-            keys = jax.random.split(key, self.batch_shape)
-        for _ in self.batch_shape:
-            draw = jax.vmap(draw)
-        return jnp.moveaxis(draw(keys, mean, covariance), -2, 0), lift
+        draws, lift = self._each(draw, self._keys(key))
+        return jnp.moveaxis(draws, -2, 0), lift
+
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> KernelFunctionSamples:
+        functions, lift = self._drawn_functions(key, num_samples, num_features)
+        linalg.warn_of_lift(lift)
+        return functions
+
+    @eqx.filter_jit
+    def _drawn_functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> tuple[KernelFunctionSamples, Array]:
+        draw_key, key = jax.random.split(key)
+        centers = self._centers.astype(self._weights()[0].dtype)
+        num = num_samples * math.prod(self.batch_shape)
+        draws = prior_draws(draw_key, self._whole, num, num_features, centers[0])
+        prior = draws(self._whole, centers, centers[0])
+        # One prior draw for each function of the batch and sample, (*batch, M, num_samples).
+        prior = jnp.moveaxis(prior.reshape(-1, num_samples, *self.batch_shape), (0, 1), (-2, -1))
+
+        def update(one: AbstractKernelPosterior, prior: Array, key: Array) -> tuple[Array, Array]:
+            factors = one._factorize()
+            return one._update(factors, prior, key), one._lift(factors)
+
+        weights, lift = self._each(update, prior, self._keys(key))
+        functions = KernelFunctionSamples(
+            self._of_f,
+            zero_function(weights.dtype),
+            draws,
+            jnp.arange(num),
+            centers[0],
+            centers,
+            jnp.moveaxis(weights, (-2, -1), (0, 1)),
+        )
+        return functions, lift
