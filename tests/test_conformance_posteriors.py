@@ -230,6 +230,43 @@ def test_posterior_has_moments_and_draws(factory, dtype):
     assert not np.allclose(first["moments"][1], second["moments"][1])
 
 
+@each("factory", POSTERIORS)
+def test_posterior_draws_functions(factory):
+    X, key = inputs(), jax.random.key(1)
+    Xs = jnp.concatenate([X, X[1:2] + 0.05, X[1:2] + 50.0])
+
+    def everything(lengthscale: Array, X: Array, Xs: Array) -> Any:
+        posterior = factory(sgp.kernels.RBF(lengthscale, 1.5), X)
+        functions = posterior.sample_functions(key, NUM_DRAWS, num_features=32)
+
+        def values(Xs: Array) -> tuple[Array, Array]:
+            found = functions(Xs)
+            return jnp.sum(found), found
+
+        gradient, found = jax.grad(values, has_aux=True)(Xs)
+        moments = posterior.mean(Xs), posterior.variance(Xs)
+        return functions, found, gradient, moments, posterior.sample(key, Xs, NUM_DRAWS)
+
+    args = jnp.asarray(LENGTHSCALES[0]), X, Xs
+    with jax.numpy_dtype_promotion("strict"):
+        functions, values, gradient, moments, draws = jax.jit(everything)(*args)
+    assert_round_trip(functions)
+    assert values.shape == draws.shape
+    assert gradient.shape == Xs.shape
+    assert_all_finite((values, gradient))
+    rounding = jitter(values.dtype)
+    assert_moments(values, *moments, rounding)
+    # Covariances between inputs are those of joint draws.
+    values, draws = (np.asarray(a, np.float64).reshape(NUM_DRAWS, -1) for a in (values, draws))
+    found, expected = (np.cov(a, rowvar=False) for a in (values, draws))
+    variance = np.diagonal(expected)
+    error = np.sqrt(2 * (np.outer(variance, variance) + expected**2) / NUM_DRAWS)
+    assert np.all(np.abs(found - expected) < 4.5 * error + rounding)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        wide = jax.eval_shape(everything, *jax.tree.map(jnp.float64, args))
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide[1:])} == {jnp.dtype("float64")}
+
+
 # ELBOs
 
 
