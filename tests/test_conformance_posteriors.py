@@ -230,14 +230,26 @@ def test_posterior_has_moments_and_draws(factory, dtype):
     assert not np.allclose(first["moments"][1], second["moments"][1])
 
 
+def both_terms(kernel: Any) -> tuple[Any, Any]:
+    """The terms of the sum below, in it or in a sum with another kernel."""
+    inner = getattr(kernel, "left", kernel).kernel
+    return inner.left, inner.right
+
+
 @each("factory", POSTERIORS)
 def test_posterior_draws_functions(factory):
     X, key = inputs(), jax.random.key(1)
     Xs = jnp.concatenate([X, X[1:2] + 0.05, X[1:2] + 50.0])
 
     def everything(lengthscale: Array, X: Array, Xs: Array) -> Any:
-        posterior = factory(sgp.kernels.RBF(lengthscale, 1.5), X)
+        RBF = sgp.kernels.RBF
+        posterior = factory(0.5 * (RBF(lengthscale, 2.0) + RBF(2.0 * lengthscale)), X)
         functions = posterior.sample_functions(key, NUM_DRAWS, num_features=32)
+        parts = [posterior.component(lambda k, i=i: both_terms(k)[i]) for i in (0, 1)]
+        shares = [
+            (part.sample_functions(key, NUM_DRAWS, num_features=32)(Xs), part.mean(Xs))
+            for part in parts
+        ]
 
         def values(Xs: Array) -> tuple[Array, Array]:
             found = functions(Xs)
@@ -245,17 +257,23 @@ def test_posterior_draws_functions(factory):
 
         gradient, found = jax.grad(values, has_aux=True)(Xs)
         moments = posterior.mean(Xs), posterior.variance(Xs)
-        return functions, found, gradient, moments, posterior.sample(key, Xs, NUM_DRAWS)
+        draws = posterior.sample(key, Xs, NUM_DRAWS)
+        return functions, found, gradient, moments, draws, shares
 
     args = jnp.asarray(LENGTHSCALES[0]), X, Xs
     with jax.numpy_dtype_promotion("strict"):
-        functions, values, gradient, moments, draws = jax.jit(everything)(*args)
+        functions, values, gradient, moments, draws, shares = jax.jit(everything)(*args)
     assert_round_trip(functions)
     assert values.shape == draws.shape
     assert gradient.shape == Xs.shape
     assert_all_finite((values, gradient))
     rounding = jitter(values.dtype)
     assert_moments(values, *moments, rounding)
+    # Those of the parts, and the mean function, add up to the whole's.
+    drawn, means = (sum(share) for share in zip(*shares, strict=True))
+    np.testing.assert_allclose(
+        values - drawn, jnp.broadcast_to(moments[0] - means, values.shape), atol=2e-3
+    )
     # Covariances between inputs are those of joint draws.
     values, draws = (np.asarray(a, np.float64).reshape(NUM_DRAWS, -1) for a in (values, draws))
     found, expected = (np.cov(a, rowvar=False) for a in (values, draws))
