@@ -46,7 +46,7 @@ def model(X, y=None):
     course = kernels.RBF(positive("course_days", 60.0), positive("course_scale", 10.0) ** 2)
     cycle = kernels.Periodic(positive("cycle_shape", 1.0), period=1.0)
     changing = kernels.RBF(positive("cycle_days", 20.0), positive("cycle_scale", 3.0) ** 2)
-    weather = kernels.Matern32(positive("weather_days", 1.5), positive("weather_scale", 4.0) ** 2)
+    weather = kernels.Matern12(positive("weather_days", 1.5), positive("weather_scale", 4.0) ** 2)
     kernel = course + cycle * changing + weather
     noise = positive("noise_scale", 0.5)
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, noise**2, mean=12.0), obs=y)

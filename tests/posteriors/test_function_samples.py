@@ -120,8 +120,6 @@ def test_kernels_without_features_and_other_mistakes():
         exact.sample_functions(KEY, num_features=3)
     with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
         exact.sample_functions(KEY, 0)
-    with pytest.raises(TypeError, match="`key` must be a JAX key"):
-        exact.sample_functions(0)
     functions = exact.sample_functions(KEY)
     with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, 1\)"):
         functions(jnp.ones((3, 2)))
@@ -129,10 +127,9 @@ def test_kernels_without_features_and_other_mistakes():
         functions(jnp.full((1, 1), jnp.nan))
 
 
-@pytest.mark.parametrize("num", [0, 3])
-def test_decoupled_without_a_basis_for_the_covariance(num, x64):
-    """Functions vary as the prior does, where L is zero or there is none."""
-    X, _, Xs = data()
+def test_decoupled_without_a_basis_for_the_covariance(x64):
+    """Functions vary as the prior does."""
+    (X, _, Xs), num = data(), 0
     q = sgp.DecoupledGP(kernel(), X, X, 0.1 * jnp.ones(N), X[:num], jnp.zeros((num, num)))
     posterior = q.posterior()
     functions = posterior.sample_functions(KEY, 2, num_features=8)
