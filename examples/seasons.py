@@ -59,11 +59,11 @@ PARTS = {
 }
 
 
-def main(num_days=365, every=5, folder="outputs/seasons", **options):
+def main(num_days=365, every=5, num_steps=100, folder="outputs/seasons"):
     """Run it all; returns the standard deviation of each part's mean, in degrees."""
     X, y = load(num_days, every)
     values = sgp.infer.initial_hyperparameters(
-        jax.random.key(0), model, X, y, subset_size=len(y), **options
+        jax.random.key(0), model, X, y, subset_size=len(y), num_steps=num_steps
     )
     print({name: round(float(value), 2) for name, value in values.items()})
     posterior = sgp.posterior(model, values, X, y)
