@@ -3,7 +3,8 @@
 The kernel is a sum of four parts, each with priors on its hyperparameters: a smooth trend, a yearly
 cycle that slowly changes its shape, deviations that last for months, and noise. NUTS needs many
 gradients and each costs O(n^3), so the data are cut: the monthly means of the last `--years`
-training years (15 by default, n = 180). The ten years after them are held out.
+training years (15 by default, n = 180). The ten years after them are held out. Two figures: the
+forecast, and the three parts that the record is taken apart into, each with its own band.
 
     python examples/co2.py
 """
@@ -33,6 +34,13 @@ def process(values, X):
     short = sgp.kernels.Matern32(values["short_years"], values["short_scale"] ** 2)
     kernel = trend + yearly * changing + short
     return sgp.GaussianProcess(kernel, X, values["noise_scale"] ** 2, mean=values["level"])
+
+
+PARTS = {
+    "trend": lambda kernel: kernel.left.left,
+    "yearly cycle": lambda kernel: kernel.left.right,
+    "months": lambda kernel: kernel.right,
+}
 
 
 def model(X, y=None):
@@ -90,25 +98,28 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     )
 
     year, year_test = data.unstandardize_X(X)[:, 0], data.unstandardize_X(data.X_test)[:, 0]
-    figure, (axes, panel) = plt.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 1))
+    figure, axes = plt.subplots(figsize=(9, 4))
     axes.plot(year, data.unstandardize_y(y), color="black", linewidth=1, label="training")
     axes.fill_between(year_test, low, high, color="C0", alpha=0.3, label="95 % band")
     axes.plot(year_test, mean, color="C0", label="forecast")
     axes.plot(year_test, truth, ".", color="C1", markersize=3, label="held out")
     axes.set(xlabel="year", ylabel="CO2 in ppm")
     axes.legend(loc="upper left")
-    season = posterior.component(lambda kernel: kernel.left.right)
-    months = X[-1] + np.linspace(-1.0, 0.0, 49)[:, None]
-    middle, band = (
-        data.y_scale * np.asarray(part)
-        for part in (season.mean(months), 2.0 * np.sqrt(season.variance(months)))
-    )
-    last_year = data.unstandardize_X(months)[:, 0]
-    panel.plot(last_year, middle, color="C2")
-    panel.fill_between(last_year, middle - band, middle + band, color="C2", alpha=0.3)
-    panel.set(xlabel="year", ylabel="the yearly cycle alone, in ppm")
     Path(folder).mkdir(parents=True, exist_ok=True)
     figure.savefig(Path(folder) / "forecast.png", dpi=150, bbox_inches="tight")
+
+    months = np.linspace(X[0], X[-1], 24 * years)
+    figure, axes = plt.subplots(3, 1, figsize=(9, 7), sharex=True, layout="constrained")
+    for (name, select), panel in zip(PARTS.items(), axes, strict=True):
+        part = posterior.component(select)
+        middle, band = part.mean(months), 2.0 * np.sqrt(part.variance(months))
+        # Relative to the record's mean: a part has neither its level nor its noise.
+        shown = [data.y_scale * np.asarray(one) for one in (middle, middle - band, middle + band)]
+        panel.plot(data.unstandardize_X(months), shown[0], color="C2")
+        panel.fill_between(data.unstandardize_X(months)[:, 0], *shown[1:], color="C2", alpha=0.3)
+        panel.set_ylabel(f"{name}, ppm")
+    axes[-1].set_xlabel("year")
+    figure.savefig(Path(folder) / "parts.png", dpi=150)
     return scores
 
 

@@ -787,6 +787,7 @@ POSTERIORS: list[Row] = [
     ("chunk float", lambda: exact.variance(X, chunk_size=2.0), "`chunk_size` must be an integer"),
     ("sample key", lambda: exact.sample(0, X), "`key` must be a JAX key.* got 0"),
     ("sample keys", lambda: exact.sample(KEYS, X), "`key` must be one key"),
+    ("functions key", lambda: exact.sample_functions(0), "`key` must be a JAX key.* got 0"),
     ("no samples", lambda: exact.sample(KEY, X, 0), "`num_samples` must be at least 1, got 0"),
     (
         "samples float",

@@ -230,6 +230,55 @@ def test_posterior_has_moments_and_draws(factory, dtype):
     assert not np.allclose(first["moments"][1], second["moments"][1])
 
 
+def both_terms(kernel: Any) -> tuple[Any, Any]:
+    """The terms of the sum below, in it or in a sum with another kernel."""
+    inner = getattr(kernel, "left", kernel).kernel
+    return inner.left, inner.right
+
+
+@each("factory", POSTERIORS)
+def test_posterior_draws_functions(factory):
+    X, key = inputs(), jax.random.key(1)
+    Xs = jnp.concatenate([X, X[1:2] + 0.05, X[1:2] + 50.0])
+
+    def everything(lengthscale: Array, X: Array, Xs: Array) -> Any:
+        RBF = sgp.kernels.RBF
+        posterior = factory(0.5 * (RBF(lengthscale, 2.0) + RBF(2.0 * lengthscale)), X)
+        functions = posterior.sample_functions(key, NUM_DRAWS, num_features=32)
+        parts = [posterior.component(lambda k, i=i: both_terms(k)[i]) for i in (0, 1)]
+        shares = [
+            (part.sample_functions(key, NUM_DRAWS, num_features=32)(Xs), part.mean(Xs))
+            for part in parts
+        ]
+
+        def values(Xs: Array) -> tuple[Array, Array]:
+            found = functions(Xs)
+            return jnp.sum(found), found
+
+        gradient, found = jax.grad(values, has_aux=True)(Xs)
+        moments = posterior.mean(Xs), posterior.variance(Xs)
+        return functions, found, gradient, moments, shares
+
+    args = jnp.asarray(LENGTHSCALES[0]), X, Xs
+    with jax.numpy_dtype_promotion("strict"):
+        functions, values, gradient, moments, shares = jax.jit(everything)(*args)
+    assert_round_trip(functions)
+    assert values.shape == (NUM_DRAWS, *moments[0].shape)
+    assert gradient.shape == Xs.shape
+    assert_all_finite((values, gradient))
+    rounding = jitter(values.dtype)
+    mean, variance = moments
+    assert_moments(values, mean, variance, rounding)
+    # Those of the parts, and the mean function, add up to the whole's.
+    drawn, means = (sum(share) for share in zip(*shares, strict=True))
+    np.testing.assert_allclose(
+        values - drawn, jnp.broadcast_to(mean - means, values.shape), atol=2e-3
+    )
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        wide = jax.eval_shape(everything, *jax.tree.map(jnp.float64, args))
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide[1:])} == {jnp.dtype("float64")}
+
+
 # ELBOs
 
 

@@ -64,7 +64,24 @@ def test_co2(tmp_path: Path, x64: None) -> None:
     # Ten years after five of training: a forecast that falls back to the mean is off by 8 ppm.
     assert scores["rmse"] < 5.0
     assert scores["coverage"] > 0.5
-    assert (tmp_path / "forecast.png").stat().st_size > 0
+    for name in ("forecast.png", "parts.png"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_seasons(tmp_path: Path, x64: None) -> None:
+    pytest.importorskip("pandas")
+    spread = load("seasons").main(30, 6, folder=tmp_path, num_steps=20)
+    # In January the days are as different as the hours within them, and the weather more so.
+    assert 0.3 < spread["daily cycle"] < spread["weather"]
+    assert (tmp_path / "parts.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_thompson(tmp_path: Path) -> None:
+    found, largest = load("thompson").main(2, num_first=20, folder=tmp_path)
+    assert found > 0.8 * largest
+    assert (tmp_path / "yield.png").stat().st_size > 0
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from numpyro_scalegp.features.chevron import (
 )
 from numpyro_scalegp.features.learned import as_features
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import AbstractFunctionSamples
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
 
 
@@ -163,14 +164,33 @@ class ChevronPosterior(AbstractVariationalPosterior):
         prior = kernel.diag(X)
         return noise * jnp.square(prior) / (sums + noise * prior)
 
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        """Draw weights; the same key gives the same functions at other inputs."""
+        return self._functions(key, num_samples)._values(Xs, None)
+
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None = None
+    ) -> "ChevronFunctionSamples":
+        return ChevronFunctionSamples(self, key, num_samples)
+
+
+class ChevronFunctionSamples(AbstractFunctionSamples):
+    """Functions f_j(x) = phi(x)'w_j, whose m weights are drawn block by block at each call."""
+
+    posterior: ChevronPosterior
+    key: Key[Array, ""]
+    num_samples: int = eqx.field(static=True)
+
+    @property
+    def _num_columns(self) -> int | None:
+        return self.posterior._num_columns
+
     @eqx.filter_jit
-    def _sample(
-        self, key: Key[Array, ""], Xs: Float[Array, "n d"], num_samples: int
-    ) -> Float[Array, "num_samples n"]:
-        """Draw weights block by block; the same key gives the same functions at other inputs."""
-        weights, size = self._chevron, self.loc.shape[0]
-        dense_key, sparse_key = jax.random.split(key)
-        shared = jax.random.normal(dense_key, (weights.rank, num_samples), self.loc.dtype)
+    def _values(self, Xs: Array, chunk_size: int | None) -> Array:
+        features, weights = self.posterior.features, self.posterior._chevron
+        size, dtype, num = weights.loc.shape[0], weights.loc.dtype, self.num_samples
+        dense_key, sparse_key = jax.random.split(self.key)
+        shared = jax.random.normal(dense_key, (weights.rank, num), dtype)
 
         def draw(rows: Array) -> Array:
             def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
@@ -178,22 +198,19 @@ class ChevronPosterior(AbstractVariationalPosterior):
                 inside = index < size
                 index = jnp.minimum(index, size - 1)
                 directions, diagonal = weights.rows(index)
-                own = jax.random.normal(
-                    jax.random.fold_in(sparse_key, number),
-                    (index.shape[0], num_samples),
-                    self.loc.dtype,
-                )
+                own_key = jax.random.fold_in(sparse_key, number)
+                own = jax.random.normal(own_key, (index.shape[0], num), dtype)
                 drawn = directions[:, :1] + matmul(directions[:, 1:], shared)
                 drawn = drawn + diagonal[:, None] * own
-                Phi = jnp.where(inside, self.features.columns(rows, index), 0.0)
+                Phi = jnp.where(inside, features.columns(rows, index), 0.0)
                 return total + matmul(Phi, drawn), None
 
             blocks = blocks_of(size)
-            dtype = jnp.result_type(Xs, self.loc)
-            zero = jnp.zeros((rows.shape[0], num_samples), dtype)
-            return jax.lax.scan(add, zero, (jnp.arange(len(blocks)), blocks))[0]
+            zero = jnp.zeros((rows.shape[0], num), jnp.result_type(Xs, weights.loc))
+            # Features are made once more on the way back.
+            return jax.lax.scan(jax.checkpoint(add), zero, (jnp.arange(len(blocks)), blocks))[0]
 
-        return chunks.map_rows(draw, Xs, self.rows_per_chunk()).T
+        return chunks.map_rows(draw, Xs, chunk_size or self.posterior.rows_per_chunk()).T
 
 
 class ChevronGP(AbstractVariationalGP):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import constraints
@@ -127,6 +128,14 @@ class DecoupledPosterior(AbstractKernelPosterior):
         return self.kernel if self.part is None else self.part
 
     @property
+    def _whole(self) -> AbstractKernel:
+        return self.kernel
+
+    @property
+    def _centers(self) -> Float[Array, "M d"]:
+        return jnp.concatenate([self.mean_points, self.cov_points])
+
+    @property
     def _num_columns(self) -> int:
         return self.mean_points.shape[1]
 
@@ -167,6 +176,21 @@ class DecoupledPosterior(AbstractKernelPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         white = matmul(factors, self._of_f(self.cov_points, X))
         return self._expanded(X), self._of_f.covariance(X) - matmul(white.T, white)
+
+    def _update(
+        self, factors: Float[Array, "M_q M_q"], prior: Float[Array, "M s"], key: Key[Array, ""]
+    ) -> Float[Array, "M s"]:
+        """The weights a at P, and at Q those of an observation of p(Q) with noise B^-1.
+
+        -G (p(Q) + e) = -L M^-1 (L'p(Q) + L'e) with e ~ N(0, B^-1), so that L'e is standard normal,
+        also where L has no inverse.
+        """
+        num = len(self.mean_points)
+        at_cov = prior[num:]
+        noise = jax.random.normal(key, at_cov.shape, prior.dtype)
+        white = matmul(factors, at_cov) + matmul(self._whitening(), noise)
+        mean = jnp.broadcast_to(self.mean_weights[:, None], (num, prior.shape[1]))
+        return jnp.concatenate([mean, -matmul(factors.T, white)])
 
 
 class DecoupledGP(AbstractVariationalGP):

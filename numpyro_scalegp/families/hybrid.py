@@ -55,6 +55,14 @@ class HybridPosterior(AbstractKernelPosterior):
         return self.sparse._of_f
 
     @property
+    def _whole(self) -> AbstractKernel:
+        return self.sparse.kernel
+
+    @property
+    def _centers(self) -> Float[Array, "M d"]:
+        return jnp.concatenate([self.sparse.inducing_points, self.residual_points])
+
+    @property
     def _num_columns(self) -> int:
         return self.sparse._num_columns
 
@@ -83,6 +91,14 @@ class HybridPosterior(AbstractKernelPosterior):
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         mean, covariance = self.sparse._joint(factors, X)
         return mean + self._residual(X), covariance
+
+    def _update(
+        self, factors: Any, prior: Float[Array, "M s"], key: Key[Array, ""]
+    ) -> Float[Array, "M s"]:
+        sparse = self.sparse._update(factors, prior[: len(self.sparse.inducing_points)], key)
+        shape = (len(self.residual_points), prior.shape[1])
+        residual = jnp.broadcast_to(self.residual_weights[:, None], shape)
+        return jnp.concatenate([sparse, residual])
 
 
 class HybridGP(AbstractVariationalGP):

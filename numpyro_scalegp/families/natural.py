@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
@@ -54,9 +54,19 @@ class NaturalPosterior(SparsePosterior):
     def _joint(
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        return super(NaturalPosterior, self._fixed())._joint(factors, X)
+
+    def _update(
+        self,
+        factors: tuple[Float[Array, "M M"], linalg.Factor],
+        prior: Float[Array, "M s"],
+        key: Key[Array, ""],
+    ) -> Float[Array, "M s"]:
+        return super(NaturalPosterior, self._fixed())._update(factors, prior, key)
+
+    def _fixed(self) -> "NaturalPosterior":
         loc, scale_tril = without_derivatives((self.loc, self.scale_tril))
-        drawn = dataclasses.replace(self, loc=loc, scale_tril=scale_tril)
-        return super(NaturalPosterior, drawn)._joint(factors, X)
+        return dataclasses.replace(self, loc=loc, scale_tril=scale_tril)
 
 
 class NaturalSparseGP(SparseGP):

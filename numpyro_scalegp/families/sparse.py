@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.distributions.kl import kl_divergence
 
@@ -56,6 +56,18 @@ class SparsePosterior(AbstractKernelPosterior):
         return self.kernel if self.part is None else self.part
 
     @property
+    def _whole(self) -> AbstractKernel:
+        return self.kernel
+
+    @property
+    def _shares_kernel(self) -> bool:
+        return not self.kernel.batch_shape and self.inducing_points.ndim == 2
+
+    @property
+    def _centers(self) -> Float[Array, "M d"]:
+        return self.inducing_points
+
+    @property
     def _num_columns(self) -> int:
         return self.inducing_points.shape[-1]
 
@@ -98,6 +110,21 @@ class SparsePosterior(AbstractKernelPosterior):
         SA = matmul(self.scale_tril.T, A)
         covariance = self._of_f.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
         return matmul(self.loc, A), covariance
+
+    def _update(
+        self,
+        factors: tuple[Float[Array, "M M"], linalg.Factor],
+        prior: Float[Array, "M s"],
+        key: Key[Array, ""],
+    ) -> Float[Array, "M s"]:
+        """L^-T (v - L^-1 p(Z)) for draws v of q, and p of the prior."""
+        K, factor = factors
+        whitener = linalg.inverse_cholesky_given(K, factor.tril)
+        added = jnp.diagonal(K) - self.kernel.diag(self.inducing_points)
+        normals = jax.random.normal(key, (2, *prior.shape), prior.dtype)
+        values = prior + jnp.sqrt(jnp.maximum(added, 0.0))[:, None] * normals[0]
+        v = self.loc[:, None] + matmul(self.scale_tril, normals[1])
+        return matmul(whitener.T, v - matmul(whitener, values))
 
 
 class SparseGP(AbstractVariationalGP):

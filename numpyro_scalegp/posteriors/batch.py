@@ -14,7 +14,28 @@ from numpyro_scalegp.core import batches, functions
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated
+from numpyro_scalegp.posteriors.function_samples import (
+    AbstractFunctionSamples,
+    OutputsFunctionSamples,
+)
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned, AbstractPosterior
+
+
+class BatchFunctionSamples(OutputsFunctionSamples):
+    """Functions of each member of a batch, less its prior mean, with that mean."""
+
+    mean_function: RowsFunction
+    is_indicated: bool = eqx.field(static=True)  # whether the members' kernels are `Indicated`
+
+    @property
+    def _num_columns(self) -> int | None:
+        columns = super()._num_columns
+        return columns - 1 if columns and self.is_indicated else columns
+
+    @eqx.filter_jit
+    def _values(self, Xs: Array, chunk_size: int | None) -> Array:
+        seen = Indicated.with_indicator(Xs) if self.is_indicated else Xs
+        return self.mean_function(Xs) + super()._values(seen, chunk_size)
 
 
 class BatchPosterior(AbstractConditioned):
@@ -85,6 +106,20 @@ class BatchPosterior(AbstractConditioned):
         of_members = batches.Batch(keys, len(self.batch_shape))
         draws = self._each(of_one, self._rows(Xs), of_members)
         return self.mean_function(Xs) + jnp.moveaxis(draws, -2, 0)
+
+    @eqx.filter_jit
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> "BatchFunctionSamples":
+        def of_one(member: AbstractPosterior, key: Array) -> AbstractFunctionSamples:
+            return member._functions(key, num_samples, num_features)
+
+        keys = jax.random.split(key, self.batch_shape)
+        functions = self._each(of_one, batches.Batch(keys, len(self.batch_shape)))
+        is_indicated = self.observed is not None
+        return BatchFunctionSamples(
+            functions, len(self.batch_shape), self.mean_function, is_indicated
+        )
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "BatchPosterior":
         """The posteriors of a part of each f; see `AbstractPosterior.restrict`."""

@@ -4,13 +4,21 @@ import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
+from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.feature import FeaturePosterior
+from numpyro_scalegp.posteriors.function_samples import (
+    AbstractFunctionSamples,
+    KernelFunctionSamples,
+    draws_with,
+    prior_draws,
+)
 
 
 class WhitenedPoints(eqx.Module):
@@ -19,18 +27,24 @@ class WhitenedPoints(eqx.Module):
     kernel: AbstractKernel
     points: Float[Array, "M d"]
     whitening: Float[Array, "M M"]  # L^-1
+    part: AbstractKernel | None = None  # of f, in place of the whole
+
+    @property
+    def of_f(self) -> AbstractKernel:
+        """The prior's kernel, of f or of the part of it that this is."""
+        return self.kernel if self.part is None else self.part
 
     def __call__(self, X: Float[Array, "n d"]) -> Float[Array, "n M"]:
         """The features of each row."""
-        return matmul(self.kernel(X, self.points), self.whitening.T)
+        return matmul(self.of_f(X, self.points), self.whitening.T)
 
     def unexplained(self, X: Float[Array, "n d"], Phi: Float[Array, "n M"]) -> Float[Array, " n"]:
         """The variance that the features Phi of X leave unexplained."""
-        return jnp.maximum(self.kernel.diag(X) - jnp.sum(jnp.square(Phi), axis=1), 0.0)
+        return jnp.maximum(self.of_f.diag(X) - jnp.sum(jnp.square(Phi), axis=1), 0.0)
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "WhitenedPoints":
         """Those of a part of f, with the whole's whitening."""
-        return dataclasses.replace(self, kernel=change(self.kernel))
+        return dataclasses.replace(self, part=change(self.of_f))
 
 
 class CollapsedPosterior(FeaturePosterior):
@@ -66,12 +80,28 @@ class CollapsedPosterior(FeaturePosterior):
         Xs = self._check(Xs)
         Phi = self.features(Xs)
         white = self._white(Phi)
-        return self.features.kernel.covariance(Xs) - matmul(Phi, Phi.T) + matmul(white, white.T)
+        return self.features.of_f.covariance(Xs) - matmul(Phi, Phi.T) + matmul(white, white.T)
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        prior = self.features.kernel.diag(Xs)
+        prior = self.features.of_f.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
+
+    @eqx.filter_jit
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None = None
+    ) -> AbstractFunctionSamples:
+        weight_key, draw_key = jax.random.split(key)
+        W, kernel = self.features.whitening, self.features.kernel
+        Z = self.features.points.astype(W.dtype)
+        draws = prior_draws(draw_key, kernel, num_samples, num_features, Z[0])
+        at_points = draws_with(draws, kernel, Z, linalg.triangular_inverse(W))
+        white = self._drawn_weights(weight_key, num_samples).T - matmul(W, at_points)
+        columns = jnp.arange(num_samples)
+        weights = matmul(W.T, white)
+        return KernelFunctionSamples(
+            self.features.of_f, self.mean_function, draws, columns, Z[0], Z, weights
+        )
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i under the optimal q given all other observations.

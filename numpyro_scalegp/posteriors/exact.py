@@ -10,10 +10,16 @@ import numpyro.distributions as dist
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import functions, linalg
+from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import (
+    KernelFunctionSamples,
+    draws_with,
+    prior_draws,
+    zero_function,
+)
 from numpyro_scalegp.posteriors.posterior import AbstractInChunks
 
 
@@ -38,6 +44,7 @@ class ExactPosterior(AbstractInChunks):
     mean_function: RowsFunction
     factor: linalg.Factor
     representer_weights: Float[Array, " n"]  # a = H^-1 (y - m(X))
+    part: AbstractKernel | None = None  # of f, in place of the whole
 
     @classmethod
     def from_factor(
@@ -78,32 +85,49 @@ class ExactPosterior(AbstractInChunks):
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "ExactPosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
-        # The whole's kernel is in the factor already.
-        zero = functions.constant_function(jnp.zeros((), self.representer_weights.dtype))
-        return dataclasses.replace(self, kernel=change(self.kernel), mean_function=zero)
+        zero = zero_function(self.representer_weights.dtype)
+        return dataclasses.replace(self, part=change(self._of_f), mean_function=zero)
+
+    @property
+    def _of_f(self) -> AbstractKernel:
+        return self.kernel if self.part is None else self.part
 
     @property
     def _row_width(self) -> int:
         return self.X.shape[0]
 
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return matmul(self.kernel(rows, self.X), self.representer_weights)
+        return matmul(self._of_f(rows, self.X), self.representer_weights)
 
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        white = solve_triangular(self.factor.tril, self.kernel(self.X, rows), lower=True)
+        white = solve_triangular(self.factor.tril, self._of_f(self.X, rows), lower=True)
         explained = jnp.sum(jnp.square(white), axis=0)
-        return jnp.maximum(self.kernel.diag(rows) - explained, 0.0)
+        return jnp.maximum(self._of_f.diag(rows) - explained, 0.0)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
         Xs = self._check(Xs)
-        white = solve_triangular(self.factor.tril, self.kernel(self.X, Xs), lower=True)
-        return self.kernel.covariance(Xs) - matmul(white.T, white)
+        white = solve_triangular(self.factor.tril, self._of_f(self.X, Xs), lower=True)
+        return self._of_f.covariance(Xs) - matmul(white.T, white)
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        prior = self.kernel.diag(Xs)
+        prior = self._of_f.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
+
+    @eqx.filter_jit
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> KernelFunctionSamples:
+        L, a = self.factor.tril, self.representer_weights
+        X = self.X.astype(L.dtype)
+        draws = prior_draws(key, self.kernel, num_samples, num_features, X[0])
+        observed = draws_with(draws, self.kernel, X, L)
+        weights = a[:, None] - jax.scipy.linalg.cho_solve((L, True), observed)
+        columns = jnp.arange(num_samples)
+        return KernelFunctionSamples(
+            self._of_f, self.mean_function, draws, columns, X[0], X, weights
+        )
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core.functions import RowsFunction, constant_function
+from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import (
+    AbstractFunctionSamples,
+    FeatureFunctionSamples,
+    zero_function,
+)
 from numpyro_scalegp.posteriors.posterior import AbstractInChunks
 
 Found = TypeVar("Found", bound="FeaturePosterior")
@@ -80,7 +85,7 @@ class FeaturePosterior(AbstractInChunks):
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "FeaturePosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
-        zero = constant_function(jnp.zeros((), self.weights.mean.dtype))
+        zero = zero_function(self.weights.mean.dtype)
         features = self.features.restrict(change)  # type: ignore[attr-defined]
         return dataclasses.replace(self, features=features, mean_function=zero)
 
@@ -111,16 +116,22 @@ class FeaturePosterior(AbstractInChunks):
         white = self._white(self.features(self._check(Xs)))
         return matmul(white, white.T)
 
-    @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        return self._functions(key, num_samples)._values(Xs, None)
+
+    @eqx.filter_jit
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None = None
+    ) -> AbstractFunctionSamples:
+        weights = self._drawn_weights(key, num_samples)
+        return FeatureFunctionSamples(
+            self.features, self.mean_function, weights.T, self._num_columns
+        )
+
+    def _drawn_weights(self, key: Array, num_samples: int) -> Float[Array, "num_samples p"]:
         W = self.weights.whitening
         normal = jax.random.normal(key, (num_samples, len(W)), W.dtype)
-        w = self.weights.mean + matmul(normal, W)
-
-        def draws(rows: Array) -> Array:
-            return self.mean_function(rows)[:, None] + matmul(self.features(rows), w.T)
-
-        return self._map(draws, Xs, None).T
+        return self.weights.mean + matmul(normal, W)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

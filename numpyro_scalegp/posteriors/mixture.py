@@ -12,6 +12,10 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import (
+    AbstractFunctionSamples,
+    MixtureFunctionSamples,
+)
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
 
@@ -69,15 +73,33 @@ class MixturePosterior(AbstractPosterior):
 
     @eqx.filter_jit
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        def sample(posterior: AbstractPosterior, key: Array) -> Array:
+            return posterior.sample(key, Xs, 1)[0]
+
+        return self._each_chosen(sample, key, num_samples)
+
+    @eqx.filter_jit
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> MixtureFunctionSamples:
+        def draw(posterior: AbstractPosterior, key: Array) -> AbstractFunctionSamples:
+            return posterior._functions(key, 1, num_features)
+
+        return MixtureFunctionSamples(self._each_chosen(draw, key, num_samples))
+
+    def _each_chosen(
+        self, function: Callable[[AbstractPosterior, Array], Any], key: Array, num: int
+    ) -> Any:
+        """What a function draws from posteriors of `num` draws, stacked."""
         order_key, draw_key = jax.random.split(key)
         order = jax.random.permutation(order_key, self.num_draws)
-        chosen = order[jnp.arange(num_samples) % self.num_draws]
+        chosen = order[jnp.arange(num) % self.num_draws]
         draws = jax.tree.map(lambda leaf: leaf[chosen], self.draws)
 
-        def sample(item: tuple[Any, Array]) -> Array:
-            return self.given(item[0]).sample(item[1], Xs, 1)[0]
+        def one(item: tuple[Any, Array]) -> Any:
+            return function(self.given(item[0]), item[1])
 
-        return jax.lax.map(sample, (draws, jax.random.split(draw_key, num_samples)))
+        return jax.lax.map(one, (draws, jax.random.split(draw_key, num)))
 
     def predictive(
         self,

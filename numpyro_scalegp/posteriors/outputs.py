@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import OutputsFunctionSamples
 from numpyro_scalegp.posteriors.mixture import Restricted
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
@@ -58,6 +59,14 @@ class OutputsPosterior(AbstractPosterior):
         keys = jax.random.split(key, self.batch_shape)
         draws = self._each(lambda posterior, key: posterior.sample(key, Xs, num_samples), keys)
         return jnp.moveaxis(draws, -2, 0)
+
+    @eqx.filter_jit
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> OutputsFunctionSamples:
+        keys = jax.random.split(key, self.batch_shape)
+        draws = self._each(lambda one, key: one._functions(key, num_samples, num_features), keys)
+        return OutputsFunctionSamples(draws, len(self.batch_shape))
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "OutputsPosterior":
         """The posteriors of a part of each f; see `AbstractPosterior.restrict`."""

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, functions
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import KernelFunctionSamples, zero_function
 from numpyro_scalegp.posteriors.posterior import AbstractInChunks
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator, Solution
 from numpyro_scalegp.solvers.solver import warn_unless_converged
@@ -76,7 +77,7 @@ class PathwisePosterior(AbstractInChunks):
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "PathwisePosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
-        zero = functions.constant_function(jnp.zeros((), self.solution.value.dtype))
+        zero = zero_function(self.solution.value.dtype)
         return dataclasses.replace(self, part=change(self._of_f), mean_function=zero)
 
     @property
@@ -128,20 +129,27 @@ class PathwisePosterior(AbstractInChunks):
         Returns:
             Draws of f without observation noise, shape (num_samples, m), in O(n m (d + s)).
         """
-        source, num_samples = self, checks.count("num_samples", num_samples)
-        key = checks.as_key(key)
-        if num_samples > self.num_samples:
-            source = self.resampled(key, num_samples)
         chunk_size = checks.count_or_none("chunk_size", chunk_size)
-        return source._sample(key, self._check(Xs), num_samples, chunk_size)
+        Xs, num_samples = self._check(Xs), checks.count("num_samples", num_samples)
+        return self._functions(checks.as_key(key), num_samples)._values(Xs, chunk_size)
 
-    @eqx.filter_jit
-    def _sample(
-        self, key: Array, Xs: Array, num_samples: int, chunk_size: int | None = None
-    ) -> Array:
-        chosen = jax.random.permutation(key, self.num_samples)[:num_samples]
-        deviations = self._map(self._deviations, Xs, chunk_size)[:, chosen]
-        return self._mean(Xs, chunk_size)[None, :] + deviations.T
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        return self._functions(key, num_samples)._values(Xs, None)
+
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None = None
+    ) -> KernelFunctionSamples:
+        """Stored samples as functions, or new ones from one batched solve."""
+        source, stored = self, self.draws.num_features
+        if num_samples > self.num_samples or num_features not in (None, stored):
+            source = self._resampled(key, num_samples, num_features or stored)
+        value = source.solution.value
+        columns = jax.random.permutation(key, source.num_samples)[:num_samples]
+        X = self.X.astype(value.dtype)
+        weights = value[:, :1] - value[:, 1 + columns]
+        return KernelFunctionSamples(
+            self._of_f, self.mean_function, source.draws, columns, X[0], X, weights
+        )
 
     def resampled(self, key: Key[Array, ""], num_samples: int) -> "PathwisePosterior":
         """The same posterior with other stored samples, from one batched solve.
@@ -154,13 +162,14 @@ class PathwisePosterior(AbstractInChunks):
         Returns:
             A `PathwisePosterior` with the same mean.
         """
-        return self._resampled(key, checks.count("num_samples", num_samples))
+        num_samples = checks.count("num_samples", num_samples)
+        return self._resampled(key, num_samples, self.draws.num_features)
 
     @eqx.filter_jit
-    def _resampled(self, key: Array, num_samples: int) -> "PathwisePosterior":
+    def _resampled(self, key: Array, num_samples: int, num_features: int) -> "PathwisePosterior":
         operator = KernelOperator(self.kernel, self.X, self.noise_variance)
         solver_key, draw_key = jax.random.split(key)
-        draws = PriorDraws.from_key(draw_key, num_samples, self.draws.num_features)
+        draws = PriorDraws.from_key(draw_key, num_samples, num_features)
         targets = draws.observations(self.kernel, self.X, operator.noise())
         found = self.solver.to_tolerance.solve(
             operator, targets, key=solver_key, num_averaged=targets.shape[1]

@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import AbstractFunctionSamples
 
 
 class AbstractPosterior(eqx.Module):
@@ -106,6 +107,57 @@ class AbstractPosterior(eqx.Module):
         num_samples = checks.count("num_samples", num_samples)
         return self._sample(checks.as_key(key), self._check(Xs), num_samples)
 
+    def sample_functions(
+        self, key: Key[Array, ""], num_samples: int = 1, *, num_features: int | None = None
+    ) -> AbstractFunctionSamples:
+        """Draw functions from the posterior that can be called at any inputs, now or later.
+
+        Where `sample` needs all inputs at once, these are evaluated, differentiated and maximized
+        wherever it turns out to be worth it, as in Thompson sampling. A draw of the prior is made
+        of random features and updated by what is known of the function (Matheron's rule). Its mean
+        is exact, and so is its covariance on average over keys; given the features, which each 16
+        draws share, a variance is off by about sqrt(2 / num_features) of the prior's. A posterior
+        over finitely many features has functions of these, with no such error.
+
+        With the same key, the functions of all components of a sum, and the mean function, add up
+        to those of the whole.
+
+        Args:
+            key: a typed JAX key.
+            num_samples: number of functions, at least 1.
+            num_features: random features of each prior draw, even; None for 2000 or, of a
+                posterior that stores samples, theirs. A posterior over features has its own.
+
+        Returns:
+            A pytree of functions: `functions(Xs)` has shape (num_samples, m), or
+            (num_samples, *batch, m), in O(m (M d + num_features)) for each function and M data or
+            inducing points. Drawing them costs a solve with a factor that is there: O(n^2) for n
+            data points, O(M^3) for M inducing points; of a mixture, what conditioning on the data
+            costs for each function.
+
+        Raises:
+            ValueError: if `num_samples` is below 1, `num_features` not even and positive, or the
+                kernel has no random features; then `sample` draws at all inputs at once.
+
+        References:
+            Wilson et al. (2020), Efficiently Sampling Functions from Gaussian Process Posteriors,
+            eq. 13.
+
+        Example:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import numpyro_scalegp as sgp
+            >>> X = jnp.linspace(0.0, 1.0, 5)[:, None]
+            >>> gp = sgp.GaussianProcess(sgp.kernels.RBF(0.3), X, 0.01)
+            >>> functions = gp.condition(jnp.sin(6.0 * X[:, 0])).sample_functions(jax.random.key(0))
+            >>> functions(X[:2]).shape, jax.grad(lambda x: functions(x[None])[0, 0])(X[0]).shape
+            ((1, 2), (1,))
+        """
+        num_samples = checks.count("num_samples", num_samples)
+        if num_features is not None:
+            num_features = checks.count("num_features", num_features, 2, even=True)
+        return self._functions(checks.as_key(key), num_samples, num_features)
+
     @property
     def _num_columns(self) -> int | None:
         """Columns of the inputs; None if any number will do."""
@@ -138,6 +190,12 @@ class AbstractPosterior(eqx.Module):
     @abc.abstractmethod
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         """Joint draws at inputs that were checked."""
+
+    @abc.abstractmethod
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> AbstractFunctionSamples:
+        """Draws as functions, given arguments that were checked."""
 
     def predictive(
         self,
@@ -276,6 +334,11 @@ class Component(AbstractPosterior):
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self.part.sample(key, Xs, num_samples)
+
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> AbstractFunctionSamples:
+        return self.part._functions(key, num_samples, num_features)
 
     @property
     def diagnostics(self) -> dict[str, Array]:

@@ -9,10 +9,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, chunks, linalg
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors.function_samples import (
+    AbstractFunctionSamples,
+    KernelFunctionSamples,
+    OutputsFunctionSamples,
+    prior_draws,
+    zero_function,
+)
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
 # Rows worked on at a time: with more, a CPU waits for memory.
@@ -132,6 +139,32 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
     def _of_f(self) -> AbstractKernel:
         """The prior's kernel, of f or of the part of it that this is."""
 
+    @property
+    @abc.abstractmethod
+    def _whole(self) -> AbstractKernel:
+        """The prior's kernel of f."""
+
+    @property
+    @abc.abstractmethod
+    def _centers(self) -> Float[Array, "M d"]:
+        """The points of all kernel functions."""
+
+    @abc.abstractmethod
+    def _update(
+        self, factors: Any, prior: Float[Array, "M s"], key: Key[Array, ""]
+    ) -> Float[Array, "M s"]:
+        """The weights a with which draws of the prior plus k(., centers) a are draws of f.
+
+        Args:
+            factors: as `_factorize` gives them.
+            prior: the prior draws' values at the centers.
+            key: of all else that is drawn.
+        """
+
+    def _keys(self, key: Key[Array, ""]) -> batches.Batch:
+        keys = jax.random.split(key, self.batch_shape) if self.batch_shape else key
+        return batches.Batch(keys, len(self.batch_shape))
+
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         draws, lift = self._drawn(key, Xs, num_samples)
         linalg.warn_of_lift(lift)
@@ -139,14 +172,59 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
 
     @eqx.filter_jit
     def _drawn(self, key: Array, Xs: Array, num_samples: int) -> tuple[Array, Array]:
-        def joint(one: AbstractKernelPosterior, Xs: Array, key: Array) -> tuple[Array, Array]:
+        def draw(one: AbstractKernelPosterior, Xs: Array, key: Array) -> tuple[Array, Array]:
             factors = one._factorize()
-            prior_variance = one._of_f.diag(Xs)
-            moments = one._joint(factors, Xs)
-            draws = self._joint_sample(key, *moments, prior_variance, num_samples)
-            return draws, one._lift(factors)
+            moments, prior_variance = one._joint(factors, Xs), one._of_f.diag(Xs)
+            drawn = self._joint_sample(key, *moments, prior_variance, num_samples)
+            return drawn, one._lift(factors)
 
-        keys = jax.random.split(key, self.batch_shape) if self.batch_shape else key
-        others = batches.Batch(Xs, Xs.ndim - 2), batches.Batch(keys, len(self.batch_shape))
-        draws, lift = self._each(joint, *others)
+        draws, lift = self._each(draw, batches.Batch(Xs, Xs.ndim - 2), self._keys(key))
         return jnp.moveaxis(draws, -2, 0), lift
+
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> AbstractFunctionSamples:
+        functions, lift = self._drawn_functions(key, num_samples, num_features)
+        linalg.warn_of_lift(lift)
+        return functions
+
+    @property
+    def _shares_kernel(self) -> bool:
+        """Whether the functions of a batch have the same kernel and centers."""
+        return True
+
+    @eqx.filter_jit
+    def _drawn_functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> tuple[AbstractFunctionSamples, Array]:
+        if not self._shares_kernel:
+
+            def of_one(one: AbstractKernelPosterior, key: Array) -> tuple:
+                return one._drawn_functions(key, num_samples, num_features)
+
+            functions, lift = self._each(of_one, self._keys(key))
+            return OutputsFunctionSamples(functions, len(self.batch_shape)), lift
+        draw_key, key = jax.random.split(key)
+        centers = self._centers.astype(self._weights()[0].dtype)
+        num = num_samples * math.prod(self.batch_shape)
+        draws = prior_draws(draw_key, self._whole, num, num_features, centers[0])
+        prior = draws(self._whole, centers, centers[0])
+        # One prior draw for each function of the batch and sample, (*batch, M, num_samples).
+        prior = jnp.moveaxis(prior.reshape(-1, num_samples, *self.batch_shape), (0, 1), (-2, -1))
+
+        def update(one: AbstractKernelPosterior, prior: Array, key: Array) -> tuple[Array, Array]:
+            factors = one._factorize()
+            return one._update(factors, prior, key), one._lift(factors)
+
+        of_members = batches.Batch(prior, len(self.batch_shape))
+        weights, lift = self._each(update, of_members, self._keys(key))
+        functions = KernelFunctionSamples(
+            self._of_f,
+            zero_function(weights.dtype),
+            draws,
+            jnp.arange(num),
+            centers[0],
+            centers,
+            jnp.moveaxis(weights, (-2, -1), (0, 1)),
+        )
+        return functions, lift

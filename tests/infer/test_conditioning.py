@@ -121,6 +121,27 @@ def test_of_one_of_two_sites():
         found.predictive(XS)
 
 
+def test_over_draws_of_two_functions(x64):
+    """Each by its name, whatever else there are draws of."""
+
+    def model(X, y=None):
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+        g = numpyro.sample("g", sgp.LatentGP(sgp.kernels.Matern32(0.3), X))
+        total = numpyro.deterministic("total", f + g)
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(total, noise), obs=y)
+
+    X = jnp.linspace(0.0, 3.0, 5)[:, None]
+    f, g = jnp.sin(X[:, 0] + jnp.arange(3.0)[:, None]), jnp.cos(2.0 * X[:, 0] * jnp.ones((3, 1)))
+    draws = {"f": f, "g": g, "noise": jnp.ones(3), "total": f + g}
+    for name in ("f", "g"):
+        found = sgp.posterior(model, draws, X, X[:, 0], site=name)
+        np.testing.assert_allclose(found.mean(X), draws[name].mean(axis=0), atol=1e-6)
+    with pytest.raises(ValueError, match=r"the GP sites \['f', 'g'\]: name one with `site=`"):
+        sgp.posterior(model, draws, X, X[:, 0])
+
+
 def test_of_a_guide_written_by_hand():
     process = sgp.SparseGP(kernel(0.7), X, X[::3], jnp.array([0.3, 0.1, -0.3]), 0.5 * jnp.eye(3))
 

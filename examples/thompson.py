@@ -1,0 +1,99 @@
+"""Thompson sampling: each experiment is run where a function drawn from the posterior is largest.
+
+The yield of a made-up process with two settings, measured with noise. In every round four functions
+are drawn from the posterior given all experiments so far; each is maximized by gradient ascent from
+the best of many random settings, and the next four experiments are at the maxima. Where the yield
+is uncertain, the functions disagree and explore; where it is known to be low, none has its maximum.
+
+    python examples/thompson.py
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+import numpyro_scalegp as sgp
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+NOISE = 0.1
+
+
+def true_yield(X):
+    """Two hills in the unit square, of heights 2.02 and 1.5."""
+    low, high = jnp.array([0.25, 0.75]), jnp.array([0.75, 0.3])
+    hills = [jnp.exp(-jnp.sum((X - top) ** 2, axis=1) / 0.03) for top in (low, high)]
+    return 1.5 * hills[0] + 2.0 * hills[1] + 0.1 * jnp.sin(9.0 * X[:, 0])
+
+
+def model(X, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-1.5, 0.5))
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    kernel = sgp.kernels.Matern52(lengthscale, scale**2)
+    numpyro.sample("y", sgp.GaussianProcess(kernel, X, NOISE**2, mean=0.5), obs=y)
+
+
+@jax.jit
+def maxima(key, functions):
+    """Where each of the functions is largest in the unit square, shape (num_samples, 2)."""
+    starts = jax.random.uniform(key, (2000, 2))
+    best = starts[jnp.argmax(functions(starts), axis=1)]
+
+    def total(X):  # each function at its own row
+        return jnp.trace(functions(X))
+
+    def climb(X, _):
+        return jnp.clip(X + 1e-3 * jax.grad(total)(X), 0.0, 1.0), None
+
+    return jax.lax.scan(climb, best, length=100)[0]
+
+
+def main(num_rounds=8, num_functions=4, num_first=16, folder="outputs/thompson"):
+    """Run it all; returns the true yield at the settings of the best mean, and the largest one."""
+    keys = iter(jax.random.split(jax.random.key(0), 3 * num_rounds + 3))
+
+    def experiment(X):
+        return true_yield(X) + NOISE * jax.random.normal(next(keys), (len(X),))
+
+    X = jax.random.uniform(next(keys), (num_first, 2))
+    y = experiment(X)
+    values = sgp.infer.initial_hyperparameters(next(keys), model, X, y, progress_bar=False)
+    for number in range(num_rounds):
+        posterior = sgp.posterior(model, values, X, y)
+        functions = posterior.sample_functions(next(keys), num_functions)
+        new = maxima(next(keys), functions)
+        X, y = jnp.concatenate([X, new]), jnp.concatenate([y, experiment(new)])
+        print(f"round {number + 1}:", *[f"{one:.2f}" for one in y[-num_functions:]])
+
+    side = jnp.linspace(0.0, 1.0, 101)
+    grid = jnp.stack(jnp.meshgrid(side, side), axis=-1).reshape(-1, 2)
+    truth, mean = true_yield(grid), sgp.posterior(model, values, X, y).mean(grid)
+    found, largest = float(truth[jnp.argmax(mean)]), float(truth.max())
+    print(f"after {len(y)} experiments: yield {found:.2f}; the largest is {largest:.2f}")
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    panels = [("true yield", truth), ("one function of the last round", functions(grid)[0])]
+    for panel, (title, shown) in zip(axes, panels, strict=True):
+        contours = panel.contourf(side, side, shown.reshape(101, 101), 20)
+        panel.scatter(*X.T, c=np.arange(len(X)), cmap="Greys", edgecolors="white", s=20)
+        panel.set(title=title, xlabel="first setting")
+        figure.colorbar(contours, ax=panel)
+    axes[1].plot(*new[0], "r*", markersize=12)
+    axes[0].set_ylabel("second setting")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    figure.savefig(Path(folder) / "yield.png", dpi=150)
+    return found, largest
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-rounds", type=int, default=8)
+    parser.add_argument("--num-functions", type=int, default=4)
+    main(**vars(parser.parse_args()))
