@@ -6,6 +6,7 @@ default type of the running test applies.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -334,6 +335,17 @@ def _of_sum(kernel: AbstractKernel, X: Array) -> AbstractPosterior:
     return sgp.GaussianProcess(total, X, 0.1).condition(jnp.sin(X[:, 0]))
 
 
+def _of_groups(kernel: AbstractKernel, X: Array, observed: Array | None = None) -> Any:
+    """Two functions with variances, rows and means of their own."""
+    own = jnp.array([1.0, 0.5], X.dtype) * kernel
+    if observed is not None:
+        observed = jnp.stack([observed, ~observed])
+    means = jnp.array([0.3, -0.2], X.dtype)
+    rows = jnp.stack([X, 0.5 * X])
+    gp = sgp.GaussianProcess(own, rows, 0.1, mean=means, observed=observed)
+    return gp.condition(jnp.sin(rows[..., 0]))
+
+
 # Draws of a hyperparameter, as from a sampler.
 NOISES = (0.1, 0.2)
 
@@ -385,6 +397,17 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         lambda kernel, X: OutputsPosterior(
             jax.tree_util.Partial(sgp.LatentGP.condition, sgp.LatentGP(kernel, X)),
             jnp.stack([jnp.sin(X[:, 0]), jnp.cos(X[:, 0])]),
+        ),
+    ),
+    ("batch", lambda kernel, X: _of_groups(kernel, X)),
+    ("batch_with_hidden_rows", lambda kernel, X: _of_groups(kernel, X, observed=X[:, 0] < 1.0)),
+    (
+        "sparse_with_own_kernels",
+        lambda kernel, X: SparsePosterior(
+            jnp.ones(2, X.dtype) * kernel,
+            jnp.stack([X[:3], X[1:4]]),
+            jnp.eye(2, 3),
+            jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)]),
         ),
     ),
     ("hybrid", lambda kernel, X: _hybrid(kernel, X).posterior()),

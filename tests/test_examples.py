@@ -85,6 +85,19 @@ def test_thompson(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a covariance matrix")  # of a step that is too long
+def test_carriers(tmp_path: Path, x64: None) -> None:
+    pytest.importorskip("pandas")
+    mean, sd, draws = load("carriers").main(60, 30, folder=tmp_path)
+    assert mean.shape == sd.shape == (16, 80)
+    # Airlines are in the order of their numbers of flights, and delays grow over the day.
+    assert np.all(sd[0] > sd[-1])
+    assert np.all(mean[8:, 50] > mean[8:, 5])
+    assert draws["amplitude"].shape == (30, 16)
+    assert (tmp_path / "carriers.png").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_weather(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
     scores = load("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)

@@ -74,8 +74,8 @@ def each(function: Callable[..., Any], *batches: Batch, in_turn: bool = False) -
 
 
 def samples_last(
-    values: Float[Array, "*samples_and_batch n"], batch_shape: tuple[int, ...]
-) -> Float[Array, "*batch samples n"]:
+    values: Float[Array, "... n"], batch_shape: tuple[int, ...]
+) -> Float[Array, "... samples n"]:
     """Values of each member behind its axes, (*batch, S, n), from (*samples, *batch, n)."""
     samples = values.shape[: max(0, values.ndim - 1 - len(batch_shape))]
     full = jnp.broadcast_to(values, (*samples, *batch_shape, values.shape[-1]))

@@ -9,7 +9,7 @@ All rules are forward-mode rules, so forward, reverse and second derivatives wor
 import functools
 import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def _worst_of_batch(works: Array, step: Array, ratio: Array, few: Array) -> tupl
 
 
 @_worst_of_batch.def_vmap
-def _(_axis_size: int, _in_batched: list[bool], *found: Array) -> tuple[tuple, tuple]:
+def _(_axis_size: int, _in_batched: list[bool], *found: Any) -> tuple[tuple, tuple]:
     works, step, ratio, few = found
     worst = jnp.all(works), jnp.max(step), jnp.max(ratio), jnp.any(few)
     return _worst_of_batch(*worst), (False,) * 4

@@ -102,14 +102,14 @@ class GaussianProcess(RowsDistribution):
     def __init__(
         self,
         kernel: AbstractKernel,
-        X: Float[ArrayLike, "*batch n d"],
+        X: Float[ArrayLike, "... n d"],
         noise_variance: Float[ArrayLike, "..."],
         *,
         mean: Callable[[Array], Array] | ArrayLike | None = None,
         estimator: AbstractEstimator | None = None,
         key: Array | None = None,
         state: str | None = None,
-        observed: Bool[ArrayLike, "*batch n"] | None = None,
+        observed: Bool[ArrayLike, "... n"] | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -156,7 +156,7 @@ class GaussianProcess(RowsDistribution):
         return state
 
     @property
-    def mean(self) -> Float[Array, "*batch n"]:
+    def mean(self) -> Float[Array, "... n"]:
         """The mean of the observations, m(X)."""
         mean, shape = self.mean_function(self.X), self.batch_shape + self.event_shape
         if jnp.shape(mean) not in {shape[start:] for start in range(len(shape))}:
@@ -167,14 +167,14 @@ class GaussianProcess(RowsDistribution):
         return jnp.broadcast_to(mean, shape)
 
     @property
-    def variance(self) -> Float[Array, "*batch n"]:
+    def variance(self) -> Float[Array, "... n"]:
         """The marginal variance of the observations, k(x, x) + noise."""
         variance = self.kernel.diag(self.X) + self.noise_variance
         return jnp.broadcast_to(variance, self.batch_shape + self.event_shape)
 
     def log_prob(
-        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
-    ) -> Float[Array, "*batch"]:
+        self, value: Float[ArrayLike, "... n"], intermediates: list | None = None
+    ) -> Float[Array, "..."]:
         """The log marginal likelihood of observations.
 
         Args:
@@ -231,7 +231,7 @@ class GaussianProcess(RowsDistribution):
 
     def condition(
         self,
-        y: Float[ArrayLike, "*batch n"],
+        y: Float[ArrayLike, "... n"],
         *,
         key: Array | None = None,
         num_samples: int | None = None,
@@ -317,7 +317,7 @@ class GaussianProcess(RowsDistribution):
             batch_shape=self.batch_shape,
         )
 
-    def _observations(self, value: ArrayLike) -> Float[Array, "*batch n"]:
+    def _observations(self, value: ArrayLike) -> Float[Array, "... n"]:
         """Observations that were checked, zero where there is no target."""
         y = checks.as_float(value, "y")
         if self.observed is not None and y.shape[-1:] == self.event_shape:
@@ -340,14 +340,14 @@ class GaussianProcess(RowsDistribution):
             return None
         return jnp.flatnonzero(self.observed, size=num_rows)
 
-    def _residual(self, y: Float[Array, "*batch n"]) -> Float[Array, "*batch shown"]:
+    def _residual(self, y: Float[Array, "... n"]) -> Float[Array, "... shown"]:
         """Observations minus the mean, zero for hidden rows that stay."""
         residual = y - self.mean
         if self.observed is not None:
             residual = jnp.where(self.observed, residual, 0.0)
         return self._of_shown(residual)
 
-    def _of_shown(self, values: Float[Array, "*batch n"]) -> Float[Array, "*batch shown"]:
+    def _of_shown(self, values: Float[Array, "... n"]) -> Float[Array, "... shown"]:
         return values if (rows := self.shown_rows) is None else values[..., rows]
 
     def _shown(self) -> "GaussianProcess":
@@ -359,7 +359,7 @@ class GaussianProcess(RowsDistribution):
         return self._with(self.X[..., rows, :], noise)
 
     def _with(
-        self, X: Float[Array, "*batch m d"], noise_variance: Float[Array, "..."]
+        self, X: Float[Array, "... m d"], noise_variance: Float[Array, "..."]
     ) -> "GaussianProcess":
         """This at other rows, all of which have a target."""
         other = copy.copy(self)

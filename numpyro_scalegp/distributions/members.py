@@ -53,7 +53,7 @@ def common_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
         raise ValueError(f"the leading axes of a batch must fit together, got {found}.") from None
 
 
-def as_observed(value: Any, n: int) -> Bool[Array, "*batch n"] | Bool[np.ndarray, "*batch n"]:
+def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "... n"]:
     """Which rows have a target."""
     if not (hasattr(value, "dtype") and value.dtype == bool):
         value = np.asarray(value)

@@ -32,7 +32,7 @@ class InitialPoints:
         name: str,
         num_name: str,
         num: int,
-        points: Float[ArrayLike, "M d"] | None,
+        points: Float[ArrayLike, "... M d"] | None,
         choose: Callable[[Array, Array, int, tuple[int, ...]], Array],
         advice: str,
     ) -> None:

@@ -19,18 +19,18 @@ class AbstractPriorGP(RowsDistribution):
     role = "prior"
     made_of: ClassVar[str]  # besides X: its argument, by which guides recognize it
 
-    def covariance(self) -> Float[Array, "*batch n n"]:
+    def covariance(self) -> Float[Array, "... n n"]:
         """The covariance at the rows, jitter included, shape (n, n), or (*batch, n, n)."""
         raise NotImplementedError
 
     @property
-    def mean(self) -> Float[Array, "*batch n"]:
+    def mean(self) -> Float[Array, "... n"]:
         """The mean, zero everywhere."""
         return jnp.zeros_like(self.variance)
 
     def log_prob(
-        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
-    ) -> Float[Array, "*batch"]:
+        self, value: Float[ArrayLike, "... n"], intermediates: list | None = None
+    ) -> Float[Array, "..."]:
         """The log density of function values of shape (..., n) or (..., *batch, n).
 
         In O(n^3) for each member, given the covariance.
@@ -77,11 +77,11 @@ class AbstractVariationalGP(RowsDistribution):
         """This family at a site with a scale, as `numpyro.handlers.scale` gives it."""
         return self
 
-    def marginals(self) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
+    def marginals(self) -> tuple[Float[Array, "... n"], Float[Array, "... n"]]:
         """The mean and the variance of f at each row of X, from one factorization."""
         return self.posterior().marginals(self.X)
 
-    def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
+    def split_marginals(self) -> tuple[Float[Array, "... n"], ...]:
         """The mean and the variance at each row of X, or both parts of it.
 
         Families with inducing points return three arrays: the mean, the variance of what the
@@ -91,12 +91,12 @@ class AbstractVariationalGP(RowsDistribution):
         return self.marginals()
 
     @property
-    def mean(self) -> Float[Array, "*batch n"]:
+    def mean(self) -> Float[Array, "... n"]:
         """The mean of f at each row."""
         return self.marginals()[0]
 
     @property
-    def variance(self) -> Float[Array, "*batch n"]:
+    def variance(self) -> Float[Array, "... n"]:
         """The variance of f at each row."""
         return self.marginals()[1]
 
@@ -106,9 +106,7 @@ class AbstractVariationalGP(RowsDistribution):
         tiny = jnp.finfo(variance.dtype).tiny
         return dist.Normal(mean, jnp.sqrt(jnp.maximum(variance, tiny)))
 
-    def sample(
-        self, key: Array, sample_shape: tuple[int, ...] = ()
-    ) -> Float[Array, "*sample_shape_and_batch n"]:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Float[Array, "... n"]:
         """Draw from the marginals, independently across rows: shape (*sample_shape, *batch, n)."""
         normal = self._normal()
         # Not its own `sample`, which draws in JAX's default type.
@@ -118,8 +116,8 @@ class AbstractVariationalGP(RowsDistribution):
         return normal.loc + normal.scale * noise
 
     def log_prob(
-        self, value: Float[ArrayLike, "*batch n"], intermediates: list | None = None
-    ) -> Float[Array, "*batch"]:
+        self, value: Float[ArrayLike, "... n"], intermediates: list | None = None
+    ) -> Float[Array, "..."]:
         """The log density of values under the independent marginals, shape (...).
 
         No part of a variational bound: it warns, because an objective that calls it is wrong.

@@ -57,7 +57,7 @@ class LatentGP(AbstractPriorGP):
     def __init__(
         self,
         kernel: AbstractKernel,
-        X: Float[ArrayLike, "*batch n d"],
+        X: Float[ArrayLike, "... n d"],
         *,
         jitter: float | None = None,
         validate_args: bool | None = None,
@@ -74,11 +74,11 @@ class LatentGP(AbstractPriorGP):
         return self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2)
 
     @property
-    def variance(self) -> Float[Array, "*batch n"]:
+    def variance(self) -> Float[Array, "... n"]:
         """The marginal variance k(x, x)."""
         return self.kernel.diag(self.X)
 
-    def covariance(self) -> Float[Array, "*batch n n"]:
+    def covariance(self) -> Float[Array, "... n n"]:
         """The covariance K(X, X), jitter included, shape (n, n), or (*batch, n, n)."""
         memory.warn_of_size(
             "LatentGP",
@@ -91,9 +91,7 @@ class LatentGP(AbstractPriorGP):
     def _covariance_of(self, kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n n"]:
         return linalg.add_jitter(kernel.covariance(X), self.jitter)
 
-    def sample(
-        self, key: Array, sample_shape: tuple[int, ...] = ()
-    ) -> Float[Array, "*sample_shape_and_batch n"]:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Float[Array, "... n"]:
         """Draw functions from the prior: shape (*sample_shape, *batch, n), in O(n^3) a member."""
         key, K = checks.as_key(key), self.covariance()
         L = batches.each(linalg.cholesky, batches.Batch(K, len(self.batch_shape)))
@@ -101,7 +99,7 @@ class LatentGP(AbstractPriorGP):
         normal = jax.random.normal(key, shape, K.dtype)
         return linalg.matmul(normal, jnp.swapaxes(L, -1, -2))[..., 0, :]
 
-    def condition(self, f: Float[ArrayLike, "*batch n"]) -> AbstractConditioned:
+    def condition(self, f: Float[ArrayLike, "... n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.
 
         Args:

@@ -103,8 +103,8 @@ class NaturalSparseGP(SparseGP):
     def __init__(
         self,
         kernel: Any,
-        X: Float[ArrayLike, "n d"],
-        inducing_points: Float[ArrayLike, "M d"],
+        X: Float[ArrayLike, "... n d"],
+        inducing_points: Float[ArrayLike, "... M d"],
         natural_loc: Float[ArrayLike, "*batch M"],
         natural_precision: Float[ArrayLike, "*batch M M"],
         **options: Any,

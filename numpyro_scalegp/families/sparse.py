@@ -64,7 +64,7 @@ class SparsePosterior(AbstractKernelPosterior):
         return not self.kernel.batch_shape and self.inducing_points.ndim == 2
 
     @property
-    def _centers(self) -> Float[Array, "M d"]:
+    def _centers(self) -> Float[Array, "... M d"]:
         return self.inducing_points
 
     @property
@@ -218,7 +218,7 @@ def _kl_sparse_latent(q: SparseGP, p: LatentGP) -> Float[Array, "*batch"]:
 
 
 def initial_inducing_points(
-    num_inducing: int, inducing_points: Float[ArrayLike, "M d"] | None
+    num_inducing: int, inducing_points: Float[ArrayLike, "... M d"] | None
 ) -> InitialPoints:
     """Where inducing points start: as given, or at cluster centers of rows from all over."""
     return InitialPoints(
@@ -240,9 +240,9 @@ def _cluster_centers(
 def declare_points(
     param: Callable[..., Any],
     start: InitialPoints,
-    rows: Callable[[], Float[Array, "n d"]],
+    rows: Callable[[], Float[Array, "... n d"]],
     kernel: AbstractKernel,
-) -> Float[Array, "M d"]:
+) -> Float[Array, "... M d"]:
     """Declare inducing points, with arguments as of `declare_whitened`."""
     return hold_categories(param("inducing_points", lambda key: start(key, rows, kernel)), kernel)
 
@@ -250,10 +250,10 @@ def declare_points(
 def declare_whitened(
     param: Callable[..., Any],
     start: InitialPoints,
-    rows: Callable[[], Float[Array, "n d"]],
+    rows: Callable[[], Float[Array, "... n d"]],
     kernel: AbstractKernel,
     batch_shape: tuple[int, ...],
-) -> tuple[Float[Array, "M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
+) -> tuple[Float[Array, "... M d"], Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
     """Declare inducing points, and mean and scale of the whitened inducing values, at the prior.
 
     Args:

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 
 # Rounding errors of A, relative to its least eigenvalue, up to which a density is left without a
@@ -99,7 +100,7 @@ def refined(
     # A third pass would change it by the same factor less.
     left = jnp.square(moves[1]) / jnp.maximum(moves[0], jnp.finfo(moves.dtype).tiny)
     far = left > _LARGE_ERROR
-    jax.lax.cond(far, lambda: jax.debug.callback(_warn_of_mean, far), lambda: None)
+    call_where(far, _warn_of_mean)
     return weights._replace(mean=mean)
 
 
@@ -127,27 +128,25 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
 def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limit: float) -> None:
     """Warn where rounding errors of A are more than `limit` times its `least` eigenvalue."""
     few = jnp.finfo(A.dtype).eps * jnp.linalg.norm(jax.lax.stop_gradient(A)) > limit * least
-    jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_rounding, few), lambda: None)
+    call_where(few, _warn_of_rounding)
 
 
-def _warn_of_rounding(few: ArrayLike) -> None:
-    if few:  # under `jax.vmap` both branches of a condition run
-        warnings.warn(
-            "the log marginal likelihood of features has few digits left in this precision: the "
-            "data determine some weights too well beside the others. Work in float64 "
-            "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
-            "`sgp.estimators.Pathwise`.",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+def _warn_of_rounding() -> None:
+    warnings.warn(
+        "the log marginal likelihood of features has few digits left in this precision: the data "
+        "determine some weights too well beside the others. Work in float64 "
+        "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
+        "`sgp.estimators.Pathwise`.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 
-def _warn_of_mean(far: ArrayLike) -> None:
-    if far:
-        warnings.warn(
-            "the posterior mean of features is off by a part of its standard deviation in this "
-            "precision: the data determine some weights too well beside the others. Work in "
-            "float64 (numpyro.enable_x64()), or raise the noise variance.",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+def _warn_of_mean() -> None:
+    warnings.warn(
+        "the posterior mean of features is off by a part of its standard deviation in this "
+        "precision: the data determine some weights too well beside the others. Work in float64 "
+        "(numpyro.enable_x64()), or raise the noise variance.",
+        RuntimeWarning,
+        stacklevel=1,
+    )

@@ -76,7 +76,7 @@ class AutoSparseGP(AbstractGPGuide):
         *,
         rest: Rest = AutoNormal,
         num_inducing: int = 512,
-        inducing_points: Float[ArrayLike, "M d"] | None = None,
+        inducing_points: Float[ArrayLike, "... M d"] | None = None,
         natural: bool = False,
         prefix: str = "auto",
         jitter: float | None = None,

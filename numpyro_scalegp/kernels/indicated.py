@@ -21,13 +21,13 @@ class Indicated(AbstractKernel):
 
     @staticmethod
     def with_indicator(
-        X: Float[Array, "n d"], is_part: Bool[Array, " n"] | bool = True
-    ) -> Float[Array, "n d_and_one"]:
+        X: Float[Array, "... n d"], is_part: Bool[Array, "... n"] | bool = True
+    ) -> Float[Array, "... n d_and_one"]:
         """Add the column that says which rows have a part."""
         column = jnp.broadcast_to(jnp.asarray(is_part, X.dtype), X.shape[:-1])
         return jnp.concatenate([X, column[..., None]], axis=-1)
 
-    def _seen(self, X: Float[Array, "n d_and_one"]) -> Float[Array, "n d"]:
+    def _seen(self, X: Float[Array, "... n d_and_one"]) -> Float[Array, "... n d"]:
         return X[..., :-1]
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:

@@ -75,7 +75,8 @@ class AbstractKernel(AbstractSpectrum):
         batch_shape = self.batch_shape
         if not batch_shape and all(X.ndim == 2 for X in inputs):
             return function(self, *inputs)
-        for lengthscale, seen in self.scaled_inputs(inputs[0]):
+        one = jax.ShapeDtypeStruct(inputs[0].shape[-2:], inputs[0].dtype)
+        for lengthscale, seen in jax.eval_shape(self.scaled_inputs, one):
             d = seen.shape[-1]
             if batch_shape and lengthscale.shape == (d,) == batch_shape[-1:] and d > 1:
                 raise ValueError(
@@ -137,8 +138,8 @@ class AbstractKernel(AbstractSpectrum):
         return {name: one for name, one in values.items() if isinstance(one, AbstractKernel)}
 
     def scaled_inputs(
-        self, X: Float[Array, "n d"]
-    ) -> list[tuple[Float[Array, "..."], Float[Array, "n k"]]]:
+        self, X: Float[Array, "... n d"]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "... n k"]]]:
         """Each lengthscale within this kernel, and the inputs that it divides.
 
         Args:
@@ -151,7 +152,7 @@ class AbstractKernel(AbstractSpectrum):
         seen = self._seen(X)
         return [pair for kernel in self.parts.values() for pair in kernel.scaled_inputs(seen)]
 
-    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+    def _seen(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
         """The inputs as the parts of this kernel see them."""
         return X
 
@@ -173,7 +174,7 @@ class AbstractKernel(AbstractSpectrum):
                 found[column] = tuple(sorted(set(known).intersection(found.get(column, known))))
         return found
 
-    def check_categories(self, name: str, X: Float[ArrayLike, "n d"]) -> None:
+    def check_categories(self, name: str, X: Float[ArrayLike, "... n d"]) -> None:
         """Raise, calling X `name`, where a column of categories holds anything else."""
         for column, known in self.categories(jnp.shape(X)[-1]).items():
             checks.categories(name, X, column, known)
@@ -465,7 +466,7 @@ class ActiveDims(AbstractComposite):
         if len(set(self.dims)) < len(self.dims):
             raise ValueError(f"`dims` must name each column once, got {self.dims}.")
 
-    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+    def _seen(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
         if max(self.dims) >= X.shape[-1]:
             raise ValueError(
                 f"`dims` must lie in 0..{X.shape[-1] - 1} for inputs of shape {X.shape}, "

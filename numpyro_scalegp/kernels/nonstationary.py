@@ -95,7 +95,9 @@ class FeatureMapped(AbstractKernel):
         self.kernel = kernel
         self.feature_map = functions.as_pytree(feature_map, "feature_map")
 
-    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n p"]:
+    def _seen(self, X: Float[Array, "... n d"]) -> Float[Array, "... n p"]:
+        if X.ndim > 2:
+            return jax.vmap(self._seen)(X)
         mapped = self.feature_map(X)
         if jnp.ndim(mapped) != 2 or mapped.shape[0] != X.shape[0]:
             raise ValueError(

@@ -48,8 +48,8 @@ class Periodic(AbstractStationary):
         checks.positive("period", self.period)
 
     def scaled_inputs(
-        self, X: Float[Array, "n d"]
-    ) -> list[tuple[Float[Array, "..."], Float[Array, "n d"]]]:
+        self, X: Float[Array, "... n d"]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "... n d"]]]:
         """Nothing: the lengthscale is relative to the period."""
         return []
 

@@ -67,8 +67,8 @@ class AbstractStationary(AbstractKernel):
         return True
 
     def scaled_inputs(
-        self, X: Float[Array, "n d"]
-    ) -> list[tuple[Float[Array, "..."], Float[Array, "n d"]]]:
+        self, X: Float[Array, "... n d"]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "... n d"]]]:
         """The lengthscale and the inputs; see `AbstractKernel.scaled_inputs`."""
         return [(self.lengthscale, X)]
 

@@ -60,11 +60,11 @@ class BatchPosterior(AbstractConditioned):
     """
 
     members: AbstractConditioned
-    X: Float[Array, "*batch n d"]
-    y: Float[Array, "*batch n"]
+    X: Float[Array, "... n d"]
+    y: Float[Array, "... n"]
     noise_variance: Float[Array, "..."] | None
     mean_function: RowsFunction
-    observed: Bool[Array, "*batch n"] | None
+    observed: Bool[Array, "... n"] | None
     batch_shape: tuple[int, ...] = eqx.field(static=True)
 
     @property
@@ -79,7 +79,7 @@ class BatchPosterior(AbstractConditioned):
         members = batches.Batch(self.members, len(self.batch_shape))
         return batches.each(function, members, *others)
 
-    def _rows(self, Xs: Float[Array, "*batch m d"]) -> batches.Batch:
+    def _rows(self, Xs: Float[Array, "... m d"]) -> batches.Batch:
         """Inputs as the members take them."""
         return batches.Batch(self._seen(Xs), Xs.ndim - 2)
 

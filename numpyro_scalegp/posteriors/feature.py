@@ -12,6 +12,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels import AbstractKernel
@@ -152,7 +153,7 @@ class FeaturePosterior(AbstractInChunks):
         eps = jnp.finfo(variance.dtype).eps
         rest = jnp.maximum(1.0 - variance / noise, eps)
         few = jnp.min(rest) < _LOST_DIGITS * eps
-        jax.lax.cond(few, lambda: jax.debug.callback(_warn_of_leverage), lambda: None)
+        call_where(few, _warn_of_leverage)
         residual = self.y - self.mean(self.X)
         return dist.Normal(self.y - residual / rest, jnp.sqrt(noise / rest))
 

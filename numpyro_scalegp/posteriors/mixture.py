@@ -103,7 +103,7 @@ class MixturePosterior(AbstractPosterior):
 
     def predictive(
         self,
-        Xs: Float[ArrayLike, "m d"],
+        Xs: Float[ArrayLike, "... m d"],
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,

@@ -75,7 +75,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return jnp.zeros(())
 
     def marginals(
-        self, X: Float[Array, "n d"], *, chunk_size: int | None = None
+        self, X: Float[Array, "... n d"], *, chunk_size: int | None = None
     ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
         """The mean and the variance of f at each row of X.
 
@@ -90,7 +90,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         linalg.warn_of_lift(lift)
         return mean, functools.reduce(jnp.add, variances)
 
-    def split_marginals(self, X: Float[Array, "n d"]) -> tuple[Float[Array, "*batch n"], ...]:
+    def split_marginals(self, X: Float[Array, "... n d"]) -> tuple[Float[Array, "*batch n"], ...]:
         """The mean and the parts of the variance of f at each row of X, each of shape (*batch, n).
 
         With inducing points the variance has two: that of their values, and what they leave

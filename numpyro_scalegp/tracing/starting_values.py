@@ -117,7 +117,7 @@ def lengthscale_pairs(
     return [(one, share * _distances(one, jax.lax.stop_gradient(seen))) for one, seen in pairs]
 
 
-def _distances(lengthscale: Array, X: Float[Array, "n k"]) -> Array:
+def _distances(lengthscale: Array, X: Float[Array, "... n k"]) -> Array:
     """The median distance: one, or one for each column; of a batch, within its members."""
     X = (X - jnp.mean(X, axis=-2, keepdims=True)).reshape(-1, X.shape[-1]) if X.ndim > 2 else X
     if lengthscale.shape[-1:] in ((), (1,)):

@@ -1,0 +1,186 @@
+"""Batches of Gaussian processes, and rows without a target, against loops and dropped rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import numpyro_scalegp as sgp
+from tests.conformance import each
+
+G, N, D = 3, 8, 2
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(G, N, D))
+Y = RNG.normal(size=(G, N))
+LENGTHSCALE = RNG.uniform(0.5, 2.0, size=(G, D))
+VARIANCE, NOISE = RNG.uniform(0.5, 2.0, size=G), RNG.uniform(0.1, 0.3, size=G)
+MEAN = RNG.normal(size=G)
+OBSERVED = RNG.uniform(size=(G, N)) < 0.7
+NEW = RNG.normal(size=(G, 4, D))
+POINTS = X[0, :3]
+
+ESTIMATORS = [
+    ("cholesky", sgp.estimators.Cholesky),
+    ("sgpr", lambda: sgp.estimators.SGPR(jnp.array(POINTS))),
+]
+
+
+def process(g, estimator, key, rows=slice(None), observed=None):
+    """That of one group, or of all for g = slice(None)."""
+    arrays = (jnp.array(array)[g] for array in (LENGTHSCALE, VARIANCE, NOISE, MEAN))
+    lengthscale, variance, noise, mean = arrays
+    noise = noise[:, None] if noise.ndim else noise
+    options = {"mean": mean, "estimator": estimator, "key": key, "observed": observed}
+    kernel = sgp.kernels.RBF(lengthscale, variance)
+    return sgp.GaussianProcess(kernel, jnp.array(X)[g][..., rows, :], noise, **options)
+
+
+@jax.jit
+def gradient(gp, y):
+    """In the hyperparameters."""
+
+    def value(kernel, noise):
+        gp.kernel, gp.noise_variance = kernel, noise
+        return jnp.sum(gp.log_prob(y))
+
+    return jax.tree.leaves(jax.grad(value, (0, 1))(gp.kernel, gp.noise_variance))
+
+
+def everything(gp, y, new):
+    posterior = gp.condition(y)
+    loo = posterior.leave_one_out()
+    return gp.log_prob(y), posterior.mean(new), posterior.variance(new), loo.loc, loo.scale
+
+
+@each("hidden", [("all", lambda: False), ("some", lambda: True)])
+@each("factory", ESTIMATORS)
+def test_a_batch_is_a_loop_without_its_hidden_rows(factory, hidden, x64):
+    estimator, of_all = factory(), slice(None)
+    observed = OBSERVED if hidden() else np.ones_like(OBSERVED)
+    y = np.where(observed, Y, np.nan)
+    gp = process(of_all, estimator, None, observed=OBSERVED if hidden() else None)
+    assert (gp.batch_shape, gp.event_shape) == ((G,), (N,))
+    found, derivative = jax.jit(everything)(gp, y, NEW), gradient(gp, y)
+    for g in range(G):
+        rows = np.flatnonzero(observed[g])
+        one = process(g, estimator, None, rows)
+        value, *moments, loc, scale = jax.jit(everything)(one, Y[g, rows], NEW[g])
+        np.testing.assert_allclose(found[0][g], value, rtol=1e-9)
+        for leaf, expected in zip(derivative, gradient(one, Y[g, rows]), strict=True):
+            np.testing.assert_allclose(leaf[g].squeeze(), expected, rtol=1e-7, atol=1e-9)
+        for both, expected in zip(found[1:3], moments, strict=True):
+            np.testing.assert_allclose(both[g], expected, rtol=1e-8)
+        np.testing.assert_allclose(found[3][g][rows], loc, rtol=1e-8)
+        np.testing.assert_allclose(found[4][g][rows], scale, rtol=1e-8)
+
+
+def test_an_iterative_batch_is_a_loop(x64):
+    estimator = sgp.estimators.Pathwise(sgp.solvers.Cholesky(), 4, num_features=16)
+    keys = jax.random.split(jax.random.key(0), (G,))
+    gp = process(slice(None), estimator, jax.random.key(0))
+    found = jax.jit(everything)(gp, Y, NEW)
+    loop = jax.jit(
+        lambda g: everything(process(g, estimator, keys[g]), jnp.array(Y)[g], jnp.array(NEW)[g])
+    )
+    for g in range(G):
+        expected = loop(g)
+        np.testing.assert_allclose(found[0][g], expected[0], rtol=1e-9)
+        for place in (1, 2):
+            np.testing.assert_allclose(found[place][g], expected[place], rtol=1e-8)
+
+
+def test_hidden_rows_are_the_same_whether_known_or_traced(x64):
+    y = np.where(OBSERVED[0], Y[0], np.nan)
+
+    def everything(observed, y):
+        gp = process(0, sgp.estimators.Cholesky(), None, observed=observed)
+        posterior = gp.condition(y)
+        return gp.log_prob(y), posterior.mean(NEW[0]), posterior.variance(NEW[0])
+
+    known, traced = everything(OBSERVED[0], y), jax.jit(everything)(OBSERVED[0], y)
+    rows = np.flatnonzero(OBSERVED[0])
+    dropped = process(0, sgp.estimators.Cholesky(), None, rows)
+    posterior = dropped.condition(Y[0, rows])
+    expected = dropped.log_prob(Y[0, rows]), posterior.mean(NEW[0]), posterior.variance(NEW[0])
+    for found in (known, traced):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+def test_of_a_hidden_row_leave_one_out_is_the_prediction(x64):
+    gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
+    posterior = gp.condition(np.where(OBSERVED, Y, np.nan))
+    predictive, found = posterior.predictive(X, NOISE[:, None]), posterior.leave_one_out()
+    np.testing.assert_allclose(found.loc[~OBSERVED], predictive.loc[~OBSERVED])
+    np.testing.assert_allclose(found.scale[~OBSERVED], predictive.scale[~OBSERVED])
+    assert np.all(found.scale[OBSERVED] > predictive.scale[OBSERVED])
+
+
+def test_draws_have_sample_and_batch_axes():
+    gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
+    assert gp.sample(jax.random.key(0), (2, 4)).shape == (2, 4, G, N)
+    assert gp.log_prob(jnp.ones((5, G, N))).shape == (5, G)
+    assert gp.log_prob(jnp.ones(N)).shape == (G,)
+    assert gp.condition(Y).sample(jax.random.key(1), NEW, 6).shape == (6, G, 4)
+    functions = gp.condition(Y).sample_functions(jax.random.key(1), 2, num_features=8)
+    assert functions(NEW).shape == functions(NEW[0]).shape == (2, G, 4)
+
+
+def test_parts_of_a_batch_add_up(x64):
+    trend = sgp.kernels.Linear(jnp.array(VARIANCE))
+    kernel = sgp.kernels.RBF(jnp.array(LENGTHSCALE)) + trend
+    gp = sgp.GaussianProcess(kernel, X, NOISE[:, None], mean=MEAN, observed=OBSERVED)
+    whole = gp.condition(Y)
+    parts = [whole.component(lambda k: k.left), whole.component(lambda k: k.right)]
+    total = sum(part.mean(NEW) for part in parts) + MEAN[:, None]
+    np.testing.assert_allclose(total, whole.mean(NEW), rtol=1e-9)
+
+
+def test_latent_functions_have_hyperparameters_of_their_own(x64):
+    kernel = sgp.kernels.RBF(jnp.array(LENGTHSCALE), jnp.array(VARIANCE))
+    prior = sgp.LatentGP(kernel, X)
+    assert prior.sample(jax.random.key(0), (2,)).shape == (2, G, N)
+    found = prior.log_prob(jnp.stack([Y, 2.0 * Y])), prior.condition(Y).mean(NEW)
+    for g in range(G):
+        one = sgp.LatentGP(sgp.kernels.RBF(LENGTHSCALE[g], VARIANCE[g]), X[g])
+        np.testing.assert_allclose(found[0][0, g], one.log_prob(Y[g]), rtol=1e-9)
+        np.testing.assert_allclose(found[0][1, g], one.log_prob(2.0 * Y[g]), rtol=1e-9)
+        np.testing.assert_allclose(found[1][g], one.condition(Y[g]).mean(NEW[g]), rtol=1e-6)
+
+
+@each("points", [("own", lambda: X[:, :3]), ("shared", lambda: POINTS)])
+def test_sparse_functions_have_hyperparameters_of_their_own(points, x64):
+    loc = RNG.normal(size=(G, 3))
+    scale = 0.3 * np.tril(np.ones((G, 3, 3)))
+    kernel = sgp.kernels.RBF(jnp.array(LENGTHSCALE), jnp.array(VARIANCE))
+    q = sgp.SparseGP(kernel, X, points(), loc, scale)
+    assert q.batch_shape == (G,)
+    for g in range(G):
+        Z = points() if points().ndim == 2 else points()[g]
+        one = sgp.SparseGP(sgp.kernels.RBF(LENGTHSCALE[g], VARIANCE[g]), X[g], Z, loc[g], scale[g])
+        np.testing.assert_allclose(q.mean[g], one.mean, rtol=1e-9)
+        np.testing.assert_allclose(q.variance[g], one.variance, rtol=1e-9)
+        mean = q.posterior().mean(NEW)[g]
+        np.testing.assert_allclose(mean, one.posterior().mean(NEW[g]), rtol=1e-9)
+
+
+def test_what_is_not_observed_must_be_said():
+    kernel, y = sgp.kernels.RBF(1.0), np.where(OBSERVED[0], Y[0], np.nan)
+    with pytest.raises(ValueError, match=r"give `observed=~jnp.isnan\(y\)`"):
+        sgp.GaussianProcess(kernel, X[0], 0.1).log_prob(y)
+    with pytest.raises(ValueError, match="for at least one row of each member"):
+        sgp.GaussianProcess(kernel, X[0], 0.1, observed=np.zeros(N, bool))
+
+
+def test_shapes_of_a_batch_must_fit():
+    kernel = sgp.kernels.RBF(1.0, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"got \{'kernel': \(3,\), 'mean': \(4,\)\}"):
+        sgp.GaussianProcess(kernel, X[0], 0.1, mean=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"For one value a member write noise_variance\[:, None\]"):
+        sgp.GaussianProcess(kernel, X[0], jnp.ones(3))
+    with pytest.raises(ValueError, match=r"For one value a row write noise_variance\[None, :\]"):
+        sgp.GaussianProcess(sgp.kernels.RBF(1.0, jnp.ones(N)), X[0], jnp.ones(N))
+    with pytest.raises(ValueError, match=r"`state` is for one Gaussian process, got a batch"):
+        sgp.GaussianProcess(kernel, X[0], 0.1, state="solver")
+    with pytest.raises(ValueError, match=r"`loc` must have shape \(3, 2\)"):
+        sgp.SparseGP(kernel, X[0], X[0, :2], jnp.zeros(2), jnp.eye(2))
