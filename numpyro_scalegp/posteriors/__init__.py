@@ -1,5 +1,6 @@
 """Posteriors over functions: moments and samples, in chunks of inputs."""
 
+from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.exact import ExactPosterior
 
-__all__ = ["ExactPosterior"]
+__all__ = ["BatchPosterior", "ExactPosterior"]

@@ -22,7 +22,7 @@ def expression(lengthscale, variance, period):
     other = kernels.RationalQuadratic(0.7, variance, 2.0) + kernels.Linear(variance).on((1,))
     scaled = variance * (kernels.MultiscaleRBF(period) + kernels.Constant(0.3))
     mapped = kernels.FeatureMapped(scaled, kernels.MultiscaleRBF.with_unit_scales)
-    return (smooth + other) * kernels.Periodic(1.0, period) + mapped
+    return (smooth + other) * kernels.Periodic(1.0, period=period) + mapped
 
 
 def of_member(g):
