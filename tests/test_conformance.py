@@ -131,8 +131,7 @@ def test_kernel_rejects_bad_inputs(kernel, unchecked):
     X = inputs(kernel=k)
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(7,\)"):
         k(X[:, 0], X)
-    with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(1, 7, 4\)"):
-        k.diag(X[None])
+    assert k.diag(X[None]).shape == (1, 7)
     with pytest.raises(ValueError, match=r"`Z` must have shape \(n, 4\), got \(7, 3\)"):
         k(X, X[:, :3])
     for bad in (jnp.nan, jnp.inf):

@@ -19,6 +19,7 @@ from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 from numpyro_scalegp.solvers import ConjugateGradients
 from numpyro_scalegp.solvers.preconditioners import PivotedCholesky
+from tests.conformance import inputs
 from tests.registry import ESTIMATORS, KERNELS, NUM_COLUMNS
 
 N = 20
@@ -161,8 +162,8 @@ def test_a_loaded_state_is_gone_on_from(tmp_path):
     "kernel", [pytest.param(f, id=name) for name, f in KERNELS if name != "mapped_flax_nnx"]
 )
 def test_kernels(kernel, tmp_path, dtype):
-    X = jnp.array(np.random.default_rng(0).normal(size=(5, NUM_COLUMNS)))
     one = kernel(0.9)
+    X = inputs(kernel=one)
     again = round_trip(tmp_path, one)
     assert_same(one, again)
     np.testing.assert_array_equal(again(X, X), one(X, X))

@@ -15,7 +15,13 @@ from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import batches, checks, functions
 from numpyro_scalegp.distributions.frozen import is_key_frozen
-from numpyro_scalegp.distributions.members import Member, as_observed, check_noise, common_shape
+from numpyro_scalegp.distributions.members import (
+    Member,
+    as_observed,
+    check_noise,
+    common_shape,
+    fits,
+)
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
@@ -31,8 +37,9 @@ class GaussianProcess(RowsDistribution):
     `log_prob(y)` is the log marginal likelihood. The default estimator is exact; others estimate it
     and its gradient, for data too large to factorize.
 
-    A batch of kernels, or a matrix of inputs for each of a batch, makes it a batch of independent
-    Gaussian processes: one for each group of a plate, with data and hyperparameters of its own.
+    A batch of kernels, of matrices of inputs or of masks of what is observed makes it a batch of
+    independent Gaussian processes: one for each group of a plate, with data and hyperparameters of
+    its own.
 
     Args:
         kernel: covariance function, or a batch of them.
@@ -117,19 +124,15 @@ class GaussianProcess(RowsDistribution):
         self.kernel.check_categories("X", self.X)
         n = self.X.shape[-2]
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
-        checks.positive("noise_variance", self.noise_variance)
-        self.mean_function, mean_shape = _as_mean_function(mean)
-        hidden = () if observed is None else np.shape(observed)[:-1]
         self.observed = None if observed is None else as_observed(observed, n)
-        shapes = {
-            "kernel": self.kernel.batch_shape,
-            "X": self.X.shape[:-2],
-            "noise_variance": self.noise_variance.shape[:-1],
-            "mean": mean_shape,
-            "observed": hidden,
-        }
-        batch_shape = common_shape(shapes)
+        batch_shape = common_shape(
+            kernel=self.kernel.batch_shape,
+            X=self.X.shape[:-2],
+            observed=() if observed is None else np.shape(observed)[:-1],
+        )
         check_noise(self.noise_variance, n, batch_shape)
+        checks.positive("noise_variance", self.noise_variance)
+        self.mean_function = _as_mean_function(mean, batch_shape)
         self.estimator = Cholesky() if estimator is None else estimator
         checks.instance("estimator", self.estimator, AbstractEstimator)
         if is_key_frozen():
@@ -394,12 +397,14 @@ _MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)
 
 
 def _as_mean_function(
-    mean: Callable[[Array], Array] | ArrayLike | None,
-) -> tuple[functions.RowsFunction, tuple[int, ...]]:
-    """The mean function, and the shape of a batch of constants."""
+    mean: Callable[[Array], Array] | ArrayLike | None, batch_shape: tuple[int, ...]
+) -> functions.RowsFunction:
     refuse_kernel("mean", mean)
     if callable(mean):
-        return functions.as_pytree(mean, "mean"), ()
+        return functions.as_pytree(mean, "mean")
     constant = checks.as_float(0.0 if mean is None else mean, "mean")
+    if not fits(constant.shape, batch_shape):
+        shapes = ((), batch_shape) if batch_shape else ((),)
+        checks.shape("mean", constant, *shapes, why="a number, a callable or None")
     checks.finite("mean", constant)
-    return functions.constant_function(constant), constant.shape
+    return functions.constant_function(constant)

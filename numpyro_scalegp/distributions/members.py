@@ -44,13 +44,19 @@ class Member(NamedTuple):
         return jnp.sum(jnp.where(self.observed, 0.0, entries))
 
 
-def common_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+def common_shape(**shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the batch that arguments with these leading axes make."""
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
         found = {name: shape for name, shape in shapes.items() if shape}
         raise ValueError(f"the leading axes of a batch must fit together, got {found}.") from None
+
+
+def fits(axes: tuple[int, ...], batch_shape: tuple[int, ...]) -> bool:
+    """Whether leading axes broadcast to those of a batch, and make it no larger."""
+    pairs = zip(reversed(axes), reversed(batch_shape), strict=False)
+    return len(axes) <= len(batch_shape) and all(own in (1, whole) for own, whole in pairs)
 
 
 def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "... n"]:
@@ -77,7 +83,8 @@ def check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]
         checks.shape("noise_variance", noise, (), (n,), why="one value, or one for each row")
         return
     is_of_members = noise.ndim == 1 and noise.shape == batch_shape[-1:] and noise.size > 1
-    if noise.ndim and (noise.shape[-1] not in (1, n) or is_of_members):
+    has_axes = noise.shape[-1:] in ((), (1,), (n,)) and fits(noise.shape[:-1], batch_shape)
+    if is_of_members or not has_axes:
         remedy = " For one value a member write noise_variance[:, None]." if is_of_members else ""
         rows = " For one value a row write noise_variance[None, :]." if noise.shape == (n,) else ""
         raise ValueError(

@@ -49,12 +49,13 @@ class InitialPoints:
 
         Of a batch of matrices, for each of them.
         """
-        shape = jax.eval_shape(rows).shape
         if self.points is not None:
             kernel.check_categories(self.name, self.points)
+            shape = jax.eval_shape(rows).shape
             is_batch, width = len(shape) > 2, shape[-1]
             return checks.inputs(self.name, self.points, width=width, may_be_batch=is_batch)
-        X, num_rows = rows(), shape[-2]
+        X = rows()
+        shape, num_rows = X.shape, X.shape[-2]
         if num_rows < self.num:
             warnings.warn(
                 f"`{self.num_name}` is {self.num}, but there are only {num_rows} rows in the "

@@ -247,7 +247,8 @@ def conditioned(
     if wrapper or site["fn"] is not fn:
         raise ValueError(
             f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` "
-            "around it: write a site for each function."
+            "around it: give its hyperparameters, or its inputs, the axes of the plate, or write a "
+            "site for each function."
         )
     for own, value in mutable_values(trace).items():
         if value is fn.state and params is not None:

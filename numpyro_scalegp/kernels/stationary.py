@@ -23,7 +23,7 @@ def check_lengthscale_and_variance(
     checks.positive("variance", variance)
 
 
-def check_columns(name: str, value: Float[Array, "..."], d: int) -> None:
+def check_columns(name: str, value: Array, d: int) -> None:
     """Raise unless there is one value for each of d columns, or one that they share."""
     if value.shape != (1,):  # of a member of a batch, whose shape is (*batch, 1)
         checks.shape(name, value, (), (d,), why="one value for each input column")

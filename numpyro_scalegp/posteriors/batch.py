@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from numpyro_scalegp.core import batches, functions
 from numpyro_scalegp.core.functions import RowsFunction
@@ -70,6 +70,12 @@ class BatchPosterior(AbstractConditioned):
     @property
     def _takes_batches(self) -> bool:
         return bool(self.batch_shape)
+
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        X = super()._check(Xs)
+        # What would be another batch raises, by the axes alone.
+        batches.shape_of(batches.Batch(self.y, self.y.ndim - 1), batches.Batch(X, X.ndim - 2))
+        return X
 
     def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "... m k"]:
         return Xs if self.observed is None else Indicated.with_indicator(Xs)

@@ -310,7 +310,7 @@ def test_no_warning_where_nothing_fails(transformation):
 
 def test_a_batch_gives_jitter_only_to_those_that_need_it():
     good, singular, bad = 2.0 * jnp.eye(30), rank_deficient(), indefinite()
-    with pytest.warns(RuntimeWarning, match=JITTERED), pytest.warns(RuntimeWarning, match=FAILED):
+    with pytest.warns(RuntimeWarning, match=FAILED):  # the worst of a batch
         factors = jax.vmap(linalg.factorize)(jnp.stack([good, singular, bad]))
         jax.block_until_ready(factors)
         jax.effects_barrier()

@@ -22,7 +22,11 @@ from numpyro.infer.autoguide import AutoDelta
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import Hutchinson, Pathwise, SolverState
 from numpyro_scalegp.features.prior_draws import PriorDraws
-from numpyro_scalegp.solvers import AlternatingProjections, StochasticGradientDescent
+from numpyro_scalegp.solvers import (
+    AlternatingProjections,
+    KernelOperator,
+    StochasticGradientDescent,
+)
 
 N, MORE, PROBES, TOLERANCE = 16, 20, 3, 1e-6
 KEY = jax.random.key(0)
@@ -437,7 +441,8 @@ def test_appended_rows_where_random_bits_depend_on_the_shape():
         errors = before.draws.errors(jnp.ones(MORE))[:N]
         assert not np.allclose(before.draws.errors(jnp.ones(N)), errors)
         many = process(X_more, state=gp.state)
-        system = many._operator(), jnp.asarray(y_more), before.draws
+        operator = KernelOperator(many.kernel, many.X, many.noise_variance)
+        system = operator, jnp.asarray(y_more), before.draws
         for start in (
             many.estimator._start(system, None, before, TOLERANCE),
             many.estimator._start(system, gp.state, None, TOLERANCE),

@@ -196,7 +196,7 @@ def test_numpy_arrays_and_sites_without_a_plate():
 @pytest.mark.filterwarnings("ignore:Out-of-support values")
 def test_what_is_wrong_is_said_as_before():
     guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
-    with pytest.raises(RuntimeError, match="Cannot find valid initial parameters"):
+    with pytest.raises(ValueError, match="the observations of `y` hold NaN"):
         started(guide, X, Y.at[3].set(jnp.nan), None)
     guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
     with pytest.raises(ValueError, match="`X` must be finite"):
