@@ -232,7 +232,9 @@ def test_posterior_has_moments_and_draws(factory, dtype):
 
 def both_terms(kernel: Any) -> tuple[Any, Any]:
     """The terms of the sum below, in it or in a sum with another kernel."""
-    inner = getattr(kernel, "left", kernel).kernel
+    inner = getattr(kernel, "left", kernel)
+    while hasattr(inner, "kernel"):
+        inner = inner.kernel
     return inner.left, inner.right
 
 

@@ -418,11 +418,9 @@ def test_shapes_of_hyperparameters(unchecked):
             kernel.sample_frequencies(jax.random.key(0), 5, 3)
     with pytest.raises(ValueError, match=r"`period` must have shape \(\) or \(3,\), got \(2,\)"):
         Periodic(1.0, period=jnp.ones(2))(X, X)
-    batches: list[AbstractKernel] = [
-        RBF(1.0, jnp.ones(2)),
-        RationalQuadratic(1.0, alpha=jnp.ones(2)),
-    ]
-    batches += [Constant(jnp.ones(2)), Linear(1.0, jnp.ones(2)), np.ones(2) * RBF(1.0)]
+    batches: list[AbstractKernel] = [RBF(1.0, jnp.ones(2)), Constant(jnp.ones(2))]
+    batches += [RationalQuadratic(1.0, alpha=jnp.ones(2)), Linear(1.0, jnp.ones(2))]
+    batches += [np.ones(2) * RBF(1.0)]
     for one in batches:
         assert one.batch_shape == (2,)
 
