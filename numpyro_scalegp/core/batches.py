@@ -64,8 +64,9 @@ def each(function: Callable[..., Any], *batches: Batch, in_turn: bool = False) -
 
     def of_one(*leaves: Array) -> Any:
         found = function(*eqx.combine(jax.tree.unflatten(structure, leaves), static))
-        found, rest[:] = _parted(found)
-        return found
+        arrays, other = eqx.partition(found, eqx.is_array)
+        rest[:] = [other]
+        return arrays
 
     apply: Callable[..., Any] = of_one
     for axis in reversed(range(len(shape))):
@@ -81,11 +82,6 @@ def samples_last(
     full = jnp.broadcast_to(values, (*samples, *batch_shape, values.shape[-1]))
     flat = full.reshape(math.prod(samples), *batch_shape, values.shape[-1])
     return jnp.moveaxis(flat, 0, -2)
-
-
-def _parted(found: Any) -> tuple[Any, list[Any]]:
-    arrays, rest = eqx.partition(found, eqx.is_array)
-    return arrays, [rest]
 
 
 def _along(function: Callable[..., Any], is_mapped: list[bool], in_turn: bool) -> Callable:

@@ -9,7 +9,7 @@ All rules are forward-mode rules, so forward, reverse and second derivatives wor
 import functools
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import blocked, checks
 from numpyro_scalegp.core.derivatives import lasting_jvp
+from numpyro_scalegp.core.host import largest_of_batch
 
 # Factorizations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
@@ -105,27 +106,15 @@ def factorize(
             ratio = ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
             rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
             few = jnp.any(jnp.square(jnp.diagonal(tril)) < _FEW_ROUNDINGS * rounding)
-        worst = _worst_of_batch(works, step, jnp.asarray(ratio), few)
-        works_everywhere, most, _, anywhere = worst
+        fails, most, ratio, anywhere = map(
+            largest_of_batch, (~works, step, jnp.asarray(ratio), few)
+        )
         jax.lax.cond(
-            works_everywhere & (most == 0) & ~anywhere,
+            ~fails & (most == 0) & ~anywhere,
             lambda: None,
-            lambda: jax.debug.callback(_warn_of_jitter, *worst),
+            lambda: jax.debug.callback(_warn_of_jitter, ~fails, most, ratio, anywhere),
         )
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
-
-
-@jax.custom_batching.custom_vmap
-def _worst_of_batch(works: Array, step: Array, ratio: Array, few: Array) -> tuple[Array, ...]:
-    """What to warn of: one for all of a batch, or under `vmap` each member would call the host."""
-    return works, step, ratio, few
-
-
-@_worst_of_batch.def_vmap
-def _(_axis_size: int, _in_batched: list[bool], *found: Any) -> tuple[tuple, tuple]:
-    works, step, ratio, few = found
-    worst = jnp.all(works), jnp.max(step), jnp.max(ratio), jnp.any(few)
-    return _worst_of_batch(*worst), (False,) * 4
 
 
 def lift(factor: Factor) -> Float[Array, ""]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.core.linalg import matmul
 
 # Below this many columns explicit differences cost no more than a matrix product.
@@ -75,22 +76,18 @@ def squared_distances(
     ]
     # What the way back needs is computed again: else all branches would keep (n, m, d) arrays.
     branches = [jax.checkpoint(way) for way in (_by_product, _by_both, _by_differences)]
-    distances = jax.lax.switch(_way(*errors), branches, X, Z, center, inverse, widest)
+    # One way for all of a batch, or under `vmap` all of them would be taken.
+    way = _way(*map(largest_of_batch, errors))
+    distances = jax.lax.switch(way, branches, X, Z, center, inverse, widest)
     # Lift what rounding made negative, and leave the derivative as it is. Here, after the branches,
     # it costs no further pass over the pairs: it becomes part of what is done with them next.
     return distances - jax.lax.stop_gradient(jnp.minimum(distances, 0.0))
 
 
-@jax.custom_batching.custom_vmap
 def _way(error: Float[Array, ""], of_rest: Float[Array, ""]) -> Int[Array, ""]:
-    """The branch to take: one for all of a batch, or under `vmap` all of them would be taken."""
+    """The branch to take."""
     is_better = (error > _SMALL_ERROR) & (of_rest <= error / _GAIN) & (of_rest <= _MAX_ERROR)
     return jnp.where(is_better, 1, jnp.where(error <= _MAX_ERROR, 0, 2))
-
-
-@_way.def_vmap
-def _(_axis_size: int, _in_batched: list[bool], error: Array, of_rest: Array) -> tuple[Array, bool]:
-    return _way(jnp.max(error), jnp.max(of_rest)), False
 
 
 @jax.custom_jvp
