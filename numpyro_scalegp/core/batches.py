@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 
 class Batch(NamedTuple):
@@ -19,6 +19,30 @@ class Batch(NamedTuple):
 
     tree: Any  # a pytree; what is no array is the same for all
     leading: Any  # how many leading axes each array has: a number, or a pytree of such
+
+
+def common_shape(message: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the batch that parts with these leading axes make.
+
+    Args:
+        message: of the error where they do not fit, to which what there is is added.
+        **shapes: leading axes by the names of the parts.
+
+    Raises:
+        ValueError: if they do not fit.
+    """
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        found = {name: shape for name, shape in shapes.items() if shape}
+        raise ValueError(f"{message}, got {found}.") from None
+
+
+def keys(key: Key[Array, ""] | None, batch_shape: tuple[int, ...]) -> Batch:
+    """A key for each member; of a single member the key itself."""
+    if key is None or not batch_shape:
+        return Batch(key, 0)
+    return Batch(jax.random.split(key, batch_shape), len(batch_shape))
 
 
 def shape_of(*batches: Batch) -> tuple[int, ...]:

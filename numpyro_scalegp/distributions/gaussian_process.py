@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -19,7 +18,6 @@ from numpyro_scalegp.distributions.members import (
     Member,
     as_observed,
     check_noise,
-    common_shape,
     fits,
 )
 from numpyro_scalegp.distributions.rows import RowsDistribution
@@ -125,7 +123,8 @@ class GaussianProcess(RowsDistribution):
         n = self.X.shape[-2]
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         self.observed = None if observed is None else as_observed(observed, n)
-        batch_shape = common_shape(
+        batch_shape = batches.common_shape(
+            "the leading axes of a batch must fit together",
             kernel=self.kernel.batch_shape,
             X=self.X.shape[:-2],
             observed=() if observed is None else np.shape(observed)[:-1],
@@ -205,7 +204,7 @@ class GaussianProcess(RowsDistribution):
             return found - one.log_density_of_hidden()
 
         residuals = batches.Batch(residual, len(self.batch_shape))
-        found = self._shown()._each(of_one, residuals, self._keys(self.key))
+        found = self._shown()._each(of_one, residuals, batches.keys(self.key, self.batch_shape))
         return jnp.moveaxis(found, -1, 0).reshape(shape) if self.batch_shape else found
 
     def sample(
@@ -229,7 +228,7 @@ class GaussianProcess(RowsDistribution):
             return checks.call_hook(one.estimator, "sample_prior", shape, *arguments)
 
         everything = self._with(self.X, self.noise_variance)
-        draws = jnp.moveaxis(everything._each(of_one, self._keys(key)), -2, 0)
+        draws = jnp.moveaxis(everything._each(of_one, batches.keys(key, self.batch_shape)), -2, 0)
         return self.mean + draws.reshape(*sample_shape, *self.batch_shape, *self.event_shape)
 
     def condition(
@@ -311,7 +310,7 @@ class GaussianProcess(RowsDistribution):
 
         residual = batches.Batch(self._residual(y), len(self.batch_shape))
         return BatchPosterior(
-            members=shown._each(of_one, residual, self._keys(key)),
+            members=shown._each(of_one, residual, batches.keys(key, self.batch_shape)),
             X=shown.X,
             y=self._of_shown(y),
             noise_variance=shown.noise_variance,
@@ -369,12 +368,6 @@ class GaussianProcess(RowsDistribution):
         other.X, other.noise_variance, other.observed = X, noise_variance, None
         other._event_shape = X.shape[-2:-1]
         return other
-
-    def _keys(self, key: Array | None) -> batches.Batch:
-        """A key for each member."""
-        if key is None or not self.batch_shape:
-            return batches.Batch(key, 0)
-        return batches.Batch(jax.random.split(key, self.batch_shape), len(self.batch_shape))
 
     def _each(self, function: Callable[..., Any], *others: batches.Batch) -> Any:
         """What a function gives for each member, and a part of the others."""

@@ -44,15 +44,6 @@ class Member(NamedTuple):
         return jnp.sum(jnp.where(self.observed, 0.0, entries))
 
 
-def common_shape(**shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the batch that arguments with these leading axes make."""
-    try:
-        return np.broadcast_shapes(*shapes.values())
-    except ValueError:
-        found = {name: shape for name, shape in shapes.items() if shape}
-        raise ValueError(f"the leading axes of a batch must fit together, got {found}.") from None
-
-
 def fits(axes: tuple[int, ...], batch_shape: tuple[int, ...]) -> bool:
     """Whether leading axes broadcast to those of a batch, and make it no larger."""
     pairs = zip(reversed(axes), reversed(batch_shape), strict=False)

@@ -64,8 +64,7 @@ class InitialPoints:
                 UserWarning,
                 stacklevel=2,
             )
-        keys = jax.random.split(key, shape[:-2]) if len(shape) > 2 else key
-        matrices = batches.Batch(keys, len(shape) - 2), batches.Batch(X, len(shape) - 2)
+        matrices = batches.keys(key, shape[:-2]), batches.Batch(X, len(shape) - 2)
         num, categories = min(self.num, num_rows), tuple(kernel.categories(shape[-1]))
         return batches.each(lambda key, X: self.choose(key, X, num, categories), *matrices)
 

@@ -194,8 +194,9 @@ class SparseGP(AbstractVariationalGP):
         self.loc, self.scale_tril = whitened_parts(loc, scale_tril, points.shape[-2])
         self.jitter = checks.jitter(jitter)
         batch_shape = self.loc.shape[:-1]
-        shared = self.kernel.batch_shape, self.X.shape[:-2], points.shape[:-2]
-        whole = jnp.broadcast_shapes(batch_shape, *shared)
+        shapes = {"kernel": self.kernel.batch_shape, "X": self.X.shape[:-2], "loc": batch_shape}
+        shapes["inducing_points"] = points.shape[:-2]
+        whole = batches.common_shape("the leading axes of a batch must fit together", **shapes)
         checks.shape("loc", self.loc, (*whole, points.shape[-2]), why="one for each of the batch")
         self.unexplained_scale = unexplained_part(unexplained_scale, batch_shape)
         super().__init__(batch_shape, (self.X.shape[-2],), validate_args=validate_args)

@@ -51,13 +51,11 @@ class AbstractKernel(AbstractSpectrum):
             for name, ndim in self.hyperparameter_ndims.items()
         }
         shapes |= {name: kernel.batch_shape for name, kernel in self.parts.items()}
-        try:
-            return np.broadcast_shapes(*shapes.values())
-        except ValueError:
-            raise ValueError(
-                f"the hyperparameters of a batch of `{type(self).__name__}` must have leading axes "
-                f"that fit together, got {shapes}."
-            ) from None
+        name = type(self).__name__
+        message = (
+            f"the hyperparameters of a batch of `{name}` must have leading axes that fit together"
+        )
+        return batches.common_shape(message, **shapes)
 
     def as_batch(self) -> batches.Batch:
         """This kernel with the number of leading axes of each of its arrays."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Bool, Float
@@ -108,9 +107,8 @@ class BatchPosterior(AbstractConditioned):
         def of_one(member: AbstractPosterior, Xs: Array, key: Array) -> Array:
             return member.sample(key, Xs, num_samples)
 
-        keys = jax.random.split(key, self.batch_shape)
-        of_members = batches.Batch(keys, len(self.batch_shape))
-        draws = self._each(of_one, self._rows(Xs), of_members)
+        keys = batches.keys(key, self.batch_shape)
+        draws = self._each(of_one, self._rows(Xs), keys)
         return self.mean_function(Xs) + jnp.moveaxis(draws, -2, 0)
 
     @eqx.filter_jit
@@ -120,8 +118,7 @@ class BatchPosterior(AbstractConditioned):
         def of_one(member: AbstractPosterior, key: Array) -> AbstractFunctionSamples:
             return member._functions(key, num_samples, num_features)
 
-        keys = jax.random.split(key, self.batch_shape)
-        functions = self._each(of_one, batches.Batch(keys, len(self.batch_shape)))
+        functions = self._each(of_one, batches.keys(key, self.batch_shape))
         is_indicated = self.observed is not None
         return BatchFunctionSamples(
             functions, len(self.batch_shape), self.mean_function, is_indicated

@@ -161,10 +161,6 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             key: of all else that is drawn.
         """
 
-    def _keys(self, key: Key[Array, ""]) -> batches.Batch:
-        keys = jax.random.split(key, self.batch_shape) if self.batch_shape else key
-        return batches.Batch(keys, len(self.batch_shape))
-
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         draws, lift = self._drawn(key, Xs, num_samples)
         linalg.warn_of_lift(lift)
@@ -178,7 +174,9 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             drawn = self._joint_sample(key, *moments, prior_variance, num_samples)
             return drawn, one._lift(factors)
 
-        draws, lift = self._each(draw, batches.Batch(Xs, Xs.ndim - 2), self._keys(key))
+        draws, lift = self._each(
+            draw, batches.Batch(Xs, Xs.ndim - 2), batches.keys(key, self.batch_shape)
+        )
         return jnp.moveaxis(draws, -2, 0), lift
 
     def _functions(
@@ -202,7 +200,7 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             def of_one(one: AbstractKernelPosterior, key: Array) -> tuple:
                 return one._drawn_functions(key, num_samples, num_features)
 
-            functions, lift = self._each(of_one, self._keys(key))
+            functions, lift = self._each(of_one, batches.keys(key, self.batch_shape))
             return OutputsFunctionSamples(functions, len(self.batch_shape)), lift
         draw_key, key = jax.random.split(key)
         centers = self._centers.astype(self._weights()[0].dtype)
@@ -217,7 +215,7 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             return one._update(factors, prior, key), one._lift(factors)
 
         of_members = batches.Batch(prior, len(self.batch_shape))
-        weights, lift = self._each(update, of_members, self._keys(key))
+        weights, lift = self._each(update, of_members, batches.keys(key, self.batch_shape))
         functions = KernelFunctionSamples(
             self._of_f,
             zero_function(weights.dtype),
