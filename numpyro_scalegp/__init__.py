@@ -16,6 +16,7 @@ from numpyro_scalegp.distributions import (
     ChevronNormal,
     FeatureSpaceGP,
     GaussianProcess,
+    LaplaceGP,
     plate,
 )
 from numpyro_scalegp.export import to_arviz
@@ -39,6 +40,7 @@ __all__ = [
     "FeatureSpaceGP",
     "GaussianProcess",
     "HybridGP",
+    "LaplaceGP",
     "LatentGP",
     "SparseGP",
     "WeightSpaceGP",

@@ -94,7 +94,7 @@ def factorize(
     def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
         step = state[0] + 1
         jittered = K + ladder[step] * jnp.eye(K.shape[0], dtype=K.dtype)
-        return step, _factorize_on_platform(jittered)
+        return step, factorize_on_platform(jittered)
 
     untried = (jnp.full((), -1, jnp.int32), jnp.full_like(K, jnp.nan))
     step, tril = jax.lax.while_loop(failed, attempt, untried)
@@ -169,7 +169,8 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: Ar
         )
 
 
-def _factorize_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+def factorize_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """The Cholesky factor, NaN or infinite on its diagonal where K is not positive definite."""
     if K.shape[0] > blocked.MAX_SIZE:
         return jnp.linalg.cholesky(K)
     return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=jnp.linalg.cholesky)

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
-from numpyro.distributions import Distribution, constraints
+from numpyro.distributions import constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import constant_function
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
@@ -21,7 +22,7 @@ from numpyro_scalegp.log_determinants.state import placeholder, updated_state
 from numpyro_scalegp.posteriors.feature import FeaturePosterior
 
 
-class FeatureSpaceGP(Distribution):
+class FeatureSpaceGP(GaussianNoise):
     """A collapsed GP of finitely many features: y of a mini-batch, with f = Phi w integrated out.
 
     y = phi(x)'w + noise with w ~ N(0, I); the latent one, of f itself, is `WeightSpaceGP`. The site
@@ -74,7 +75,6 @@ class FeatureSpaceGP(Distribution):
         ...     numpyro.sample("y", gp, obs=y_batch)
     """
 
-    role = "collapsed"
     arg_constraints = {"noise_variance": constraints.positive, "weights": constraints.real_vector}
     support = constraints.real_vector
     pytree_data_fields = (

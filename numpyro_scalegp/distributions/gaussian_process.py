@@ -13,23 +13,24 @@ from numpyro.distributions import constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import batches, checks, functions
+from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.distributions.members import (
     Member,
+    as_mean_function,
     as_observed,
     check_noise,
-    fits,
+    mean_at,
 )
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, SolverState
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 from numpyro_scalegp.solvers import KernelOperator
 
 
-class GaussianProcess(RowsDistribution):
+class GaussianProcess(GaussianNoise, RowsDistribution):
     """Noisy observations of a Gaussian process, y ~ N(m(X), K(X, X) + noise).
 
     `log_prob(y)` is the log marginal likelihood. The default estimator is exact; others estimate it
@@ -97,7 +98,6 @@ class GaussianProcess(RowsDistribution):
         ...     return numpyro.sample("y", gp, obs=y)
     """
 
-    role = "collapsed"
     arg_constraints = {"noise_variance": constraints.positive}
     reparametrized_params = ["noise_variance"]
     pytree_data_fields = (
@@ -131,7 +131,7 @@ class GaussianProcess(RowsDistribution):
         )
         check_noise(self.noise_variance, n, batch_shape)
         checks.positive("noise_variance", self.noise_variance)
-        self.mean_function = _as_mean_function(mean, batch_shape)
+        self.mean_function = as_mean_function(mean, batch_shape)
         self.estimator = Cholesky() if estimator is None else estimator
         checks.instance("estimator", self.estimator, AbstractEstimator)
         if is_key_frozen():
@@ -160,13 +160,7 @@ class GaussianProcess(RowsDistribution):
     @property
     def mean(self) -> Float[Array, "... n"]:
         """The mean of the observations, m(X)."""
-        mean, shape = self.mean_function(self.X), self.batch_shape + self.event_shape
-        if jnp.shape(mean) not in {shape[start:] for start in range(len(shape))}:
-            raise ValueError(
-                f"`mean` must map inputs of shape {self.X.shape} to shape {shape}, got "
-                f"{jnp.shape(mean)}."
-            )
-        return jnp.broadcast_to(mean, shape)
+        return mean_at(self.mean_function, self.X, self.batch_shape + self.event_shape)
 
     @property
     def variance(self) -> Float[Array, "... n"]:
@@ -387,17 +381,3 @@ class GaussianProcess(RowsDistribution):
 
 
 _MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)`."
-
-
-def _as_mean_function(
-    mean: Callable[[Array], Array] | ArrayLike | None, batch_shape: tuple[int, ...]
-) -> functions.RowsFunction:
-    refuse_kernel("mean", mean)
-    if callable(mean):
-        return functions.as_pytree(mean, "mean")
-    constant = checks.as_float(0.0 if mean is None else mean, "mean")
-    if not fits(constant.shape, batch_shape):
-        shapes = ((), batch_shape) if batch_shape else ((),)
-        checks.shape("mean", constant, *shapes, why="a number, a callable or None")
-    checks.finite("mean", constant)
-    return functions.constant_function(constant)

@@ -1,16 +1,18 @@
 """The members of a batch of collapsed Gaussian processes, as an estimator takes them."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.estimators import AbstractEstimator
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated
+from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -82,3 +84,30 @@ def check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]
             f"`noise_variance` of a batch of shape {batch_shape} must have shape (), (*batch, 1) "
             f"or (*batch, {n}), got {noise.shape}.{remedy}{rows}"
         )
+
+
+def as_mean_function(
+    mean: Callable[[Array], Array] | ArrayLike | None, batch_shape: tuple[int, ...]
+) -> functions.RowsFunction:
+    """The mean function that a number, a callable or None stands for."""
+    refuse_kernel("mean", mean)
+    if callable(mean):
+        return functions.as_pytree(mean, "mean")
+    constant = checks.as_float(0.0 if mean is None else mean, "mean")
+    if not fits(constant.shape, batch_shape):
+        shapes = ((), batch_shape) if batch_shape else ((),)
+        checks.shape("mean", constant, *shapes, why="a number, a callable or None")
+    checks.finite("mean", constant)
+    return functions.constant_function(constant)
+
+
+def mean_at(
+    mean_function: functions.RowsFunction, X: Float[Array, "... n d"], shape: tuple[int, ...]
+) -> Float[Array, "... n"]:
+    """The values of a mean function at the rows of X, for each member of a batch."""
+    mean = mean_function(X)
+    if jnp.shape(mean) not in {shape[start:] for start in range(len(shape))}:
+        raise ValueError(
+            f"`mean` must map inputs of shape {X.shape} to shape {shape}, got {jnp.shape(mean)}."
+        )
+    return jnp.broadcast_to(mean, shape)

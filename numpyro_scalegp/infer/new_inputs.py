@@ -108,8 +108,7 @@ def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> A
         value = mean + jnp.sqrt(posterior.variance(fn.X)) * normal
     if fn.role == "prior":
         return value
-    normal = jax.random.normal(noise_key, value.shape, value.dtype)
-    return value + jnp.sqrt(fn.noise_variance) * normal
+    return fn.given(value).sample(noise_key)
 
 
 def _as_in_first_run(

@@ -14,6 +14,7 @@ from jaxtyping import Array, Key
 from numpyro import handlers
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.additivity import combining_rows
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
@@ -25,7 +26,6 @@ from numpyro_scalegp.infer.new_inputs import (
     draw,
 )
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.additivity import combining_rows
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
 from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, substituted, traced
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
@@ -331,11 +331,11 @@ def _replicate(
         # At the data, an iterative posterior has its moments without another product.
         rows = None if is_new else getattr(fn, "shown_rows", None)
         at_data = not is_new and rows is None
-        predictive = found.at_data() if at_data else found.predictive(fn.X, fn.noise_variance)
+        predictive = fn.predictive(found, at_data=at_data)
         draws.predictive[name] = (
             draw(key, found, fn, joint=True) if joint else predictive.sample(key)
         )
-        pointwise = found.leave_one_out() if at_data else predictive
+        pointwise = fn.leave_one_out(found) if at_data else predictive
         terms = pointwise.log_prob(value)
         if rows is not None:
             terms = terms.at[rows].set(found.leave_one_out().log_prob(value[rows]))

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 from numpyro.distributions import BernoulliLogits, BinomialLogits, Laplace, Normal, Poisson
 from numpyro.ops.provenance import eval_provenance
 
+from numpyro_scalegp.core.additivity import affine_names, check_additive
 from numpyro_scalegp.core.quadrature import normal_expectation, product_nodes
 from numpyro_scalegp.features.chevron import Views
 from numpyro_scalegp.quadruply_stochastic.problem import Observed, Problem
-from numpyro_scalegp.tracing.additivity import affine_names, check_additive
 from numpyro_scalegp.tracing.runs import flat_provenance
 
 # Likelihoods whose logarithm is concave in f where this parameter is affine in it, or, of

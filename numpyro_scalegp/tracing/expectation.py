@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core.additivity import function_axes, separable
 from numpyro_scalegp.core.quadrature import (
     Nodes,
     normal_expectation,
     product_nodes,
     shifted_nodes,
 )
-from numpyro_scalegp.tracing.additivity import function_axes, separable
 from numpyro_scalegp.tracing.affine import Cut, affine_cut, evaluated
 from numpyro_scalegp.tracing.runs import Staged
 

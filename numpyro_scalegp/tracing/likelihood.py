@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core.additivity import check_additive
 from numpyro_scalegp.core.quadrature import normal_expectation, product_nodes
-from numpyro_scalegp.tracing.additivity import check_additive
 from numpyro_scalegp.tracing.runs import is_observed, traced
 
 

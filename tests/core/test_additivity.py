@@ -6,7 +6,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_scalegp.tracing.additivity import check_additive, standing_in
+from numpyro_scalegp.core.additivity import check_additive, standing_in
 
 N = 6
 Y = np.linspace(-1.0, 1.0, N)

@@ -1,0 +1,52 @@
+"""What distributions over observations with the function integrated out have in common."""
+
+import abc
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, Float
+
+
+class CollapsedDistribution(dist.Distribution):
+    """A distribution over one observation for each row of `X`, with the function integrated out."""
+
+    role: ClassVar[str] = "collapsed"
+
+    @abc.abstractmethod
+    def given(self, f: Float[Array, "... n"]) -> dist.Distribution:
+        """The distribution of observations, each by itself, given the function's values at X."""
+
+    @abc.abstractmethod
+    def predictive(self, posterior: Any, *, at_data: bool = False) -> dist.Distribution:
+        """The distribution of new observations at X, each by itself, under a posterior.
+
+        Args:
+            posterior: over the function, as `condition` returns it.
+            at_data: whether the posterior is that given observations at these same rows.
+        """
+
+    @abc.abstractmethod
+    def leave_one_out(self, posterior: Any) -> dist.Distribution:
+        """The distribution of each observation given all others, from the posterior given all."""
+
+
+class GaussianNoise(CollapsedDistribution):
+    """Observations with normal noise."""
+
+    X: Float[Array, "... n d"]
+    noise_variance: Float[Array, "..."]
+
+    def given(self, f: Float[Array, "... n"]) -> dist.Normal:
+        """See `CollapsedDistribution.given`."""
+        return dist.Normal(f, jnp.sqrt(self.noise_variance))
+
+    def predictive(self, posterior: Any, *, at_data: bool = False) -> dist.Distribution:
+        """See `CollapsedDistribution.predictive`; at the data, moments that are there are used."""
+        if at_data:
+            return posterior.at_data()
+        return posterior.predictive(self.X, self.noise_variance)
+
+    def leave_one_out(self, posterior: Any) -> dist.Distribution:
+        """See `CollapsedDistribution.leave_one_out`."""
+        return posterior.leave_one_out()
