@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from flax import nnx
 from jaxtyping import Array
 from numpyro.distributions import Distribution
@@ -306,6 +307,10 @@ def _conditioned(estimator: Callable[[], AbstractEstimator], **options: int) -> 
     return factory
 
 
+def _counts(f: Array) -> Distribution:
+    return dist.Poisson(jnp.exp(f))
+
+
 def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
     phi = sgp.features.RandomFourier(kernel, 4, seed=0)
     logdet = sgp.log_determinants.MiniBatch()
@@ -316,6 +321,7 @@ def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
 DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("gaussian_process", lambda kernel, X: _observed(kernel, X, sgp.estimators.Cholesky())),
     ("feature_space", _feature_space),
+    ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _counts, mean=0.3)),
     ("latent", sgp.LatentGP),
     (
         "weight_space",
@@ -378,6 +384,12 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     (
         "collapsed",
         lambda kernel, X: _conditioned(lambda: sgp.estimators.SGPR(X[:3]))(kernel, X),
+    ),
+    (
+        "laplace",
+        lambda kernel, X: sgp.LaplaceGP(kernel, X, _counts, mean=0.3).condition(
+            jnp.arange(len(X)) % 4
+        ),
     ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     ("natural", lambda kernel, X: _natural(kernel, X).posterior()),

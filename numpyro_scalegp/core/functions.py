@@ -23,7 +23,7 @@ class RowsFunction(eqx.Module):
     structure: Any = eqx.field(static=True)
     maps_single_rows: bool = eqx.field(static=True)
 
-    def __call__(self, X: Float[Array, "... n d"]) -> Array:
+    def __call__(self, X: Float[Array, "*rows d"]) -> Any:
         """Apply the function to all rows."""
         function = self.arrays
         if self.structure is not None:

@@ -16,6 +16,7 @@ from numpyro_scalegp.core import batches, checks, functions
 from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.distributions.members import (
+    MISSING,
     Member,
     as_mean_function,
     as_observed,
@@ -318,7 +319,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         y = checks.as_float(value, "y")
         if self.observed is not None and y.shape[-1:] == self.event_shape:
             y = jnp.where(self.observed, y, jnp.zeros((), y.dtype))
-        remedy = "" if self.observed is not None else _MISSING
+        remedy = "" if self.observed is not None else MISSING
         return checks.observations(y, self.event_shape, "X", remedy)
 
     @property
@@ -378,6 +379,3 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             return function(Member.of(kernel, X, noise, self.estimator, observed), *others)
 
         return batches.each(of_one, *parts, *others, in_turn=self.estimator.takes_turns)
-
-
-_MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)`."

@@ -1,5 +1,6 @@
 """The collapsed family for other likelihoods than normal noise: Laplace's approximation."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,12 @@ from numpyro_scalegp.core.additivity import combining_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.quadrature import normal_nodes
 from numpyro_scalegp.distributions.collapsed import CollapsedDistribution
-from numpyro_scalegp.distributions.members import as_mean_function, as_observed, mean_at
+from numpyro_scalegp.distributions.members import (
+    MISSING,
+    as_mean_function,
+    as_observed,
+    mean_at,
+)
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
@@ -123,7 +129,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             )
 
     @property
-    def support(self) -> Any:  # type: ignore[override]
+    def support(self) -> Any:
         """That of the likelihood."""
         f = jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)
         return constraints.independent(self.given(f).support, 1)
@@ -224,20 +230,32 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         sites = laplace.normal_sites(_entries, self._covariance, mean, self._data(y))
         zero = functions.constant_function(jnp.zeros((), mean.dtype))
 
-        def of_one(kernel: AbstractKernel, X: Array, f: Array, g: Array, L: Array) -> Any:
-            factor = linalg.Factor(L, jnp.zeros((), L.dtype))
-            own = zero if self.batch_shape else self.mean_function
-            return ExactPosterior(kernel, X, f, None, own, factor, g)
+        def of_one(kernel: AbstractKernel, X: Array, f: Array, weights: Array, L: Array) -> Any:
+            return ExactPosterior(
+                kernel=kernel,
+                X=X,
+                y=f,
+                noise_variance=None,
+                mean_function=zero if self.batch_shape else self.mean_function,
+                factor=linalg.Factor(L, jnp.zeros((), L.dtype)),
+                representer_weights=weights,
+            )
 
         num = len(self.batch_shape)
-        arrays = (batches.Batch(array, num) for array in (sites.f, sites.gradient, sites.tril))
+        arrays = (batches.Batch(array, num) for array in (sites.f, sites.weights, sites.tril))
         parts = self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2), *arrays
         process = batches.each(of_one, *parts)
         if self.batch_shape:
-            options = {"observed": None, "batch_shape": self.batch_shape}
-            mean_function = self.mean_function
-            process = BatchPosterior(process, self.X, sites.f, None, mean_function, **options)
-        return LaplacePosterior(process, self.X, sites.f, sites.gradient, sites.precision)
+            process = BatchPosterior(
+                members=process,
+                X=self.X,
+                y=sites.f,
+                noise_variance=None,
+                mean_function=self.mean_function,
+                observed=None,
+                batch_shape=self.batch_shape,
+            )
+        return LaplacePosterior(process, self.X, sites.f, sites.weights, sites.precision)
 
     def predictive(self, posterior: Any, *, at_data: bool = False) -> "LikelihoodUnderNormal":
         """The distribution of new observations at X, each by itself.
@@ -258,6 +276,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
 
     def _observations(self, value: ArrayLike) -> Num[Array, "... n"]:
         """Observations that were checked, with one that is there where a row has no target."""
+        checks.not_masked("y", value)
         y = jnp.asarray(value)
         if y.shape[-1:] != self.event_shape:
             raise ValueError(
@@ -270,10 +289,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             first = jnp.broadcast_to(first, (*shape[:-1], 1))
             some = jnp.take_along_axis(jnp.broadcast_to(y, shape), first, axis=-1)
             y = jnp.where(self.observed, y, some)
-        remedy = (
-            "" if self.observed is not None else " Where rows have no target, give `observed=`."
-        )
-        checks.finite("y", y, remedy)
+        checks.finite("y", y, "" if self.observed is not None else MISSING)
         f = jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)
         inside = self.given(f).support(y)
         if checks.is_concrete(inside) and not np.all(inside):
@@ -291,7 +307,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             first = y.reshape(-1, *self.batch_shape, *self.event_shape)[0]
             return {"y": [_entries(f, self._data(first))]}
 
-        like = jax.ShapeDtypeStruct(self.batch_shape + self.event_shape, self.X.dtype)
+        like = jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)
         if combining_rows(entries, like):
             raise ValueError(
                 "`likelihood` combines rows of the function, and each of its entries may depend on "
@@ -322,7 +338,7 @@ class LikelihoodUnderNormal(dist.Distribution):
         super().__init__(f.batch_shape, ())
 
     @property
-    def support(self) -> Any:  # type: ignore[override]
+    def support(self) -> Any:
         """That of the likelihood."""
         return self.likelihood(self.f.loc).support
 
@@ -355,4 +371,5 @@ def _as_likelihood(value: Any) -> RowsFunction:
             "`likelihood` must be a function of the function's values, as in "
             f"`lambda f: dist.{type(value).__name__}(...)`, got a distribution."
         )
-    return functions.as_pytree(value, "likelihood")
+    # A network, too, takes the values at all rows.
+    return dataclasses.replace(functions.as_pytree(value, "likelihood"), maps_single_rows=False)

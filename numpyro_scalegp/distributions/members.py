@@ -15,6 +15,9 @@ from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.solvers import KernelOperator
 
+# Remedy for what is not finite.
+MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)`."
+
 
 class Member(NamedTuple):
     """What an estimator takes of one Gaussian process."""

@@ -1,0 +1,156 @@
+"""Laplace's approximation against searches by another library, finite differences and exactness."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+import scipy.optimize
+from jax.test_util import check_grads
+
+from numpyro_scalegp.core import laplace
+from tests.conformance import each
+
+N = 9
+RNG = np.random.default_rng(0)
+X = np.sort(RNG.uniform(0.0, 3.0, N))
+COUNTS = RNG.poisson(3.0, N)
+LIKELIHOODS = {
+    "poisson": (lambda f, s: dist.Poisson(jnp.exp(f + s)), COUNTS),
+    "bernoulli": (lambda f, s: dist.Bernoulli(logits=f * jnp.exp(s)), COUNTS % 2),
+    "gamma": (lambda f, s: dist.Gamma(jnp.exp(s), jnp.exp(s - f)), COUNTS + 0.5),
+    "ordered": (lambda f, s: dist.OrderedLogistic(f, s + jnp.arange(-1.0, 2.0)), COUNTS % 4),
+    "normal": (lambda f, s: dist.Normal(f, jnp.exp(s)), COUNTS - 2.5),
+}
+THETA = np.array([-0.3, 0.5, 0.2, 0.1])
+
+
+def covariance(theta):
+    distance = jnp.square(X[:, None] - X) * jnp.exp(-2.0 * theta[0])
+    return jnp.exp(theta[1] - 0.5 * distance) + 1e-6 * jnp.eye(N)
+
+
+def value(name, theta, y=None):
+    likelihood, own = LIKELIHOODS[name]
+
+    def entries(f, data):
+        return likelihood(f, data[1]).log_prob(data[0])
+
+    y = own if y is None else y
+    K = covariance(theta)
+    return laplace.log_marginal(entries, K, theta[2] * jnp.ones_like(K[0]), (y, theta[3]))
+
+
+@each("name", [(name, lambda name=name: name) for name in LIKELIHOODS])
+def test_against_a_search_by_scipy(name, x64):
+    name = name()
+    likelihood, y = LIKELIHOODS[name]
+    K, mean = np.asarray(covariance(THETA)), THETA[2]
+    L = np.linalg.cholesky(K)
+
+    def log_likelihood(f):
+        return jnp.sum(likelihood(f, THETA[3]).log_prob(y))
+
+    loss = jax.jit(lambda z: 0.5 * z @ z - log_likelihood(mean + L @ z))
+    options = {"jac": jax.jit(jax.grad(loss)), "hess": jax.jit(jax.hessian(loss))}
+    found = scipy.optimize.minimize(loss, np.zeros(N), method="trust-exact", tol=1e-10, **options)
+    W = -np.diag(jax.hessian(log_likelihood)(mean + L @ found.x))
+    expected = -found.fun - 0.5 * np.linalg.slogdet(np.eye(N) + W[:, None] * K)[1]
+    np.testing.assert_allclose(value(name, THETA), expected, rtol=1e-9)
+    # First and second derivatives, in both modes, against differences of the value.
+    check_grads(jax.jit(lambda theta: value(name, theta)), (THETA,), order=2, rtol=1e-5)
+
+
+def test_a_normal_likelihood_is_exact(x64):
+    y = LIKELIHOODS["normal"][1]
+
+    def exact(theta):
+        H = covariance(theta) + jnp.exp(2.0 * theta[3]) * jnp.eye(N)
+        return dist.MultivariateNormal(theta[2] * jnp.ones(N), H).log_prob(y)
+
+    for found, expected in zip(
+        jax.value_and_grad(lambda theta: value("normal", theta))(THETA),
+        jax.value_and_grad(exact)(THETA),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_what_holds_the_mode_fixed_has_another_gradient(x64):
+    """The part of the gradient that comes from the motion of the mode is no small one."""
+    likelihood, y = LIKELIHOODS["bernoulli"]
+
+    def held(theta):
+        def entries(f, data):
+            return likelihood(f, data[1]).log_prob(data[0])
+
+        K, data = covariance(theta), (y, theta[3])
+        f = laplace.find_mode(entries, K, theta[2] * jnp.ones(N), data).f
+        f = jax.lax.stop_gradient(f)
+        W = laplace.slopes(entries, f, data).curvature
+        log_det = jnp.linalg.slogdet(jnp.eye(N) + W[:, None] * K)[1]
+        r = f - theta[2]
+        return jnp.sum(entries(f, data)) - 0.5 * r @ jnp.linalg.solve(K, r) - 0.5 * log_det
+
+    assert np.isclose(held(THETA), value("bernoulli", THETA), rtol=1e-6)
+    difference = jax.grad(held)(THETA) - jax.grad(lambda theta: value("bernoulli", theta))(THETA)
+    assert np.abs(difference).max() > 1e-2
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_large_and_small_counts_in_float32(scale):
+    """Counts of all sizes, far from where the search starts."""
+    y = np.round(scale * np.exp(np.sin(X))).astype(int)
+    with jax.enable_x64(True):
+        expected = jax.value_and_grad(lambda theta: value("poisson", theta, y))(jnp.array(THETA))
+    theta = jnp.array(THETA, jnp.float32)
+    found = jax.value_and_grad(lambda theta: value("poisson", theta, y))(theta)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * float(np.abs(other).max()))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def of(entries, mean, y):
+    return laplace.log_marginal(entries, covariance(THETA), jnp.full(N, mean), y)
+
+
+def test_what_is_not_concave_gives_nan_and_a_warning(x64):
+    def entries(f, y):
+        return dist.StudentT(3.0, f, 0.1).log_prob(y)
+
+    with pytest.warns(RuntimeWarning, match="logarithm is concave"):
+        found = of(entries, 0.0, COUNTS * 1.0)
+        jax.effects_barrier()
+    assert np.isnan(found)
+
+
+def test_no_mode_gives_nan_and_a_warning(x64):
+    def entries(f, y):
+        return dist.Poisson(jnp.exp(f)).log_prob(y)
+
+    with pytest.warns(RuntimeWarning, match="found no mode"):
+        found = of(entries, 1e3, COUNTS)
+        jax.effects_barrier()
+    assert np.isnan(found)
+
+
+def test_a_batch_is_a_loop(x64):
+    y = RNG.poisson(2.0, (2, N))
+    theta = np.stack([THETA, THETA[::-1]])
+
+    def entries(f, data):
+        return dist.Poisson(jnp.exp(f + data[1])).log_prob(data[0])
+
+    def of(theta, y):
+        K = jnp.vectorize(covariance, signature="(k)->(n,n)")(theta)
+        mean = theta[..., 2:3] * jnp.ones(N)
+        return laplace.log_marginal(entries, K, mean, (y, theta[..., 3:]))
+
+    found = jax.grad(lambda theta: jnp.sum(of(theta, y)))(theta)
+    mapped = jax.vmap(jax.grad(of))(theta, y)
+    alone = [jax.grad(of)(one, own) for one, own in zip(theta, y, strict=True)]
+    np.testing.assert_allclose(of(theta, y), [of(*pair) for pair in zip(theta, y, strict=True)])
+    np.testing.assert_allclose(found, alone, rtol=1e-8)
+    np.testing.assert_allclose(mapped, alone, rtol=1e-8)

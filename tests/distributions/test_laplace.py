@@ -1,0 +1,195 @@
+"""Likelihoods of other kinds with the function integrated out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC, NUTS
+
+import numpyro_scalegp as sgp
+
+N = 12
+RNG = np.random.default_rng(0)
+X = RNG.uniform(0.0, 3.0, (N, 1))
+NEW = np.linspace(-1.0, 4.0, 5)[:, None]
+EXPOSURE = RNG.uniform(0.5, 4.0, N)
+COUNTS = RNG.poisson(EXPOSURE * np.exp(np.sin(2.0 * X[:, 0])))
+OBSERVED = np.arange(N) % 3 > 0
+
+
+def kernel(lengthscale=0.7, variance=1.5):
+    return sgp.kernels.Matern52(lengthscale, variance)
+
+
+def counts(exposure=EXPOSURE, X=X, **options):
+    exposure = jnp.asarray(exposure)
+    return sgp.LaplaceGP(kernel(), X, lambda f: dist.Poisson(exposure * jnp.exp(f)), **options)
+
+
+def test_a_normal_likelihood_is_that_of_the_exact_process(x64):
+    y = RNG.normal(size=N)
+    gp = sgp.LaplaceGP(kernel(), X, lambda f: dist.Normal(f, 0.3), mean=0.4)
+    exact = sgp.GaussianProcess(kernel(), X, 0.09, mean=0.4)
+    np.testing.assert_allclose(gp.log_prob(y), exact.log_prob(y), rtol=1e-10)
+    found, expected = gp.condition(y), exact.condition(y)
+    np.testing.assert_allclose(found.mean(NEW), expected.mean(NEW), rtol=1e-8)
+    np.testing.assert_allclose(found.variance(NEW), expected.variance(NEW), rtol=1e-8)
+    loo = gp.leave_one_out(found)
+    expected_loo = expected.leave_one_out()
+    scale = np.sqrt(np.square(expected_loo.scale) - 0.09)
+    np.testing.assert_allclose(loo.f.loc, expected_loo.loc, rtol=1e-8)
+    np.testing.assert_allclose(loo.f.scale, scale, rtol=1e-8)
+    replicates = gp.predictive(found)
+    # Quadrature has fewer digits far from the mean.
+    np.testing.assert_allclose(replicates.log_prob(y), expected.at_data().log_prob(y), rtol=2e-3)
+    draws = replicates.sample(jax.random.key(0), (4000,))
+    errors = np.asarray(draws.mean(axis=0) - expected.at_data().loc) / expected.at_data().scale
+    assert np.abs(errors).max() < 4.0 / np.sqrt(4000)
+
+
+def test_the_approximation_is_near_the_integral(x64):
+    """Importance sampling from the approximation has the exact integral as its mean."""
+    gp = counts()
+    posterior = gp.condition(COUNTS)
+    q = dist.MultivariateNormal(posterior.mean(X), posterior.process.covariance(X))
+    prior = dist.MultivariateNormal(jnp.zeros(N), kernel().covariance(X))
+    f = q.sample(jax.random.key(0), (20_000,))
+    log_weights = gp.given(f).log_prob(COUNTS).sum(axis=1) + prior.log_prob(f) - q.log_prob(f)
+    weights = jnp.exp(log_weights - jnp.max(log_weights))
+    exact = jnp.log(jnp.mean(weights)) + jnp.max(log_weights)
+    error = jnp.std(weights) / jnp.mean(weights) / np.sqrt(len(f))
+    assert error < 0.01
+    assert abs(gp.log_prob(COUNTS) - exact) < 0.05
+    mean = jnp.sum(weights[:, None] * f, axis=0) / jnp.sum(weights)
+    assert np.all(np.abs(mean - posterior.mean(X)) < 0.3 * np.sqrt(posterior.variance(X)))
+
+
+def test_hidden_rows_drop_out(x64):
+    y = np.where(OBSERVED, COUNTS, -7)
+    traced = jax.jit(lambda observed, y: counts(observed=observed).log_prob(y))
+    few = counts(EXPOSURE[OBSERVED], X[OBSERVED])
+    expected = few.log_prob(COUNTS[OBSERVED])
+    np.testing.assert_allclose(counts(observed=OBSERVED).log_prob(y), expected, rtol=1e-10)
+    np.testing.assert_allclose(traced(OBSERVED, y), expected, rtol=1e-10)
+    posterior, of_few = counts(observed=OBSERVED).condition(y), few.condition(COUNTS[OBSERVED])
+    np.testing.assert_allclose(posterior.mean(NEW), of_few.mean(NEW), rtol=1e-8)
+    np.testing.assert_allclose(posterior.variance(NEW), of_few.variance(NEW), rtol=1e-8)
+    cavity, of_shown = posterior.cavity(), of_few.cavity()
+    np.testing.assert_allclose(cavity.loc[OBSERVED], of_shown.loc, rtol=1e-7)
+    np.testing.assert_allclose(cavity.scale[OBSERVED], of_shown.scale, rtol=1e-7)
+    # What is known of a hidden row is what all others say.
+    hidden = np.flatnonzero(~OBSERVED)
+    np.testing.assert_allclose(cavity.loc[hidden], of_few.mean(X[hidden]), rtol=1e-6, atol=1e-8)
+
+
+def test_leaving_one_out_is_near_a_fit_without_it(x64):
+    gp = counts()
+    found = gp.leave_one_out(gp.condition(COUNTS)).log_prob(COUNTS)
+    for row in range(4):
+        rest = counts(observed=np.arange(N) != row)
+        expected = rest.predictive(rest.condition(COUNTS)).log_prob(COUNTS)[row]
+        np.testing.assert_allclose(found[row], expected, atol=0.05)
+    assert np.abs(found - gp.given(gp.condition(COUNTS).mode).log_prob(COUNTS)).max() > 0.2
+
+
+def test_a_batch_is_a_loop(x64):
+    y = RNG.poisson(2.0, (2, N))
+    rows, exposure = np.stack([X, 0.5 * X]), RNG.uniform(0.5, 2.0, (2, N))
+    means, lengthscales = np.array([0.1, -0.4]), np.array([0.5, 1.1])
+
+    def of(lengthscale, X, exposure, mean):
+        likelihood = lambda f: dist.Poisson(exposure * jnp.exp(f))  # noqa: E731
+        return sgp.LaplaceGP(kernel(lengthscale), X, likelihood, mean=mean)
+
+    both = of(jnp.array(lengthscales)[:, None], rows, jnp.array(exposure), means)
+    assert (both.batch_shape, both.event_shape) == ((2,), (N,))
+    assert both.log_prob(np.stack([y, y + 1, y])).shape == (3, 2)
+    assert both.sample(jax.random.key(0), (3,)).shape == (3, 2, N)
+    posterior = both.condition(y)
+    for g in range(2):
+        alone = of(lengthscales[g], rows[g], jnp.array(exposure[g]), means[g])
+        np.testing.assert_allclose(both.log_prob(y)[g], alone.log_prob(y[g]), rtol=1e-10)
+        own = alone.condition(y[g])
+        np.testing.assert_allclose(posterior.mean(NEW)[g], own.mean(NEW), rtol=1e-9)
+        np.testing.assert_allclose(posterior.cavity().loc[g], own.cavity().loc, rtol=1e-8)
+
+
+def model(X, exposure, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.3, 0.3))
+    level = numpyro.sample("level", dist.Normal())
+    likelihood = lambda f: dist.Poisson(exposure * jnp.exp(f))  # noqa: E731
+    gp = sgp.LaplaceGP(kernel(lengthscale), X, likelihood, mean=level)
+    numpyro.sample("y", gp, obs=y)
+
+
+def over_functions(X, exposure, y=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.3, 0.3))
+    level = numpyro.sample("level", dist.Normal())
+    z = numpyro.sample("z", dist.Normal().expand([len(X)]).to_event(1))
+    L = jnp.linalg.cholesky(kernel(lengthscale).covariance(X) + 1e-9 * jnp.eye(len(X)))
+    f = numpyro.deterministic("f", level + L @ z)
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.Poisson(exposure * jnp.exp(f)), obs=y)
+
+
+def sampled(model, num_samples):
+    mcmc = MCMC(NUTS(model), num_warmup=300, num_samples=num_samples, progress_bar=False)
+    mcmc.run(jax.random.key(0), X, EXPOSURE, COUNTS)
+    return mcmc
+
+
+@pytest.mark.slow
+def test_nuts_against_nuts_over_functions(x64):
+    mcmc = sampled(model, 1000)
+    draws, oracle = mcmc.get_samples(), sampled(over_functions, 3000).get_samples()
+    for name in ("lengthscale", "level"):
+        found, expected = np.asarray(draws[name]), np.asarray(oracle[name])
+        # Means, up to their errors of some 0.1 deviations, and spreads.
+        assert abs(found.mean() - expected.mean()) < 0.3 * expected.std()
+        assert 0.75 < found.std() / expected.std() < 1.3
+    posterior = sgp.posterior(model, draws, X, EXPOSURE, COUNTS)
+    f = np.asarray(oracle["f"])
+    assert np.all(np.abs(posterior.mean(X) - f.mean(axis=0)) < 0.3 * f.std(axis=0))
+    predictive = sgp.infer.Predictive(
+        model, posterior_samples=draws, data=(X, EXPOSURE, COUNTS), joint=True
+    )
+    new = predictive.draws(jax.random.key(1), NEW, np.ones(5), np.ones(5, int))
+    assert new.predictive["y"].shape == new.log_likelihood["y"].shape == (1000, 5)
+    data = sgp.to_arviz(mcmc, key=jax.random.key(2))
+    assert data["log_likelihood"]["y"].shape == (1, 1000, N)
+
+
+def test_saved_and_loaded(tmp_path, x64):
+    posterior = counts().condition(COUNTS)
+    sgp.save(tmp_path / "posterior", posterior)
+    loaded = sgp.load(tmp_path / "posterior")
+    np.testing.assert_array_equal(loaded.variance(NEW), posterior.variance(NEW))
+
+
+def test_draws_of_the_prior_have_its_moments():
+    gp = sgp.LaplaceGP(kernel(), X, lambda f: dist.Normal(2.0 * f, 0.1), mean=0.5)
+    draws = np.asarray(gp.sample(jax.random.key(0), (4000,)))
+    expected = np.sqrt(4.0 * 1.5 + 0.01)
+    assert np.abs(draws.mean(axis=0) - 1.0).max() < 4.0 * expected / np.sqrt(4000)
+    assert np.abs(draws.std(axis=0) / expected - 1.0).max() < 4.0 / np.sqrt(2 * 4000)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        lambda f: dist.Poisson(jnp.exp(f - f.mean())),
+        lambda f: dist.Poisson(jnp.exp(jnp.cumsum(f))),
+    ],
+)
+def test_rows_must_not_be_combined(likelihood):
+    with pytest.raises(ValueError, match="combines rows"):
+        sgp.LaplaceGP(kernel(), X, likelihood).log_prob(COUNTS)
+
+
+def test_observations_outside_of_the_support():
+    with pytest.raises(ValueError, match="`y` must lie in the support"):
+        counts().log_prob(np.where(OBSERVED, COUNTS, -1))
+    with pytest.raises(ValueError, match=r"`y` must be finite.*give `observed=~jnp.isnan"):
+        counts().log_prob(np.where(OBSERVED, COUNTS, np.nan))
