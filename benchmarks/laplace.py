@@ -1,10 +1,10 @@
 """NUTS with the function integrated out by Laplace's approximation, beside NUTS over the function.
 
-Counts of a year: the flights from New York that left more than two hours late, for every `--every`-th
-day of 2013, under a negative binomial likelihood with the day's flights as exposure. Both models have
-the same priors. Prints means and standard deviations of the hyperparameters and of the function, the
-largest difference of the means in posterior deviations, divergences, and seconds for each effective
-draw. Then the time of a gradient at more rows, beside that of an exact GP, in one run.
+Counts of a year: the flights from New York that left more than two hours late, for every third day
+of 2013 (`--every`), under a negative binomial likelihood with the day's flights as exposure. Both
+models have the same priors. Prints means and standard deviations of the hyperparameters, and how
+far the means are apart in posterior deviations, of the function too; divergences, and seconds for
+each effective draw. Before that, the time of a gradient at more rows beside that of an exact GP.
 
     python benchmarks/laplace.py
 """

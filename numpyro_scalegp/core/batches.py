@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 
 class Batch(NamedTuple):
@@ -96,6 +96,19 @@ def each(function: Callable[..., Any], *batches: Batch, in_turn: bool = False) -
     for axis in reversed(range(len(shape))):
         apply = _along(apply, [axis in of_leaf for of_leaf in mapped], in_turn)
     return eqx.combine(apply(*leaves), rest[0])
+
+
+def take(batch: Batch, members: Int[np.ndarray, " g"]) -> Batch:
+    """Some members of a batch of one axis."""
+
+    def of_leaf(leaf: Any, leading: int) -> Any:
+        has_own = eqx.is_array(leaf) and leading > 0 and leaf.shape[0] > 1
+        return leaf[members] if has_own else leaf
+
+    leading = batch.leading
+    if isinstance(leading, int):
+        return Batch(jax.tree.map(lambda leaf: of_leaf(leaf, leading), batch.tree), leading)
+    return Batch(jax.tree.map(of_leaf, batch.tree, leading), leading)
 
 
 def samples_last(

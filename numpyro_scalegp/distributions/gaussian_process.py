@@ -17,6 +17,7 @@ from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.distributions.members import (
     MISSING,
+    Alike,
     Member,
     as_mean_function,
     as_observed,
@@ -65,6 +66,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         observed: which rows have a target, boolean, shape (n,) or (*batch, n); None for all. The
             others drop out of the density and the posterior, whatever y holds there, NaN included:
             gaps, or groups of unequal size, padded to that of the largest. `sample` draws all rows.
+            A mask that is known while the model is traced spares their cost, or most of it.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -198,9 +200,20 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             )
             return found - one.log_density_of_hidden()
 
-        residuals = batches.Batch(residual, len(self.batch_shape))
-        found = self._shown()._each(of_one, residuals, batches.keys(self.key, self.batch_shape))
-        return jnp.moveaxis(found, -1, 0).reshape(shape) if self.batch_shape else found
+        keys = batches.keys(self.key, self.batch_shape)
+        if (observed := self._own_rows) is None:
+            residuals = batches.Batch(residual, len(self.batch_shape))
+            found = self._shown()._each(of_one, residuals, keys)
+            return jnp.moveaxis(found, -1, 0).reshape(shape) if self.batch_shape else found
+        groups = Alike.groups(observed)
+        parts = []
+        for group in groups:
+            # Indices apart from each other come first.
+            own = jnp.moveaxis(residual[group.members[:, None], :, group.rows], -1, 1)
+            some = batches.Batch(own, 1), batches.take(keys, group.members)
+            parts.append(self._members(group)._each(of_one, *some))
+        order = np.argsort(np.concatenate([group.members for group in groups]))
+        return jnp.concatenate(parts)[order].T.reshape(shape)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -354,6 +367,28 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         noise = self.noise_variance
         noise = noise[..., rows] if noise.shape[-1:] == self.event_shape else noise
         return self._with(self.X[..., rows, :], noise)
+
+    @property
+    def _own_rows(self) -> Bool[np.ndarray, "G n"] | None:
+        """Which rows of each member are observed, where these are known and its own."""
+        if self.observed is None or self.observed.ndim < 2 or len(self.batch_shape) > 1:
+            return None
+        if not checks.is_concrete(self.observed):
+            return None
+        return np.broadcast_to(np.asarray(self.observed), self.batch_shape + self.event_shape)
+
+    def _members(self, group: Alike) -> "GaussianProcess":
+        """Some members of a batch, with some of their rows."""
+        (size,), n = self.batch_shape, self.X.shape[-2]
+        pick = group.members[:, None], group.rows
+        shown = np.broadcast_to(np.asarray(self.observed), (size, n))[pick]
+        other = copy.copy(self)
+        other.kernel = batches.take(self.kernel.as_batch(), group.members).tree
+        other.X = jnp.broadcast_to(self.X, (size, *self.X.shape[-2:]))[pick]
+        other.noise_variance = jnp.broadcast_to(self.noise_variance, (size, n))[pick]
+        other.observed = None if shown.all() else shown
+        other._batch_shape, other._event_shape = group.rows.shape[:1], group.rows.shape[1:]
+        return other
 
     def _with(
         self, X: Float[Array, "... m d"], noise_variance: Float[Array, "..."]

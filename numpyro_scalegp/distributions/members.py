@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.estimators import AbstractEstimator
@@ -14,6 +14,10 @@ from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.solvers import KernelOperator
+
+# Least share of the rows of the largest member of a group, and of the work done, that is split off.
+_LEAST_SHARE = 2.0 / 3.0
+_SMALL_PART = 0.1
 
 # Remedy for what is not finite.
 MISSING = " Where these are rows without a target, give `observed=~jnp.isnan(y)`."
@@ -71,6 +75,31 @@ def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "
     if checks.is_concrete(value) and not np.asarray(value).any(axis=-1).all():
         raise ValueError("`observed` must be True for at least one row of each member.")
     return value  # an array of NumPy stays known under a trace
+
+
+class Alike(NamedTuple):
+    """Members of a batch with about as many rows."""
+
+    members: Int[np.ndarray, " g"]
+    rows: Int[np.ndarray, "g w"]  # of each, those with a target first
+
+    @classmethod
+    def groups(cls, observed: Bool[np.ndarray, "G n"]) -> "list[Alike]":
+        """All members of a batch, so that each is padded to the rows of members like it."""
+        counts = observed.sum(axis=1)
+        order, groups = np.argsort(-counts, kind="stable"), []
+        work = 0.0
+        while len(order):
+            width = counts[order[0]]
+            others = counts[order] < _LEAST_SHARE * width
+            # Few small ones are no reason for another program.
+            if np.sum(others) * float(width) ** 3 <= _SMALL_PART * work:
+                others[:] = False
+            members, order = order[~others], order[others]
+            work += len(members) * float(width) ** 3
+            rows = np.argsort(~observed[members], axis=1, kind="stable")[:, :width]
+            groups.append(cls(members, rows))
+        return groups
 
 
 def check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]) -> None:

@@ -79,9 +79,9 @@ class LaplacePosterior(AbstractPosterior):
             Vehtari et al. (2016), Bayesian leave-one-out cross-validation approximations for
             Gaussian latent variable models, section 3.3.
         """
-        process: Any = self.process
-        of_members = process.members if isinstance(process, BatchPosterior) else process
-        precision = jnp.sum(jnp.square(_inverse(of_members.factor.tril)), axis=-2)
+        whole = self.process
+        members: Any = whole.members if isinstance(whole, BatchPosterior) else whole
+        precision = jnp.sum(jnp.square(_inverse(members.factor.tril)), axis=-2)
         # 1 - v W is the entry of B^-1 on the diagonal.
         variance = self.variance(self.X) * self.curvature / precision
         return dist.Normal(self.mode - self.gradient * variance, jnp.sqrt(variance))

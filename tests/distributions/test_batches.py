@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.distributions.members import Alike
 from tests.conformance import each
 
 G, N, D = 3, 8, 2
@@ -72,6 +73,30 @@ def test_a_batch_is_a_loop_without_its_hidden_rows(factory, hidden, x64):
             np.testing.assert_allclose(both[g], expected, rtol=1e-8)
         np.testing.assert_allclose(found[3][g][rows], loc, rtol=1e-8)
         np.testing.assert_allclose(found[4][g][rows], scale, rtol=1e-8)
+
+
+def test_members_of_unequal_size_are_worked_on_with_those_alike(x64):
+    sizes = np.array([2, 20, 9, 1, 19, 8])
+    observed = RNG.permuted(np.arange(20) < sizes[:, None], axis=1)
+    groups = Alike.groups(observed)
+    assert [list(group.members) for group in groups] == [[1, 4], [2, 5, 0, 3]]
+    assert [group.rows.shape[1] for group in groups] == [20, 9]
+    rows, y = RNG.normal(size=(6, 20, D)), np.where(observed, RNG.normal(size=(6, 20)), np.nan)
+    for noise in (0.1, sizes[:, None] / 20.0, np.linspace(0.1, 1.0, 20)[None]):
+
+        def total(variance, lengthscale, observed, y=y, noise=noise):
+            kernel = sgp.kernels.RBF(lengthscale, variance)
+            return jnp.sum(sgp.GaussianProcess(kernel, rows, noise, observed=observed).log_prob(y))
+
+        given = jnp.linspace(0.5, 1.5, 6), jnp.array([0.8, 1.3])
+        of = jax.jit(jax.value_and_grad(total, (0, 1)))
+        padded = of(*given, observed)
+        known = jax.jit(jax.value_and_grad(lambda *given: total(*given, observed), (0, 1)))(*given)
+        for one, other in zip(jax.tree.leaves(known), jax.tree.leaves(padded), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(0.7), rows, 0.1, observed=observed)
+    several = gp.log_prob(np.stack([y, 2.0 * y]))
+    np.testing.assert_allclose(several, [gp.log_prob(y), gp.log_prob(2.0 * y)], rtol=1e-10)
 
 
 def test_an_iterative_batch_is_a_loop(x64):
