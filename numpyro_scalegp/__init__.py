@@ -16,6 +16,7 @@ from numpyro_scalegp.distributions import (
     ChevronNormal,
     FeatureSpaceGP,
     GaussianProcess,
+    MultiOutputGP,
     plate,
 )
 from numpyro_scalegp.export import to_arviz
@@ -40,6 +41,7 @@ __all__ = [
     "GaussianProcess",
     "HybridGP",
     "LatentGP",
+    "MultiOutputGP",
     "SparseGP",
     "WeightSpaceGP",
     "datasets",

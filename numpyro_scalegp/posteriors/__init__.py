@@ -2,5 +2,6 @@
 
 from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.exact import ExactPosterior
+from numpyro_scalegp.posteriors.multi_output import MultiOutputPosterior
 
-__all__ = ["BatchPosterior", "ExactPosterior"]
+__all__ = ["BatchPosterior", "ExactPosterior", "MultiOutputPosterior"]
