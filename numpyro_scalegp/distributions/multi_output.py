@@ -1,12 +1,13 @@
 """The collapsed family for a matrix of observations: several outputs that know of each other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks, functions, kronecker, linalg
@@ -22,6 +23,8 @@ from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.posteriors.multi_output import MultiOutputPosterior, OutputsOfFunctions
 
 _MISSING = " Where these are entries without a target, give `observed=~jnp.isnan(Y)`."
+# Of a function that is zero, in units of the noise.
+_LEAST_VARIANCE = 1e-30
 _NO_DERIVATIVES = (
     "the posterior of several outputs by its structure has no derivatives in `outputs` and "
     "`noise_variance`, only in the kernel, X and Y: take those of `log_prob`."
@@ -103,7 +106,8 @@ class MultiOutputGP(RowsDistribution):
         as_single("outputs", outputs)
         self.X = checks.inputs("X", X)
         self.kernel.check_categories("X", self.X)
-        shape = n, p = self.X.shape[0], outputs.W.shape[0]
+        p = outputs.W.shape[0]
+        shape = self.X.shape[0], p
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         whose = "one value, or one for each output, or for each entry"
         checks.shape("noise_variance", self.noise_variance, (), (p,), shape, why=whose)
@@ -206,20 +210,20 @@ class MultiOutputGP(RowsDistribution):
         Y = self._observations(Y)
         checks.shape("Y", Y, self.event_shape, why="a column for each output")
         residual, rows, p = self._residual(Y), self._complete_rows, self.event_shape[1]
-        mixing = places = None
+        mixing: Array | None = None
+        places: Any = None if self.observed is None else rows
         if rows is None:
-            long = self._in_long_format()
-            found = long.condition(residual.ravel())
-            places = long.shown_rows
+            gp, values = self._in_long_format(), residual.ravel()
+            places = gp.shown_rows
         else:
             B, noise = refuse_derivatives(_NO_DERIVATIVES, (self._B, self._noise))
-            V, values = kronecker.rotation(B, noise)
+            V, variances = kronecker.rotation(B, noise)
+            # Zeros get what does not show beside rounding: there are no draws without a variance.
+            least = jnp.finfo(variances.dtype).eps * jnp.max(variances) + _LEAST_VARIANCE
+            kernel = jnp.maximum(variances, least) * self.kernel
+            gp, values = GaussianProcess(kernel, self.X[rows], 1.0), matmul(residual[rows], V).T
             mixing = noise[:, None] * V
-            # What a factor less than rounding adds to B does not show, and its draws are no zeros.
-            values = jnp.maximum(values, jnp.finfo(values.dtype).eps * values.max() + _LEAST)
-            gp = GaussianProcess(values * self.kernel, self.X[rows], 1.0)
-            found = gp.condition(matmul(residual[rows], V).T)
-            places = None if self.observed is None else rows
+        found: Any = gp.condition(values)
         return MultiOutputPosterior(
             functions=found,
             outputs=OutputsOfFunctions(mixing, p),
@@ -250,7 +254,7 @@ class MultiOutputGP(RowsDistribution):
         return residual if self.observed is None else jnp.where(self.observed, residual, 0.0)
 
     @property
-    def _complete_rows(self) -> Bool[np.ndarray, " n"] | slice | None:
+    def _complete_rows(self) -> Int[np.ndarray, " k"] | slice | None:
         """The rows that have targets, where these are known to have all; None if not so."""
         if self.noise_variance.ndim == 2:
             return None
@@ -269,9 +273,6 @@ class MultiOutputGP(RowsDistribution):
         noise = jnp.broadcast_to(self.noise_variance, (n, p)).ravel()
         observed = None if self.observed is None else self.observed.ravel()
         return GaussianProcess(kernel, long_format(self.X, p), noise, observed=observed)
-
-
-_LEAST = 1e-30
 
 
 # One program also where NUTS looks for a place to start, outside of compiled code.

@@ -39,7 +39,8 @@ class AbstractFunctionSamples(eqx.Module):
 
         Returns:
             Values, shape (num_samples, m); of a batch of functions (num_samples, *batch, m), of a
-            `MultiOutputGP` (num_samples, m, p). Linear in m: a row costs what the number of features and of kernel functions makes it.
+            `MultiOutputGP` (num_samples, m, p). Linear in m: a row costs what the number of
+            features and of kernel functions makes it.
 
         Raises:
             ValueError: if `Xs` is not a finite matrix of d columns.

@@ -13,6 +13,8 @@ from numpyro_scalegp.core.functions import RowsFunction, constant_rows
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.coregion import long_format
+from numpyro_scalegp.posteriors.batch import BatchPosterior
+from numpyro_scalegp.posteriors.exact import ExactPosterior
 from numpyro_scalegp.posteriors.function_samples import AbstractFunctionSamples
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
@@ -33,8 +35,9 @@ class OutputsOfFunctions(eqx.Module):
 
     def chunk_size(self, chunk_size: int | None) -> int | None:
         """How many of these rows a chunk of rows of Xs is."""
-        is_long = self.mixing is None and chunk_size is not None
-        return chunk_size * self.num_outputs if is_long else chunk_size
+        if chunk_size is None or self.mixing is not None:
+            return chunk_size
+        return chunk_size * self.num_outputs
 
     def combined(self, values: Float[Array, "..."], *, power: int = 1) -> Float[Array, "... m p"]:
         """Values of the outputs from those of the functions, or variances with a power of two."""
@@ -83,7 +86,7 @@ class MultiOutputPosterior(AbstractConditioned):
         places: which rows of y, or entries in long format, the functions were given; None for all.
     """
 
-    functions: AbstractConditioned
+    functions: ExactPosterior | BatchPosterior
     outputs: OutputsOfFunctions
     X: Float[Array, "n d"]
     y: Float[Array, "n p"]
@@ -165,22 +168,25 @@ class MultiOutputPosterior(AbstractConditioned):
 
         Of an entry that is not observed, that given all observations.
         """
-        found, shape = self.functions.leave_one_out(), self.y.shape
+        found = self.functions.leave_one_out()
         precision = found.scale**-2
         weights = (self.functions.y - found.loc) * precision  # H^-1 (y - m(X))
+        y = self.y.ravel()  # or rows, as the functions were given
         if (mixing := self.outputs.mixing) is not None:
             # With V = D^-1 M for the noise D: H^-1 = sum_i H_i^-1 x v_i v_i'.
             V = mixing / jnp.reshape(self.noise_variance, (-1, 1))
             weights, precision = matmul(weights.T, V.T), matmul(precision.T, V.T**2)
-        hidden = self.at_data() if self.observed is not None else None
-        y, flat = self.y, (-1, shape[1]) if mixing is not None else (-1,)
-        if self.places is not None:
-            y = y.reshape(flat)[self.places]
-        loc, scale = y.reshape(precision.shape) - weights / precision, precision**-0.5
-        if hidden is None:
-            return dist.Normal(loc.reshape(shape), scale.reshape(shape))
-        if self.places is not None:
-            loc = hidden.loc.reshape(flat).at[self.places].set(loc)
-            scale = hidden.scale.reshape(flat).at[self.places].set(scale)
-        loc = jnp.where(self.observed, loc.reshape(shape), hidden.loc)
-        return dist.Normal(loc, jnp.where(self.observed, scale.reshape(shape), hidden.scale))
+            y = self.y
+        shape, places, observed = y.shape, self.places, self.observed
+        loc = (y if places is None else y[places]) - weights / precision
+        scale = precision**-0.5
+        if observed is not None:
+            hidden = self.at_data()
+
+            def filled(values: Array, rest: Array) -> Array:
+                rest = rest.reshape(shape)
+                values = values if places is None else rest.at[places].set(values)
+                return jnp.where(observed.reshape(shape), values, rest)
+
+            loc, scale = filled(loc, hidden.loc), filled(scale, hidden.scale)
+        return dist.Normal(loc.reshape(self.y.shape), scale.reshape(self.y.shape))

@@ -130,9 +130,9 @@ class AbstractPosterior(eqx.Module):
 
         Returns:
             A pytree of functions: `functions(Xs)` has the shape of the means behind num_samples,
-            in O(m (M d + num_features)) for each function and M data or inducing points. Drawing them costs a solve with a factor that is there: O(n^2) for n
-            data points, O(M^3) for M inducing points; of a mixture, what conditioning on the data
-            costs for each function.
+            in O(m (M d + num_features)) for each function and M data or inducing points. Drawing
+            them costs a solve with a factor that is there: O(n^2) for n data points, O(M^3) for M
+            inducing points; of a mixture, what conditioning on the data costs for each function.
 
         Raises:
             ValueError: if `num_samples` is below 1, `num_features` not even and positive, or the
@@ -330,6 +330,9 @@ class Component(AbstractPosterior):
     @property
     def _takes_batches(self) -> bool:
         return self.part._takes_batches
+
+    def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "..."]:
+        return self.part._seen(Xs)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.part._mean(Xs, chunk_size)
