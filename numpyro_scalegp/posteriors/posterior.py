@@ -20,7 +20,8 @@ class AbstractPosterior(eqx.Module):
     """A posterior over a function: moments, joint samples and predictions at new inputs.
 
     `noise_variance` is that of the observations, where the model has one that is Gaussian and the
-    same for all; shape (), or (n,) with one value for each training row, or None.
+    same for all; shape (), or (n,) with one value for each training row, of a `MultiOutputGP` (p,)
+    or (n, p), or None.
     """
 
     if TYPE_CHECKING:  # checkers take an `AbstractVar` for the first argument of all subclasses
