@@ -78,7 +78,7 @@ class MultiOutputGP(RowsDistribution):
         ((), (3, 2))
         >>> Y = Y.at[1, 0].set(jnp.nan)
         >>> gp = sgp.MultiOutputGP(sgp.kernels.RBF(0.3), outputs, X, 0.1, observed=~jnp.isnan(Y))
-        >>> gp.condition(Y).leave_one_out().log_prob(Y).shape
+        >>> gp.condition(Y).leave_one_out().loc.shape
         (5, 2)
     """
 
