@@ -196,6 +196,9 @@ def test_means_and_predictions():
     with pytest.raises(ValueError, match=r"one noise variance for each entry"):
         of_entries.predictive(NEW)
     assert of_entries.predictive(NEW, 0.2).batch_shape == (M, P)
+    # In long format too, categories are those of its rows.
+    part = of_entries.component(lambda kernel: kernel)
+    np.testing.assert_allclose(part.mean(NEW), of_entries.mean(NEW), rtol=1e-5)
     with pytest.raises(ValueError, match=r"\(\) or \(3,\), got \(4,\): .* for each output"):
         posterior.predictive(NEW, np.ones(M))
 
