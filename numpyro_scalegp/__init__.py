@@ -17,6 +17,7 @@ from numpyro_scalegp.distributions import (
     FeatureSpaceGP,
     GaussianProcess,
     LaplaceGP,
+    MultiOutputGP,
     plate,
 )
 from numpyro_scalegp.export import to_arviz
@@ -42,6 +43,7 @@ __all__ = [
     "HybridGP",
     "LaplaceGP",
     "LatentGP",
+    "MultiOutputGP",
     "SparseGP",
     "WeightSpaceGP",
     "datasets",

@@ -35,13 +35,14 @@ def to_arviz(
     """Export the result of SVI or MCMC to ArviZ.
 
     Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
-    `log_likelihood` (pointwise; for a `GaussianProcess` or `FeatureSpaceGP` site the leave-one-out
-    densities log p(y_i | y_-i, parameters), which PSIS leave-one-out takes; entries that a mask
-    hides are left out, and the others of a site `y` stand along `y_counted`), `observed_data`,
-    `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver states, `residual`,
-    `probe_residual`, `epochs`, `converged` and `standard_error` over steps; MCMC: divergences and
-    their like; for each draw `jitter` of an exact Gaussian process and `jitter_to_noise`, its ratio
-    to the noise variance, or `draw_residual`, `draw_epochs` and their like of an iterative one).
+    `log_likelihood` (pointwise; for a `GaussianProcess`, `MultiOutputGP` or `FeatureSpaceGP` site
+    the leave-one-out densities log p(y_i | y_-i, parameters), which PSIS leave-one-out takes;
+    entries that a mask hides are left out, and the others of a site `y` stand along `y_counted`),
+    `observed_data`, `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver
+    states, `residual`, `probe_residual`, `epochs`, `converged` and `standard_error` over steps;
+    MCMC: divergences and their like; for each draw `jitter` of an exact Gaussian process and
+    `jitter_to_noise`, its ratio to the noise variance, or `draw_residual`, `draw_epochs` and their
+    like of an iterative one).
 
     Args:
         result: an `MCMC` after its run, what `SVI.run` returns, or a dict of SVI parameters.

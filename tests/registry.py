@@ -317,9 +317,23 @@ def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
     return sgp.FeatureSpaceGP(phi, X, 0.5, jnp.ones(4), num_data=20, logdet=logdet)
 
 
+def _outputs(kernel: AbstractKernel, X: Array, **options: Any) -> sgp.MultiOutputGP:
+    """Three outputs, of which two are the same but for the noise."""
+    W = jnp.array([[1.0], [-0.5], [1.0]], X.dtype)
+    outputs = sgp.kernels.Coregion(W, jnp.zeros(3, X.dtype))
+    noise = jnp.array([0.1, 0.2, 0.3], X.dtype)
+    means = jnp.array([0.3, 0.0, -0.2], X.dtype)
+    return sgp.MultiOutputGP(kernel, outputs, X, noise, mean=means, **options)
+
+
+def _of_outputs(kernel: AbstractKernel, X: Array, observed: Any = None) -> AbstractPosterior:
+    return _outputs(kernel, X, observed=observed).condition(jnp.sin(X[:, :3]))
+
+
 # distribution = factory(kernel, X): distributions that are no variational family.
 DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("gaussian_process", lambda kernel, X: _observed(kernel, X, sgp.estimators.Cholesky())),
+    ("multi_output", _outputs),
     ("feature_space", _feature_space),
     ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _counts, mean=0.3)),
     ("latent", sgp.LatentGP),
@@ -413,6 +427,8 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ),
     ("batch", lambda kernel, X: _of_groups(kernel, X)),
     ("batch_with_hidden_rows", lambda kernel, X: _of_groups(kernel, X, observed=X[:, 0] < 1.0)),
+    ("multi_output", _of_outputs),
+    ("multi_output_with_gaps", lambda kernel, X: _of_outputs(kernel, X, observed=X[:, :3] < 1.0)),
     (
         "sparse_with_own_kernels",
         lambda kernel, X: SparsePosterior(

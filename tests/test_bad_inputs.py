@@ -51,6 +51,9 @@ def model(X: Any, y: Any = None) -> None:
 
 
 gp = functools.partial(sgp.GaussianProcess, rbf)
+coregion = K.Coregion(eye[:2, :1], eye[0, :2])
+Y = np.stack([y, y], axis=1)
+outputs = functools.partial(sgp.MultiOutputGP, rbf, coregion, X)
 decoupled = functools.partial(sgp.DecoupledGP, rbf, X)
 hybrid = functools.partial(sgp.HybridGP, rbf, X, Z, np.zeros(3), eye)
 collapsed = functools.partial(sgp.FeatureSpaceGP, num_data=6, logdet=L.MiniBatch())
@@ -587,6 +590,66 @@ COLLAPSED: list[Row] = [
     ("samples", lambda: gp(X, 1.0).condition(y, num_samples=0), "`num_samples` must be at least 1"),
     ("epochs", lambda: gp(X, 1.0).condition(y, max_epochs="a"), "`max_epochs` must be a number"),
     ("sample key", lambda: gp(X, 1.0).sample(0), "`key` must be a JAX key.* got 0"),
+    (
+        "outputs kernels",
+        lambda: sgp.MultiOutputGP(0.5 * rbf * np.ones(2, np.float32), coregion, X, 0.1),
+        r"`kernel` must be one kernel, got a batch of shape \(2,\)",
+    ),
+    (
+        "outputs swapped",
+        lambda: sgp.MultiOutputGP(coregion, rbf, X, 0.1),
+        "`outputs` must be a `sgp.kernels.Coregion`, got a `RBF`",
+    ),
+    (
+        "outputs batch",
+        lambda: sgp.MultiOutputGP(rbf, K.Coregion(np.ones((3, 2, 1)), eye[0, :2]), X, 0.1),
+        r"`outputs` must be one kernel, got a batch of shape \(3,\)",
+    ),
+    ("outputs X", lambda: sgp.MultiOutputGP(rbf, coregion, y, 0.1), r"`X` must have shape \(n, d"),
+    (
+        "outputs noise",
+        lambda: outputs(y + 1.0),
+        r"`noise_variance` must have shape \(\) or \(2,\) or \(6, 2\), got \(6,\): one value, or",
+    ),
+    ("outputs noise zero", lambda: outputs(0.0), "`noise_variance` must be positive and finite"),
+    (
+        "outputs mean",
+        lambda: outputs(0.1, mean=y),
+        r"`mean` must have shape \(\) or \(2,\), got \(6,\): a number, one for each output",
+    ),
+    ("outputs mean kernel", lambda: outputs(0.1, mean=rbf), "`mean` must be a function .* kernel"),
+    (
+        "outputs mean of rows",
+        lambda: outputs(0.1, mean=lambda X: X).log_prob(Y),
+        r"`mean` must map inputs of shape \(6, 1\) to shape \(6, 2\), got \(6, 1\)",
+    ),
+    (
+        "outputs observed",
+        lambda: outputs(0.1, observed=Y[:, 0] > 0),
+        r"`observed` must have shape \(6, 2\), got \(6,\): one entry for each of `Y`",
+    ),
+    (
+        "outputs observed numbers",
+        lambda: outputs(0.1, observed=Y),
+        "`observed` must be boolean, True where an entry has a target, got float32",
+    ),
+    (
+        "outputs unobserved",
+        lambda: outputs(0.1, observed=Y > 9.0),
+        "`observed` must be True for at least one entry",
+    ),
+    ("outputs Y", lambda: outputs(0.1).log_prob(y), r"`Y` must have shape \(6, 2\), got \(6,\)"),
+    (
+        "outputs Ys",
+        lambda: outputs(0.1).condition(np.stack([Y, Y])),
+        r"`Y` must have shape \(6, 2\), got \(2, 6, 2\): a column for each output",
+    ),
+    (
+        "outputs gap",
+        lambda: outputs(0.1).log_prob(np.where(Y > 0.5, nan, Y)),
+        r"`Y` must be finite, got .* give `observed=~jnp.isnan\(Y\)`",
+    ),
+    ("outputs key", lambda: outputs(0.1).sample(0), "`key` must be a JAX key.* got 0"),
     (
         "features kernel",
         lambda: collapsed(rbf, X, 1, y),

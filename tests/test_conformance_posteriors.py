@@ -151,7 +151,7 @@ def test_distribution_is_one_of_numpyro(factory, dtype):
 
     def everything(lengthscale: Array) -> Any:
         d = factory(kernel(lengthscale), X)
-        value = jnp.sin(X[:, 0])
+        value = jnp.sin(jnp.arange(float(np.prod(d.event_shape)))).reshape(d.event_shape)
         parameters, rest = eqx.partition(d, eqx.is_inexact_array)
 
         def log_prob(parameters: Any, value: Array) -> Array:
@@ -164,8 +164,9 @@ def test_distribution_is_one_of_numpyro(factory, dtype):
     first, second = evaluate(everything)
     for d, mean, variance, draws, density, densities, gradient in (first, second):
         assert_round_trip(d)
-        assert (d.batch_shape, d.event_shape) == ((), (7,))
-        for leaf, shape in ((mean, (7,)), (variance, (7,)), (draws, (2000, 7)), (density, ())):
+        assert (d.batch_shape, d.event_shape[0]) == ((), 7)
+        event, all_draws = d.event_shape, (2000, *d.event_shape)
+        for leaf, shape in ((mean, event), (variance, event), (draws, all_draws), (density, ())):
             assert (leaf.shape, leaf.dtype) == (shape, dtype)
         np.testing.assert_allclose(densities, [density, density], rtol=1e-4)
         assert_all_finite((mean, variance, draws, density, gradient))
@@ -209,8 +210,10 @@ def test_posterior_has_moments_and_draws(factory, dtype):
             results[name] for name in ("posterior", "moments", "draws")
         )
         assert_round_trip(posterior)
-        shape = (*getattr(posterior, "batch_shape", ()), 9)
-        assert mean.shape == variance.shape == shape
+        shape = mean.shape
+        rows = shape.index(9)
+        assert shape[:rows] == getattr(posterior, "batch_shape", ())
+        assert variance.shape == shape
         assert draws.shape == (NUM_DRAWS, *shape)
         assert results["one"].shape == (1, *shape)
         results.pop("posterior")
@@ -224,9 +227,9 @@ def test_posterior_has_moments_and_draws(factory, dtype):
         close(results["predictive"][1], variance + 0.2)
         assert_moments(draws, mean, variance, jitter(dtype))
         # A function has one value at one input.
-        same = np.abs(np.asarray(draws[..., 0] - draws[..., 6]))
-        assert same.max() < 6 * np.sqrt(2 * jitter(dtype))
-        assert np.ptp(draws[..., 0]) > 0
+        drawn = np.moveaxis(np.asarray(draws), 1 + rows, 0)
+        assert np.abs(drawn[0] - drawn[6]).max() < 6 * np.sqrt(2 * jitter(dtype))
+        assert np.ptp(drawn[0]) > 0
     assert not np.allclose(first["moments"][1], second["moments"][1])
 
 

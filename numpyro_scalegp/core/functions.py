@@ -71,5 +71,15 @@ def _repeat(constant: Float[Array, "..."], X: Float[Array, "... n d"]) -> Float[
     return jnp.broadcast_to(column, jnp.broadcast_shapes(column.shape, X.shape[:-1]))
 
 
+def constant_rows(row: Float[Array, " p"]) -> RowsFunction:
+    """The function that maps (n, d) inputs to n times the same row, (n, p)."""
+    return as_pytree(functools.partial(_rows_of, row), "row")
+
+
+def _rows_of(row: Float[Array, " p"], X: Float[Array, "n d"]) -> Float[Array, "n p"]:
+    row = row.astype(jnp.result_type(row, X))
+    return jnp.broadcast_to(row, (X.shape[0], row.size))
+
+
 def _call(function: Callable[..., Array], *args: Any, **kwargs: Any) -> Array:
     return function(*args, **kwargs)

@@ -59,14 +59,20 @@ def fits(axes: tuple[int, ...], batch_shape: tuple[int, ...]) -> bool:
     return len(axes) <= len(batch_shape) and all(own in (1, whole) for own, whole in pairs)
 
 
-def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "... n"]:
-    """Which rows have a target."""
+def as_boolean(value: Any, entry: str) -> Bool[Array, "..."] | Bool[np.ndarray, "..."]:
+    """What says which entries have a target; an array of NumPy stays known under a trace."""
     if not (hasattr(value, "dtype") and value.dtype == bool):
         value = np.asarray(value)
     if value.dtype != bool:
         raise TypeError(
-            f"`observed` must be boolean, True where a row has a target, got {value.dtype}."
+            f"`observed` must be boolean, True where {entry} has a target, got {value.dtype}."
         )
+    return value
+
+
+def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "... n"]:
+    """Which rows have a target."""
+    value = as_boolean(value, "a row")
     if value.shape[-1:] != (n,):
         raise ValueError(
             f"`observed` must have shape ({n},) or (*batch, {n}), got {value.shape}: one entry for "
@@ -74,7 +80,7 @@ def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "
         )
     if checks.is_concrete(value) and not np.asarray(value).any(axis=-1).all():
         raise ValueError("`observed` must be True for at least one row of each member.")
-    return value  # an array of NumPy stays known under a trace
+    return value
 
 
 class Alike(NamedTuple):

@@ -1,5 +1,6 @@
 """What distributions over the rows of an input matrix have in common."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +19,7 @@ from numpyro_scalegp.core import checks
 
 
 class RowsDistribution(Distribution):
-    """A distribution whose event is a vector with one entry for each row of `X`."""
+    """A distribution whose event has one entry, or one row, for each row of `X`."""
 
     support = constraints.real_vector
     # "prior" of a function in a model, "variational" in a guide, "collapsed" over observations.
@@ -68,8 +69,9 @@ class RowsDistribution(Distribution):
         Raises:
             ValueError: if the mask has an entry for each row.
         """
-        shape, n = jnp.shape(mask), self.event_shape[0]
-        if shape and shape[-1] == n and n > 1 and shape != self.batch_shape:
+        shape, event = jnp.shape(mask), self.event_shape
+        n, is_of_entries = event[0], shape[-len(event) :] == event or shape[-1:] == event[:1]
+        if is_of_entries and math.prod(event) > 1 and shape != self.batch_shape:
             raise ValueError(
                 f"`{type(self).__name__}` got a mask of shape {shape} with {n} rows in `X`: it is "
                 "one draw for all rows, and none of them can be masked. Mask the likelihood of a "
@@ -122,6 +124,6 @@ def counted(distribution: Any) -> Bool[Array, "*batch"]:
         parts = counted(distribution.base_dist)
         return jnp.any(parts, axis=tuple(range(len(shape), parts.ndim)))
     if getattr(distribution, "observed", None) is not None:
-        # Pointwise densities of a collapsed GP have its rows as a last axis.
+        # Pointwise densities of a collapsed GP have its event's axes behind.
         return jnp.broadcast_to(distribution.observed, shape + distribution.event_shape)
     return jnp.ones(shape, bool)

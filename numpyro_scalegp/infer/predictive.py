@@ -57,10 +57,10 @@ class Predictive:
 
     With a guide or with draws, they are posterior ones; with neither, of the prior. GP sites follow
     their posterior wherever the model is run: at new inputs a function is drawn from its process,
-    or given its values at the rows of the fit, and observations of a `GaussianProcess` or
-    `FeatureSpaceGP` from their predictive distribution given those of the fit. Where the arguments
-    hold the observations of such a site, and there is no `data`, these are what is conditioned on,
-    and replicated at their own inputs.
+    or given its values at the rows of the fit, and observations of a `GaussianProcess`,
+    `MultiOutputGP` or `FeatureSpaceGP` from their predictive distribution given those of the fit.
+    Where the arguments hold the observations of such a site, and there is no `data`, these are what
+    is conditioned on, and replicated at their own inputs.
 
     Draws are made one after another, `chunk_size` in a compiled call, and moved to the host: memory
     follows the chunk, and the guide's parameters are never repeated for each draw. A second call

@@ -9,6 +9,12 @@ from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
 
 
+def long_format(X: Float[Array, "n d"], num_outputs: int) -> Float[Array, "n_times_p d_and_one"]:
+    """A row for each output at each row of X, with the output's number as the last column."""
+    outputs = jnp.tile(jnp.arange(num_outputs, dtype=X.dtype), len(X))
+    return jnp.concatenate([jnp.repeat(X, num_outputs, axis=0), outputs[:, None]], axis=1)
+
+
 class Coregion(AbstractKernel):
     """A covariance between categories, for a column of integers 0, ..., p - 1.
 
@@ -20,6 +26,9 @@ class Coregion(AbstractKernel):
     coregionalization model, is f_a = sum_i W[a, i] g_i + sqrt(diag[a]) h_a with independent g_i and
     h_a of covariance RBF. A sum of such products, with lengthscales of their own, is the linear
     model of coregionalization. Categories of an input, such as a station, are the same.
+
+    `sgp.MultiOutputGP` takes the two kernels and a matrix of observations, for outputs that share
+    their rows.
 
     W and -W, and any other rotation of its columns, are the same kernel, and at W = 0 the
     derivative in W is zero: fits that start at the priors' medians want these different in each

@@ -29,7 +29,7 @@ class AbstractFunctionSamples(eqx.Module):
 
     def __call__(
         self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "num_samples *batch m"]:
+    ) -> Float[Array, "num_samples *values"]:
         """The functions' values, without observation noise.
 
         Args:
@@ -38,8 +38,9 @@ class AbstractFunctionSamples(eqx.Module):
             chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
 
         Returns:
-            Values, shape (num_samples, m); of a batch of functions (num_samples, *batch, m). Linear
-            in m: a row costs what the number of features and of kernel functions makes it.
+            Values, shape (num_samples, m); of a batch of functions (num_samples, *batch, m), of a
+            `MultiOutputGP` (num_samples, m, p). Linear in m: a row costs what the number of
+            features and of kernel functions makes it.
 
         Raises:
             ValueError: if `Xs` is not a finite matrix of d columns.

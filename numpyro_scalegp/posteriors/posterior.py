@@ -20,7 +20,8 @@ class AbstractPosterior(eqx.Module):
     """A posterior over a function: moments, joint samples and predictions at new inputs.
 
     `noise_variance` is that of the observations, where the model has one that is Gaussian and the
-    same for all; shape (), or (n,) with one value for each training row, or None.
+    same for all; shape (), or (n,) with one value for each training row, of a `MultiOutputGP` (p,)
+    or (n, p), or None.
     """
 
     if TYPE_CHECKING:  # checkers take an `AbstractVar` for the first argument of all subclasses
@@ -64,7 +65,7 @@ class AbstractPosterior(eqx.Module):
 
     def mean(
         self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
+    ) -> Float[Array, "*values"]:
         """The posterior mean of f.
 
         Args:
@@ -73,23 +74,23 @@ class AbstractPosterior(eqx.Module):
             chunk_size: rows worked on at a time; by default what fits 64 MiB in float32.
 
         Returns:
-            Means, shape (m,); of a batch of functions (*batch, m).
+            Means, shape (m,); of a batch of functions (*batch, m), of a `MultiOutputGP` (m, p).
         """
         return self._mean(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
     def variance(
         self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*batch m"]:
+    ) -> Float[Array, "*values"]:
         """The posterior variance of f, without observation noise; arguments as of `mean`.
 
         Returns:
-            Variances, shape (m,), or (*batch, m); what rounding made negative is zero.
+            Variances, of the shape of the means; what rounding made negative is zero.
         """
         return self._variance(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "... m d"], num_samples: int = 1
-    ) -> Float[Array, "num_samples *batch m"]:
+    ) -> Float[Array, "num_samples *values"]:
         """Draw functions from the posterior, jointly at all rows of Xs.
 
         Args:
@@ -98,8 +99,8 @@ class AbstractPosterior(eqx.Module):
             num_samples: number of draws, at least 1.
 
         Returns:
-            Draws of f without observation noise, shape (num_samples, m), or
-            (num_samples, *batch, m). Cost O(m^3), unless the class documents another.
+            Draws of f without observation noise, the shape of the means behind num_samples. Cost
+            O(m^3), unless the class documents another.
 
         Raises:
             ValueError: if `num_samples` is below 1, or `Xs` is not a finite matrix of d columns.
@@ -129,11 +130,10 @@ class AbstractPosterior(eqx.Module):
                 posterior that stores samples, theirs. A posterior over features has its own.
 
         Returns:
-            A pytree of functions: `functions(Xs)` has shape (num_samples, m), or
-            (num_samples, *batch, m), in O(m (M d + num_features)) for each function and M data or
-            inducing points. Drawing them costs a solve with a factor that is there: O(n^2) for n
-            data points, O(M^3) for M inducing points; of a mixture, what conditioning on the data
-            costs for each function.
+            A pytree of functions: `functions(Xs)` has the shape of the means behind num_samples,
+            in O(m (M d + num_features)) for each function and M data or inducing points. Drawing
+            them costs a solve with a factor that is there: O(n^2) for n data points, O(M^3) for M
+            inducing points; of a mixture, what conditioning on the data costs for each function.
 
         Raises:
             ValueError: if `num_samples` is below 1, `num_features` not even and positive, or the
@@ -167,6 +167,11 @@ class AbstractPosterior(eqx.Module):
     def _takes_batches(self) -> bool:
         """Whether there may be a matrix of inputs for each of a batch of functions."""
         return False
+
+    @property
+    def _last_axis(self) -> str:
+        """What moments have along their last axis."""
+        return "row of `Xs`"
 
     def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "... m k"]:
         """Inputs as the kernels within take them."""
@@ -209,11 +214,12 @@ class AbstractPosterior(eqx.Module):
         Args:
             Xs: inputs, shape (m, d).
             noise_variance: variance of the noise at the new inputs, shape () or (m,); for a batch
-                of functions also (*batch, 1) or (*batch, m). None for the model's own.
+                of functions also (*batch, 1) or (*batch, m), for a `MultiOutputGP` (p,) or (m, p).
+                None for the model's own.
             chunk_size: rows worked on at a time.
 
         Returns:
-            A `numpyro.distributions.Normal` of batch shape (m,): one marginal for each row.
+            A `numpyro.distributions.Normal` of the means' shape: one marginal for each value.
 
         Raises:
             ValueError: if `noise_variance` has another shape, or a negative entry; if it is not
@@ -226,7 +232,7 @@ class AbstractPosterior(eqx.Module):
         if noise.ndim and noise.shape[-1] not in (1, variance.shape[-1]):
             raise ValueError(
                 f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
-                f"{noise.shape}: one value, or one for each row of `Xs`."
+                f"{noise.shape}: one value, or one for each {self._last_axis}."
             )
         return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance + noise))
 
@@ -325,6 +331,9 @@ class Component(AbstractPosterior):
     @property
     def _takes_batches(self) -> bool:
         return self.part._takes_batches
+
+    def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "..."]:
+        return self.part._seen(Xs)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.part._mean(Xs, chunk_size)

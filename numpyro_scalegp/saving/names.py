@@ -30,7 +30,7 @@ _FUNCTIONS: dict[str, str] = {
     "jax.numpy": _ELEMENTWISE,
     "jax.lax": _ELEMENTWISE,
     "jax.scipy.special": _SPECIAL,
-    "numpyro_scalegp.core.functions": "_repeat",
+    "numpyro_scalegp.core.functions": "_repeat _rows_of",
     "numpyro_scalegp.log_determinants.variational": "slowly_decaying",
 }
 
