@@ -153,6 +153,17 @@ def test_heteroscedastic(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_robust(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = load("robust").main(60, num_steps=200, num_draws=100, folder=tmp_path)
+    # Without the function the error is 4.9 miles an hour.
+    assert scores["Student t"]["error"] < min(2.5, 0.7 * scores["normal"]["error"])
+    assert scores["Student t"]["error"] < 1.1 * scores["normal, cleaned by hand"]["error"]
+    assert scores["Student t"]["log density"] > scores["normal"]["log density"] + 1.0
+    assert (tmp_path / "wind.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
