@@ -125,6 +125,16 @@ def test_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_space(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = load("space").main(num_steps=200, num_draws=100, folder=tmp_path)
+    assert scores["airlines and a GP"] > scores["airlines only"] + 0.1
+    # One rate for all pairs has -3.62.
+    assert scores["airlines only"] > -3.62
+    assert (tmp_path / "map.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_deep_kernel(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     errors = load("deep_kernel").main(folder=tmp_path)
