@@ -125,6 +125,16 @@ def test_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_space(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = load("space").main(num_steps=200, num_draws=100, folder=tmp_path)
+    assert scores["airlines and a GP"] > scores["airlines only"] + 0.1
+    # One rate for all pairs has -3.62.
+    assert scores["airlines only"] > -3.62
+    assert (tmp_path / "map.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_deep_kernel(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     errors = load("deep_kernel").main(folder=tmp_path)
@@ -150,6 +160,17 @@ def test_heteroscedastic(tmp_path: Path) -> None:
     assert scores["one noise level"] > 0.8
     assert scores["two GP sites"] > scores["one noise level"] + 0.05
     assert (tmp_path / "bands.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_robust(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = load("robust").main(60, num_steps=200, num_draws=100, folder=tmp_path)
+    # Without the function the error is 4.9 miles an hour.
+    assert scores["Student t"]["error"] < min(2.5, 0.7 * scores["normal"]["error"])
+    assert scores["Student t"]["error"] < 1.1 * scores["normal, cleaned by hand"]["error"]
+    assert scores["Student t"]["log density"] > scores["normal"]["log density"] + 1.0
+    assert (tmp_path / "wind.svg").stat().st_size > 0
 
 
 @pytest.mark.slow

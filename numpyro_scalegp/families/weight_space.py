@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
@@ -14,7 +14,8 @@ from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
-from numpyro_scalegp.kernels import FeatureMapped, Linear
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.spectrum import Origin
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 # Beyond this many features, a dense precision is not factorized.
@@ -91,9 +92,11 @@ class WeightSpaceGP(AbstractPriorGP):
         """Whether S is a matrix."""
         return self.precision is None and self.features.has_dense_precision
 
-    def _root(self, X: Float[Array, "n d"]) -> Float[Array, "n m"]:
-        """R with R R' = Phi S^-1 Phi'."""
-        Phi = self.features(X)
+    def _root(
+        self, X: Float[Array, "n d"], features: AbstractFeatures | None = None
+    ) -> Float[Array, "n m"]:
+        """R with R R' = Phi S^-1 Phi', of these features, or of others with their weights."""
+        Phi = self.features(X) if features is None else features(X)
         if self.has_dense_precision:
             return matmul(Phi, linalg.inverse_cholesky(self._dense_precision()).T)
         return Phi if self.precision is None else Phi / jnp.sqrt(self.precision)
@@ -146,6 +149,43 @@ class WeightSpaceGP(AbstractPriorGP):
         Returns:
             An `ExactPosterior` of the kernel phi(x)'S^-1 phi(z), in O(n^2 m + n^3).
         """
-        root = jax.tree_util.Partial(type(self)._root, self)
-        kernel = FeatureMapped(Linear(jnp.ones((), self.X.dtype)), root)
+        kernel = FeatureKernel(self, self.features)
         return LatentGP(kernel, self.X, jitter=self.jitter).condition(f)
+
+
+class FeatureKernel(AbstractKernel):
+    """The covariance of f = Phi w, phi(x)'S^-1 phi(z); of a part f_1 = Phi_1 w, that with f.
+
+    That is, k(x, z) = phi_1(x)'S^-1 phi(z) is the covariance of f_1(x) and f(z), while the diagonal
+    and `covariance` are those of f_1 alone. The two agree where the columns of Phi_1 are those of
+    Phi or zero, and not where S is a matrix.
+    """
+
+    prior: WeightSpaceGP
+    features: AbstractFeatures  # phi_1
+
+    def _root(self, X: Float[Array, "n d"]) -> Float[Array, "n m"]:
+        return self.prior._root(X, self.features)
+
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
+        return matmul(self._root(X), self.prior._root(Z).T)
+
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances of f_1, shape (n,)."""
+        return jnp.sum(jnp.square(self._root(X)), axis=1)
+
+    def covariance(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n n"]:
+        """That of f_1, shape (n, n)."""
+        R = self._root(checks.inputs("X", X, may_be_empty=True))
+        return matmul(R, R.T)
+
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
+    ) -> Float[Array, "n p"]:
+        """The exact features of f_1."""
+        return self._root(X)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "FeatureKernel":
+        """That of a part, of which `change` gives the kernel of the features."""
+        return FeatureKernel(self.prior, self.features.restrict(change))

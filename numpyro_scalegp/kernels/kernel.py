@@ -217,6 +217,10 @@ class AbstractKernel(AbstractSpectrum):
             )
         return found[0]
 
+    def restrict(self, change: Callable[["AbstractKernel"], "AbstractKernel"]) -> "AbstractKernel":
+        """The kernel of a part of f: `change` of this one, or of the one that it is made of."""
+        return change(self)
+
     def _components(self, part: "AbstractKernel") -> list["AbstractKernel"]:
         """This kernel reduced to the part, once for each place where that is."""
         if self is part:

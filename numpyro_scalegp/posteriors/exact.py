@@ -44,7 +44,7 @@ class ExactPosterior(AbstractInChunks):
     mean_function: RowsFunction
     factor: linalg.Factor
     representer_weights: Float[Array, " n"]  # a = H^-1 (y - m(X))
-    part: AbstractKernel | None = None  # of f, in place of the whole
+    part: AbstractKernel | None = None  # of f; part(x, z) is its covariance at x with f at z
 
     @classmethod
     def from_factor(
@@ -86,7 +86,7 @@ class ExactPosterior(AbstractInChunks):
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "ExactPosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
         zero = zero_function(self.representer_weights.dtype)
-        return dataclasses.replace(self, part=change(self._of_f), mean_function=zero)
+        return dataclasses.replace(self, part=self._of_f.restrict(change), mean_function=zero)
 
     @property
     def _of_f(self) -> AbstractKernel:
@@ -99,15 +99,19 @@ class ExactPosterior(AbstractInChunks):
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         return matmul(self._of_f(rows, self.X), self.representer_weights)
 
+    def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "n r"]:
+        """L^-1 k(X, x) of each row."""
+        return solve_triangular(self.factor.tril, self._of_f(rows, self.X).T, lower=True)
+
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        white = solve_triangular(self.factor.tril, self._of_f(self.X, rows), lower=True)
+        white = self._white(rows)
         explained = jnp.sum(jnp.square(white), axis=0)
         return jnp.maximum(self._of_f.diag(rows) - explained, 0.0)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
         Xs = self._check(Xs)
-        white = solve_triangular(self.factor.tril, self._of_f(self.X, Xs), lower=True)
+        white = self._white(Xs)
         return self._of_f.covariance(Xs) - matmul(white.T, white)
 
     @eqx.filter_jit

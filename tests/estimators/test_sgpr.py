@@ -5,10 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from jax.scipy.stats import multivariate_normal
 from jaxtyping import Array
 from numpy.testing import assert_allclose
+from numpyro.infer.util import initialize_model
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.core import chunks
@@ -36,8 +39,11 @@ def bound(lengthscale: Array, noise: Array, Z: Array, tight: bool) -> Array:
     return process(SGPR(Z, tight, JITTER), lengthscale, noise).log_prob(data()[1])
 
 
-def dense_bound(lengthscale: Array, noise: Array, Z: Array, tight: bool) -> Array:
-    (X, y), kernel = data(), sgp.kernels.RBF(lengthscale, 1.5)
+def dense_bound(
+    lengthscale: Array, noise: Array, Z: Array, tight: bool, X: Array | None = None
+) -> Array:
+    y, kernel = data()[1], sgp.kernels.RBF(lengthscale, 1.5)
+    X = data()[0] if X is None else X
     K = kernel.covariance(Z) + 1.5 * JITTER * jnp.eye(M)
     across = kernel(X, Z)
     Q = across @ jnp.linalg.solve(K, across.T)
@@ -64,6 +70,42 @@ def test_value_and_gradients_are_those_of_dense_algebra(tight, rows_in_a_chunk, 
         for function in (bound, dense_bound)
     )
     assert_allclose(found, expected, rtol=1e-8)
+
+
+def test_inputs_that_are_a_site_have_the_potential_of_dense_algebra():
+    (measured, y), Z, error = data(), data()[0][:M] + 0.1, 0.2
+
+    def model(y):
+        X = numpyro.sample("X", dist.Normal(measured, error).to_event(2))
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        estimator = SGPR(Z, jitter=JITTER)
+        kernel = sgp.kernels.RBF(lengthscale, 1.5)
+        gp = sgp.GaussianProcess(kernel, X, 0.1, mean=0.2, estimator=estimator)
+        numpyro.sample("y", gp, obs=y)
+
+    def potential(at):
+        X, log_lengthscale = at["X"], at["lengthscale"]  # on the unconstrained scale
+        density = jnp.sum(dist.Normal(measured, error).log_prob(X))
+        density += dist.Normal().log_prob(log_lengthscale)
+        return -density - dense_bound(jnp.exp(log_lengthscale), 0.1, Z, True, X)
+
+    at = {"X": measured + 0.1 * jnp.cos(jnp.arange(2 * N)).reshape(N, 2), "lengthscale": 0.3}
+    at = jax.tree.map(jnp.asarray, at)
+    run = initialize_model(jax.random.key(0), model, model_args=(y,), dynamic_args=False)
+    found, expected = (jax.value_and_grad(one)(at) for one in (run.potential_fn, potential))
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-8, atol=1e-8), found, expected)
+
+    # Each draw's function is conditioned on the inputs of that draw.
+    draws = {"X": jnp.stack([measured, at["X"]]), "lengthscale": jnp.array([0.7, 0.5])}
+    Xs = measured[:4] + 0.3
+    mean = sgp.posterior(model, draws, y).mean(Xs)
+    for X, lengthscale in zip(*draws.values(), strict=True):
+        kernel = sgp.kernels.RBF(lengthscale, 1.5)
+        across = kernel(X, Z)
+        K = kernel.covariance(Z) + 1.5 * JITTER * jnp.eye(M)
+        weights = jnp.linalg.solve(0.1 * K + across.T @ across, across.T @ (y - 0.2))
+        mean -= (0.2 + kernel(Xs, Z) @ weights) / 2
+    assert_allclose(mean, jnp.zeros(4), rtol=0, atol=1e-7)
 
 
 def test_bounds_are_in_their_order_and_end_at_the_density():

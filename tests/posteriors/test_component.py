@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import pytest
 
 import numpyro_scalegp as sgp
@@ -146,3 +147,49 @@ def test_parts_of_parts_and_mistakes():
     chevron = sgp.ChevronGP(learned, X, jnp.zeros(1), jnp.ones(1), jnp.zeros((1, 0)))
     with pytest.raises(ValueError, match="`Learned` features have no kernel"):
         chevron.posterior().component(lambda kernel: kernel)
+
+
+@pytest.mark.parametrize("make", ["random waves", "inducing points", "given precision"])
+def test_given_values_of_a_function_in_weight_space(make, x64, tmp_path):
+    """After NUTS: of f = Phi w with S, cov(f_1(x), f(z)) = phi_1(x)'S^-1 phi(z), for any phi_1."""
+    X, _, Xs = data()
+    points = jnp.linspace(0.0, 3.0, 7)[:, None]
+    features = sgp.features.InducingPoints(kernel(), points, jitter=1e-3)
+    precision = jnp.linspace(0.5, 2.0, 7) if make == "given precision" else None
+    S = features.precision(jnp.arange(7), jnp.arange(7))
+    if make == "given precision":
+        S = jnp.diag(precision)
+    if make == "random waves":
+        features, S = sgp.features.RandomFourier(kernel(), 40, seed=0), jnp.eye(40)
+
+    def model(X):
+        f = numpyro.sample("f", sgp.WeightSpaceGP(features, X, precision, jitter=1e-4))
+        numpyro.deterministic("g", f)
+
+    draws = jax.random.normal(jax.random.key(0), (2, N))
+    whole = sgp.posterior(model, {"f": draws}, X)
+    parts = [whole.component(trend), whole.component(lambda kernel: kernel.kernel.right)]
+    own = features.restrict(lambda kernel: kernel.component(trend(kernel)))(Xs)
+    covariance = jnp.linalg.inv(S)
+    at_data = features(X)
+    H = at_data @ covariance @ at_data.T
+    H += 1e-4 * jnp.mean(jnp.diagonal(H)) * jnp.eye(N)
+    across = own @ covariance @ at_data.T
+    means = jnp.linalg.solve(H, draws.T).T @ across.T
+    left = jnp.diagonal(own @ covariance @ own.T - across @ jnp.linalg.solve(H, across.T))
+    np.testing.assert_allclose(parts[0].mean(Xs), means.mean(0), rtol=1e-6, atol=1e-6)
+    expected = left + jnp.var(means, axis=0)
+    np.testing.assert_allclose(parts[0].variance(Xs), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(sum(part.mean(Xs) for part in parts), whole.mean(Xs), rtol=1e-6)
+    key = jax.random.key(1)
+    functions, *shares = (one.sample_functions(key, 3) for one in [whole, *parts])
+    np.testing.assert_allclose(sum(share(Xs) for share in shares), functions(Xs), rtol=1e-5)
+
+    one = sgp.WeightSpaceGP(features, X, precision, jitter=1e-4).condition(draws[0])
+    found = one.component(trend).sample(key, Xs, 4000)
+    assert np.all(np.abs(np.var(found, axis=0) - left) < 5.0 * np.sqrt(2 / 4000) * left + 1e-6)
+    again = one.component(trend).component(lambda kernel: kernel)
+    np.testing.assert_allclose(again.mean(Xs), means[0], rtol=1e-6, atol=1e-6)
+    sgp.save(tmp_path / "part.npz", one.component(trend))
+    loaded = sgp.load(tmp_path / "part.npz")
+    np.testing.assert_allclose(loaded.variance(Xs), left, rtol=1e-6, atol=1e-6)
