@@ -311,6 +311,10 @@ def _counts(f: Array) -> Distribution:
     return dist.Poisson(jnp.exp(f))
 
 
+def _heavier(f: Array) -> Distribution:
+    return dist.Logistic(f, 0.5)
+
+
 def _feature_space(kernel: AbstractKernel, X: Array) -> sgp.FeatureSpaceGP:
     phi = sgp.features.RandomFourier(kernel, 4, seed=0)
     logdet = sgp.log_determinants.MiniBatch()
@@ -335,7 +339,7 @@ DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]]
     ("gaussian_process", lambda kernel, X: _observed(kernel, X, sgp.estimators.Cholesky())),
     ("multi_output", _outputs),
     ("feature_space", _feature_space),
-    ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _counts, mean=0.3)),
+    ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _heavier, mean=0.3)),
     ("latent", sgp.LatentGP),
     (
         "weight_space",

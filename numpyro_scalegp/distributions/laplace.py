@@ -152,6 +152,23 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         """The prior mean of the function, m(X)."""
         return mean_at(self.mean_function, self.X, self.batch_shape + self.event_shape)
 
+    @property
+    def _prior_predictive(self) -> "LikelihoodUnderNormal":
+        variance = jnp.broadcast_to(self.kernel.diag(self.X), self.batch_shape + self.event_shape)
+        return LikelihoodUnderNormal(
+            self.likelihood, dist.Normal(self.prior_mean, jnp.sqrt(variance))
+        )
+
+    @property
+    def mean(self) -> Float[Array, "... n"]:
+        """The mean of the observations, by quadrature over f."""
+        return self._prior_predictive.mean
+
+    @property
+    def variance(self) -> Float[Array, "... n"]:
+        """The marginal variance of the observations, by quadrature over f."""
+        return self._prior_predictive.variance
+
     def given(self, f: Float[Array, "... n"]) -> dist.Distribution:
         """The distribution of the observations given the function's values at X."""
         return self.likelihood(f)
@@ -351,17 +368,34 @@ class LikelihoodUnderNormal(dist.Distribution):
         self, value: Num[ArrayLike, "..."], intermediates: list | None = None
     ) -> Float[Array, "..."]:
         """Log densities, shape (..., n), by Gauss-Hermite quadrature at 32 nodes."""
+        y = jnp.asarray(value)
+        densities, weights = self._at_nodes(lambda likelihood: likelihood.log_prob(y))
+        return jax.nn.logsumexp(densities, axis=0, b=weights)
+
+    @property
+    def mean(self) -> Float[Array, "..."]:
+        """The mean, by quadrature."""
+        means, weights = self._at_nodes(lambda likelihood: likelihood.mean)
+        return jnp.sum(weights * means, axis=0)
+
+    @property
+    def variance(self) -> Float[Array, "..."]:
+        """The variance, by quadrature."""
+        means, weights = self._at_nodes(lambda likelihood: likelihood.mean)
+        variances, _ = self._at_nodes(lambda likelihood: likelihood.variance)
+        spread = jnp.square(means - jnp.sum(weights * means, axis=0))
+        return jnp.sum(weights * (variances + spread), axis=0)
+
+    def _at_nodes(
+        self, function: Callable[[dist.Distribution], Array]
+    ) -> tuple[Float[Array, "nodes ..."], Float[Array, "nodes ..."]]:
+        """What a function gives for the likelihood at each node, and the nodes' weights."""
         nodes, weights = normal_nodes(_NUM_NODES)
-        y, loc = jnp.asarray(value), self.f.loc
-
-        def at(node: Array) -> Array:
-            return self.likelihood(loc + self.f.scale * node).log_prob(y)
-
-        densities = jax.lax.map(at, jnp.asarray(nodes, loc.dtype))
-        log_weights = jnp.log(jnp.asarray(weights, loc.dtype)).reshape(
-            -1, *[1] * (densities.ndim - 1)
-        )
-        return jax.nn.logsumexp(densities + log_weights, axis=0)
+        loc, scale = self.f.loc, self.f.scale
+        places = jnp.asarray(nodes, loc.dtype)
+        found = jax.lax.map(lambda node: function(self.likelihood(loc + scale * node)), places)
+        weights = weights.reshape(-1, *[1] * (found.ndim - 1))
+        return found, jnp.asarray(weights, loc.dtype)
 
 
 def _as_likelihood(value: Any) -> RowsFunction:
