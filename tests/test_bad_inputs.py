@@ -53,6 +53,7 @@ def model(X: Any, y: Any = None) -> None:
 gp = functools.partial(sgp.GaussianProcess, rbf)
 coregion = K.Coregion(eye[:2, :1], eye[0, :2])
 Y = np.stack([y, y], axis=1)
+counts = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
 outputs = functools.partial(sgp.MultiOutputGP, rbf, coregion, X)
 decoupled = functools.partial(sgp.DecoupledGP, rbf, X)
 hybrid = functools.partial(sgp.HybridGP, rbf, X, Z, np.zeros(3), eye)
@@ -590,6 +591,30 @@ COLLAPSED: list[Row] = [
     ("samples", lambda: gp(X, 1.0).condition(y, num_samples=0), "`num_samples` must be at least 1"),
     ("epochs", lambda: gp(X, 1.0).condition(y, max_epochs="a"), "`max_epochs` must be a number"),
     ("sample key", lambda: gp(X, 1.0).sample(0), "`key` must be a JAX key.* got 0"),
+    ("laplace kernel", lambda: sgp.LaplaceGP(X, rbf, counts), "`kernel` must be one of"),
+    (
+        "laplace distribution",
+        lambda: sgp.LaplaceGP(rbf, X, dist.Poisson(1.0)),
+        r"`likelihood` must be a function .* dist.Poisson",
+    ),
+    ("laplace no function", lambda: sgp.LaplaceGP(rbf, X, 1.0), "`likelihood` must be"),
+    ("laplace rate", lambda: sgp.LaplaceGP(rbf, X, jnp.exp), "`likelihood` must map values"),
+    (
+        "laplace scalar",
+        lambda: sgp.LaplaceGP(rbf, X, lambda f: dist.Poisson(jnp.exp(f[0]))),
+        r"`likelihood` must give a distribution of batch shape \(6,\)",
+    ),
+    (
+        "laplace event",
+        lambda: sgp.LaplaceGP(rbf, X, lambda f: dist.Normal(f, 1.0).to_event(1)),
+        r"`likelihood` must give .* event shape \(6,\)",
+    ),
+    ("laplace y", lambda: sgp.LaplaceGP(rbf, X, counts).log_prob(y[:2]), r"`y` must have shape"),
+    (
+        "laplace mean",
+        lambda: sgp.LaplaceGP(rbf, X, counts, mean=np.ones(2)),
+        "`mean` must have shape",
+    ),
     (
         "outputs kernels",
         lambda: sgp.MultiOutputGP(0.5 * rbf * np.ones(2, np.float32), coregion, X, 0.1),
