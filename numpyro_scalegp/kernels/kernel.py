@@ -238,6 +238,10 @@ class AbstractKernel(AbstractSpectrum):
     def __add__(self, other: "AbstractKernel") -> "Sum":
         return Sum(self, other) if isinstance(other, AbstractKernel) else NotImplemented
 
+    def __radd__(self, other: Any) -> "AbstractKernel":
+        # `sum(kernels)` starts with the number 0.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def __mul__(self, other: "AbstractKernel | ArrayLike") -> "AbstractKernel":
         if isinstance(other, AbstractKernel):
             return Product(self, other)

@@ -468,12 +468,14 @@ def test_feature_maps(unchecked):
 
 
 def test_only_kernels_and_numbers_compose(unchecked):
-    for other in (1.0, "rbf", None):
+    for other in (1, 1.0, "rbf", None):
         with pytest.raises(TypeError):
             operator.add(RBF(1.0), other)
         with pytest.raises(TypeError):
             operator.add(other, RBF(1.0))
-    assert isinstance(sum([RBF(1.0), Linear()], start=Constant(1.0)), Sum)
+    total = sum(terms := [RBF(1.0), Linear(), Constant(1.0)])
+    assert isinstance(total, Sum) and isinstance(total.left, Sum)
+    assert [total.left.left, total.left.right, total.right] == terms
 
 
 @pytest.mark.parametrize("kernel", [RBF(0.02), Matern32(0.02)], ids=["rbf", "matern32"])

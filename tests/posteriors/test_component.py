@@ -149,47 +149,53 @@ def test_parts_of_parts_and_mistakes():
         chevron.posterior().component(lambda kernel: kernel)
 
 
-@pytest.mark.parametrize("make", ["random waves", "inducing points", "given precision"])
-def test_given_values_of_a_function_in_weight_space(make, x64, tmp_path):
-    """After NUTS: of f = Phi w with S, cov(f_1(x), f(z)) = phi_1(x)'S^-1 phi(z), for any phi_1."""
-    X, _, Xs = data()
-    points = jnp.linspace(0.0, 3.0, 7)[:, None]
-    features = sgp.features.InducingPoints(kernel(), points, jitter=1e-3)
-    precision = jnp.linspace(0.5, 2.0, 7) if make == "given precision" else None
-    S = features.precision(jnp.arange(7), jnp.arange(7))
-    if make == "given precision":
-        S = jnp.diag(precision)
-    if make == "random waves":
-        features, S = sgp.features.RandomFourier(kernel(), 40, seed=0), jnp.eye(40)
+def in_weight_space(kind):
+    """Features, the precision of their weights as given, and as a matrix."""
+    k = 1.5 * (sgp.kernels.RBF(1.7, 2.0) + sgp.kernels.RBF(0.4, 0.5))
+    if kind == "random waves":
+        return sgp.features.RandomFourier(k, 20, seed=0), None, jnp.eye(20)
+    features = sgp.features.InducingPoints(k, jnp.linspace(0.0, 3.0, 7)[:, None], jitter=1e-3)
+    if kind == "inducing points":
+        return features, None, features.precision(jnp.arange(7), jnp.arange(7))
+    precision = jnp.linspace(0.5, 2.0, 7)
+    return features, precision, jnp.diag(precision)
+
+
+@pytest.mark.parametrize("kind", ["random waves", "inducing points", "given precision"])
+def test_given_values_of_a_function_in_weight_space(kind, x64):
+    """Of f = Phi w with precision S, cov(f_1(x), f(z)) = phi_1(x)'S^-1 phi(z) for any phi_1."""
+    X, f, Xs = data()
+    features, precision, S = in_weight_space(kind)
+    whole = sgp.WeightSpaceGP(features, X, precision, jitter=1e-4).condition(f)
+
+    def change(kernel):
+        return kernel.component(trend(kernel))
+
+    own, at_data = features.restrict(change)(Xs), features(X)
+    H = at_data @ jnp.linalg.solve(S, at_data.T)
+    H += 1e-4 * jnp.mean(jnp.diagonal(H)) * jnp.eye(N)
+    across = own @ jnp.linalg.solve(S, at_data.T)
+    expected = own @ jnp.linalg.solve(S, own.T) - across @ jnp.linalg.solve(H, across.T)
+    part, rest = whole.component(trend), whole.component(lambda kernel: kernel.kernel.right)
+    np.testing.assert_allclose(part.mean(Xs), across @ jnp.linalg.solve(H, f), rtol=1e-6)
+    np.testing.assert_allclose(part.variance(Xs), jnp.diagonal(expected), rtol=1e-5, atol=1e-7)
+    found = whole.restrict(change).covariance(Xs)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(part.mean(Xs) + rest.mean(Xs), whole.mean(Xs), rtol=1e-6)
+
+
+def test_given_draws_of_a_function_in_weight_space(x64, tmp_path):
+    X, f, Xs = data()
+    features, *_ = in_weight_space("inducing points")
 
     def model(X):
-        f = numpyro.sample("f", sgp.WeightSpaceGP(features, X, precision, jitter=1e-4))
-        numpyro.deterministic("g", f)
+        numpyro.sample("f", sgp.WeightSpaceGP(features, X, jitter=1e-4))
 
-    draws = jax.random.normal(jax.random.key(0), (2, N))
-    whole = sgp.posterior(model, {"f": draws}, X)
-    parts = [whole.component(trend), whole.component(lambda kernel: kernel.kernel.right)]
-    own = features.restrict(lambda kernel: kernel.component(trend(kernel)))(Xs)
-    covariance = jnp.linalg.inv(S)
-    at_data = features(X)
-    H = at_data @ covariance @ at_data.T
-    H += 1e-4 * jnp.mean(jnp.diagonal(H)) * jnp.eye(N)
-    across = own @ covariance @ at_data.T
-    means = jnp.linalg.solve(H, draws.T).T @ across.T
-    left = jnp.diagonal(own @ covariance @ own.T - across @ jnp.linalg.solve(H, across.T))
-    np.testing.assert_allclose(parts[0].mean(Xs), means.mean(0), rtol=1e-6, atol=1e-6)
-    expected = left + jnp.var(means, axis=0)
-    np.testing.assert_allclose(parts[0].variance(Xs), expected, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(sum(part.mean(Xs) for part in parts), whole.mean(Xs), rtol=1e-6)
-    key = jax.random.key(1)
-    functions, *shares = (one.sample_functions(key, 3) for one in [whole, *parts])
-    np.testing.assert_allclose(sum(share(Xs) for share in shares), functions(Xs), rtol=1e-5)
-
-    one = sgp.WeightSpaceGP(features, X, precision, jitter=1e-4).condition(draws[0])
-    found = one.component(trend).sample(key, Xs, 4000)
-    assert np.all(np.abs(np.var(found, axis=0) - left) < 5.0 * np.sqrt(2 / 4000) * left + 1e-6)
-    again = one.component(trend).component(lambda kernel: kernel)
-    np.testing.assert_allclose(again.mean(Xs), means[0], rtol=1e-6, atol=1e-6)
-    sgp.save(tmp_path / "part.npz", one.component(trend))
-    loaded = sgp.load(tmp_path / "part.npz")
-    np.testing.assert_allclose(loaded.variance(Xs), left, rtol=1e-6, atol=1e-6)
+    found = sgp.posterior(model, {"f": jnp.stack([f, 2.0 * f])}, X).component(trend).mean(Xs)
+    whole = sgp.WeightSpaceGP(features, X, jitter=1e-4).condition(1.5 * f)
+    one, rest = whole.component(trend), whole.component(lambda kernel: kernel.kernel.right)
+    np.testing.assert_allclose(found, one.mean(Xs), rtol=1e-6, atol=1e-8)
+    sgp.save(tmp_path / "part.npz", one)
+    np.testing.assert_array_equal(sgp.load(tmp_path / "part.npz").mean(Xs), one.mean(Xs))
+    drawn = [part.sample_functions(jax.random.key(1), 3)(Xs) for part in (whole, one, rest)]
+    np.testing.assert_allclose(drawn[1] + drawn[2], drawn[0], rtol=1e-6, atol=1e-8)
