@@ -5,11 +5,12 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 # Which operands may depend on the arguments: all of them, one alone, or those at some places.
 _ALL = {
-    *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "convert_element_type", "reshape"),
+    *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "reshape"),
     *("broadcast_in_dim", "squeeze", "expand_dims", "transpose", "concatenate", "pad", "rev"),
     *("slice", "copy", "copy_p", "stack", "unstack", "split", "tile"),
 }
@@ -151,9 +152,14 @@ def _of_equation(equation: Any, operands: list[_Kind]) -> list[_Kind]:
     if name in _CALLS and largest:
         return _outputs(getattr(inner, "jaxpr", inner), operands)
     places = {place for place, kind in enumerate(operands) if kind}
+    # To whole numbers they are rounded.
+    is_cast = name == "convert_element_type" and jnp.issubdtype(
+        equation.params["new_dtype"], jnp.inexact
+    )
     is_linear = (
         not places
         or name in _ALL
+        or is_cast
         or (name in _ONE and len(places) == 1)
         or (name in _PLACES and places <= set(_PLACES[name]))
     )
