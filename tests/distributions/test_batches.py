@@ -107,6 +107,34 @@ def test_hidden_rows_are_the_same_whether_known_or_traced(x64):
             np.testing.assert_allclose(one, other, rtol=1e-10)
 
 
+def test_jitter_leaves_hidden_rows_aside():
+    """What it takes on the diagonal is the same for known and for traced rows."""
+    X = jnp.linspace(0.0, 3.0, 40)[:, None]
+    y, observed = jnp.sin(X[:, 0]), np.arange(40) % 5 != 0
+
+    def process(noise, rows=slice(None), **options):
+        return sgp.GaussianProcess(sgp.kernels.RBF(1.0), X[rows], noise, **options)
+
+    @jax.jit
+    @jax.value_and_grad
+    def traced(noise, observed):
+        return process(noise, observed=observed).log_prob(y)
+
+    rows = np.flatnonzero(observed)
+    dropped = jax.value_and_grad(lambda noise: process(noise, rows).log_prob(y[rows]))
+    noise = jnp.float32(1e-7)
+    with pytest.warns(RuntimeWarning, match="jitter was added to its diagonal, about"):
+        found, expected = traced(noise, observed), dropped(noise)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-3)
+    np.testing.assert_allclose(noise * found[1], noise * expected[1], atol=0.2)
+    with pytest.warns(RuntimeWarning, match="jitter was added to its diagonal, about"):
+        posterior = jax.jit(lambda o: process(noise, observed=o).condition(y))(observed)
+    ratio = posterior.diagnostics["jitter"] / noise
+    np.testing.assert_allclose(posterior.diagnostics["jitter_to_noise"], ratio, rtol=1e-5)
+    empty = jax.jit(lambda o: process(0.1, observed=o).log_prob(y))(observed & False)
+    np.testing.assert_allclose(empty, 0.0, atol=1e-5)
+
+
 def test_of_a_hidden_row_leave_one_out_is_the_prediction(x64):
     gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
     posterior = gp.condition(np.where(OBSERVED, Y, np.nan))
