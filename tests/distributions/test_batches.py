@@ -198,6 +198,10 @@ def test_what_is_not_observed_must_be_said():
         sgp.GaussianProcess(kernel, X[0], 0.1).log_prob(y)
     with pytest.raises(ValueError, match="for at least one row of each member"):
         sgp.GaussianProcess(kernel, X[0], 0.1, observed=np.zeros(N, bool))
+    estimator, key = sgp.estimators.SingleSampleRFF(), jax.random.key(0)
+    options = {"estimator": estimator, "key": key, "observed": OBSERVED}
+    with pytest.raises(ValueError, match="only where that is an array of NumPy, the same for all"):
+        sgp.GaussianProcess(kernel, X, 0.1, **options).log_prob(Y)
 
 
 def test_shapes_of_a_batch_must_fit():
