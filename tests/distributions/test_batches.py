@@ -144,6 +144,24 @@ def test_of_a_hidden_row_leave_one_out_is_the_prediction(x64):
     assert np.all(found.scale[OBSERVED] > predictive.scale[OBSERVED])
 
 
+def test_covariance_of_each_member(x64):
+    """Its diagonal is the variance, and a mask that is traced takes nothing away."""
+    gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
+    posterior = gp.condition(Y)
+    found = posterior.covariance(NEW)
+    np.testing.assert_allclose(jnp.diagonal(found, 0, 1, 2), posterior.variance(NEW), rtol=1e-9)
+    rows = np.flatnonzero(OBSERVED[1])
+    one = process(1, sgp.estimators.Cholesky(), None, rows).condition(Y[1, rows])
+    np.testing.assert_allclose(found[1], one.covariance(NEW[1]), rtol=1e-8)
+
+    @jax.jit
+    def traced(observed):
+        gp = process(1, sgp.estimators.Cholesky(), None, observed=observed)
+        return gp.condition(Y[1]).covariance(NEW[1])
+
+    np.testing.assert_allclose(traced(OBSERVED[1]), found[1], rtol=1e-8)
+
+
 def test_draws_have_sample_and_batch_axes():
     gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
     assert gp.sample(jax.random.key(0), (2, 4)).shape == (2, 4, G, N)
