@@ -193,7 +193,7 @@ def _groups(
 
 
 def _as_mask(mask: np.ndarray | None, values: np.ndarray) -> np.ndarray | None:
-    """The entries of a pointwise density that count; a collapsed GP's are those of one density."""
+    """The entries of a pointwise density that count."""
     return None if mask is None else np.broadcast_to(mask, values.shape[1:])
 
 

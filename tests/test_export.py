@@ -393,6 +393,37 @@ def test_hidden_rows_are_left_out_of_loo(way):
     assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
 
 
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_batch_has_leave_one_out_densities_of_each_member(gaps):
+    """Rows that have no target in any member are left out of all."""
+    X, y = data()
+    y = jnp.stack([y, -y, 2.0 * y])
+    shown = np.arange(N) % 3 != 1 if gaps else np.ones(N, bool)
+
+    def model() -> None:
+        with numpyro.plate("groups", 3):
+            variance = numpyro.sample("variance", dist.LogNormal(0.0, 0.3))
+            kernel = sgp.kernels.RBF(0.7, variance)
+            gp = sgp.GaussianProcess(kernel, X, NOISE, observed=shown if gaps else None)
+            numpyro.sample("y", gp, obs=jnp.where(shown, y, jnp.nan))
+
+    mcmc = MCMC(NUTS(model), num_warmup=5, num_samples=4, progress_bar=False)
+    mcmc.run(KEY)
+    found = sgp.to_arviz(mcmc, key=KEY)
+    assert found["posterior_predictive"]["y"].shape == (1, 4, 3, N)
+    variance = mcmc.get_samples()["variance"]
+    for draw in range(4):
+        each = [
+            sgp.GaussianProcess(sgp.kernels.RBF(0.7, variance[draw, g]), X[shown], NOISE)
+            .condition(y[g, shown])
+            .leave_one_out()
+            .log_prob(y[g, shown])
+            for g in range(3)
+        ]
+        ours = np.asarray(found["log_likelihood"]["y"])[0, draw].reshape(3, -1)
+        np.testing.assert_allclose(ours, each, rtol=1e-3, atol=1e-4)
+
+
 def test_labels_that_do_not_fit():
     guide, result = trained()
     export = functools.partial(

@@ -25,6 +25,9 @@ _ROUNDING = 100.0
 # beside large observations small values leave no trace.
 _SCALES = (1.0, -1.0, 30.0, -30.0, 1e3, 3e4)
 
+# Sizes of f at which entries have any sign and size at once: one may switch what becomes of others.
+_MIXED = (1.0, 4.0, 16.0, 64.0)
+
 # With more axes than these, further functions have an axis of their own, which is always right.
 _MANY_AXES = 30
 
@@ -42,7 +45,7 @@ def check_additive(
     Only then its expectation follows from the marginals of f. With f = p in some rows and q in the
     others, and the converse, such a term adds up to what it is at p and at q. Rows are parted by
     the binary digits of their indices, of which any two differ. Both signs and several sizes of p
-    and q are tried.
+    and q are tried, the same for all entries and mixed.
 
     It runs on the host, once where a step is compiled, with `standing_in`.
 
@@ -56,7 +59,11 @@ def check_additive(
     """
     names: list[str] = []
     evaluate = standing_in(lambda f: _listed(terms(f), names), like)
-    for place in sorted(_combining(evaluate, np.arange(like.size).reshape(like.shape))):
+
+    def at(f: Any, size: float | None) -> list[np.ndarray]:
+        return evaluate(f)
+
+    for place in sorted(_combining(at, np.arange(like.size).reshape(like.shape))):
         what = f"rows of the function `{site}`, or functions of its plate"
         other = " Where functions alone are combined, sgp.infer.QuadratureELBO trains as well."
         _refuse(names[place], what, "value", other)
@@ -90,14 +97,9 @@ def function_axes(
         return _listed(terms(dict(zip(like, functions, strict=True))), names)
 
     evaluate = standing_in(values, *like.values())
-    # Not at zero: beside zeros of the others, a product shows nothing.
-    generator = np.random.default_rng(2)
-    others = {name: generator.uniform(0.2, 0.8, f.shape) for name, f in like.items()}
     axes: dict[str, dict[str, tuple[int, ...]]] = {}
     for site, f in like.items():
-
-        def at(f: Any, site: str = site) -> list[np.ndarray]:
-            return evaluate(*{**others, site: f}.values())
+        at = _along(evaluate, list(like).index(site), list(like.values()))
 
         size = math.prod(f.shape[:-1])
         for place in sorted(_combining(at, np.broadcast_to(np.arange(f.shape[-1]), f.shape))):
@@ -120,17 +122,12 @@ def separable(
         like: arguments, of which shapes and types count.
     """
     evaluate = standing_in(terms, *like)
-    generator = np.random.default_rng(2)
-    others = [generator.uniform(0.2, 0.8, array.shape) for array in like]
+    num_terms = len(evaluate(*(np.zeros(array.shape) for array in like)))
     found = []
     for place, array in enumerate(like):
-
-        def at(values: Any, place: int = place) -> list[np.ndarray]:
-            return evaluate(*others[:place], values, *others[place + 1 :])
-
         number = np.arange(array.size).reshape(array.shape)
-        combining = _combining(at, number)
-        found.append(set(range(len(at(others[place])))) - combining)
+        combining = _combining(_along(evaluate, place, like), number)
+        found.append(set(range(num_terms)) - combining)
     return found
 
 
@@ -139,50 +136,74 @@ def _listed(terms: dict[str, Array], names: list[str]) -> list[Array]:
     return list(terms.values())
 
 
-def _ends(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Two values of f that differ everywhere."""
+# Values given one argument, and the size of the others where signs and sizes are mixed.
+At = Callable[[Any, float | None], list[np.ndarray]]
+
+
+def _along(
+    evaluate: Callable[..., list[np.ndarray]], place: int, like: Sequence[Float[Array, "..."]]
+) -> At:
+    """The values as a function of one argument, at some values of the others."""
+
+    @functools.cache
+    def others(size: float | None) -> list[np.ndarray]:
+        generator = np.random.default_rng(2)
+        # Not at zero: beside zeros of the others, a product shows nothing.
+        ends = (0.2, 0.8) if size is None else (-size, size)
+        return [generator.uniform(*ends, array.shape) for array in like]
+
+    def at(values: Any, size: float | None) -> list[np.ndarray]:
+        given = others(size)
+        return evaluate(*given[:place], values, *given[place + 1 :])
+
+    return at
+
+
+def _ends(shape: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray, float | None]]:
+    """Pairs of values of f that differ everywhere, and their size where signs are mixed."""
     generator = np.random.default_rng(0)
     low, high = (generator.uniform(*ends, shape) for ends in ((0.1, 0.4), (0.6, 0.9)))
-    return low, high
+    mixed = [(size, generator.uniform(-size, size, (2, *shape))) for size in _MIXED]
+    return [
+        *((scale * low, scale * high, None) for scale in _SCALES),
+        *((*pair, size) for size, pair in mixed),
+    ]
 
 
-def _combining(at: Callable[[Any], list[np.ndarray]], number: np.ndarray) -> set[int]:
+def _combining(at: At, number: np.ndarray) -> set[int]:
     """The places of the terms that are no sum over groups of entries, those of one number."""
-    p, q = _ends(number.shape)
     found: set[int] = set()
     num_digits = int(number.max(initial=0)).bit_length()
-    for scale in _SCALES if num_digits else ():
-        at_p, at_q = at(scale * p), at(scale * q)
+    for p, q, size in _ends(number.shape) if num_digits else ():
+        at_p, at_q = at(p, size), at(q, size)
         for digit in range(num_digits):
             half = (number >> digit & 1).astype(bool)
-            parts = np.where(half, p, q), np.where(half, q, p)
-            mixed = [at(scale * f) for f in parts]
+            mixed = [at(f, size) for f in (np.where(half, p, q), np.where(half, q, p))]
             for place, of_one in enumerate(zip(at_p, at_q, *mixed, strict=True)):
                 if place not in found and _combines(*of_one):
                     found.add(place)
     return found
 
 
-def _colors(
-    at: Callable[[Any], list[np.ndarray]], number: np.ndarray, combined: set[int]
-) -> tuple[int, ...]:
+def _colors(at: At, number: np.ndarray, combined: set[int]) -> tuple[int, ...]:
     """For each number, the first axis of which no entries are combined with its own."""
-    p, q = _ends(number.shape)
+    ends = _ends(number.shape)
 
     @functools.cache
-    def moved(scale: float, members: frozenset[int]) -> list[np.ndarray]:
-        return at(scale * np.where(np.isin(number, list(members)), q, p))
+    def moved(pair: int, members: frozenset[int]) -> list[np.ndarray]:
+        p, q, size = ends[pair]
+        return at(np.where(np.isin(number, list(members)), q, p), size)
 
     def combines(one: frozenset[int], other: frozenset[int]) -> bool:
-        def of(scale: float) -> bool:
-            four = (moved(scale, s) for s in (frozenset[int](), one | other, one, other))
+        def of(pair: int) -> bool:
+            four = (moved(pair, s) for s in (frozenset[int](), one | other, one, other))
             return any(
                 _combines(*arrays)
                 for place, arrays in enumerate(zip(*four, strict=True))
                 if place in combined
             )
 
-        return any(map(of, _SCALES))
+        return any(map(of, range(len(ends))))
 
     axes: list[frozenset[int]] = []
     for new in range(int(number.max(initial=0)) + 1 if combined else 0):
@@ -212,7 +233,8 @@ def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.nda
     at_p, at_q, one, other = (array.astype(float) for array in (at_p, at_q, one, other))
     with np.errstate(invalid="ignore", over="ignore"):
         varied = np.abs(at_q - at_p) + np.abs(one - at_p) + np.abs(other - at_p)
-        rounding = _ROUNDING * eps * np.maximum(np.abs(at_p), np.abs(at_q))
+        largest = np.max(np.abs([at_p, at_q, one, other]), axis=0)
+        rounding = _ROUNDING * eps * largest
         excess = np.abs((one - at_p) + (other - at_q))
         return bool(np.any(excess > _TOLERANCE * varied + rounding))
 

@@ -73,8 +73,8 @@ def factorize(
         K: symmetric positive definite matrix, shape (n, n).
         escalate: whether to try the further steps of `JITTER_LADDER` where K itself fails.
         warn: whether to warn where jitter was added or nothing helped.
-        noise: noise variances that are part of the diagonal, with whose mean the warning compares;
-            given these, it also warns of pivots that are little more than rounding.
+        noise: noise variances that are part of the diagonal, with the least of which the warning
+            compares; given these, it also warns of pivots that are little more than rounding.
 
     Returns:
         The factor and the jitter that it took, in O(n^3) time for each attempt.
@@ -103,7 +103,7 @@ def factorize(
         ratio: ArrayLike = jnp.nan
         few = jnp.zeros((), bool)
         if noise is not None:
-            ratio = ladder[step] / jnp.mean(jax.lax.stop_gradient(noise))
+            ratio = ladder[step] / jnp.min(jax.lax.stop_gradient(noise))
             rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
             few = jnp.any(jnp.square(jnp.diagonal(tril)) < _FEW_ROUNDINGS * rounding)
         fails, most, ratio, anywhere = map(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -314,7 +315,8 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         def of_one(one: Member, residual: Array, key: Array | None) -> AbstractConditioned:
             zero = functions.constant_function(jnp.zeros((), residual.dtype))
             options.update(key=key, state=self.state, progress_bar=False)
-            return one.estimator.condition(one.operator, residual, zero, **options)
+            found = one.estimator.condition(one.operator, residual, zero, **options)
+            return eqx.tree_at(lambda given: given.noise_variance, found, one.noise_variance)
 
         residual = batches.Batch(self._residual(y), len(self.batch_shape))
         return BatchPosterior(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
@@ -28,6 +29,7 @@ class Member(NamedTuple):
 
     operator: KernelOperator
     estimator: AbstractEstimator
+    noise_variance: Float[Array, "..."]  # of all rows
     observed: Bool[Array, " n"] | None  # where hidden rows stay, without covariance
 
     @classmethod
@@ -40,10 +42,18 @@ class Member(NamedTuple):
         observed: Bool[Array, " n"] | None,
     ) -> "Member":
         """Of a kernel at the rows of X."""
+        own = noise_variance
         if observed is not None:
+            # Hidden rows get the mean variance of the others as noise: beside that, what jitter
+            # adds to all rows is little, and what is relative to the mean stays as it is.
+            variance = jax.lax.stop_gradient(kernel.diag(X) + noise_variance)
+            num = jnp.sum(observed)
+            mean = jnp.sum(jnp.where(observed, variance, 0.0)) / jnp.maximum(num, 1)
+            mean = jnp.where(num > 0, mean, jnp.mean(variance))
+            noise_variance = jnp.where(observed, noise_variance, mean)
             kernel, X = Indicated(kernel), Indicated.with_indicator(X, observed)
             estimator = estimator.with_inputs(Indicated.with_indicator)
-        return cls(KernelOperator(kernel, X, noise_variance), estimator, observed)
+        return cls(KernelOperator(kernel, X, noise_variance), estimator, own, observed)
 
     def log_density_of_hidden(self) -> Float[Array, ""] | float:
         """The part of the log density that is that of zeros under the noise of hidden rows."""

@@ -113,17 +113,24 @@ def role_of(distribution: Any) -> str:
     return getattr(unwrapped(distribution).distribution, "role", "")
 
 
-def counted(distribution: Any) -> Bool[Array, "*batch"]:
-    """Which entries of the log density count: those that no `mask` hides."""
+def counted(distribution: Any) -> Bool[Array, "..."]:
+    """Which entries of the pointwise log density count: those that no `mask` hides.
+
+    They have the shape of the batch, and those of a collapsed GP its event's axes behind.
+    """
     shape = distribution.batch_shape
-    if isinstance(distribution, MaskedDistribution):
-        return counted(distribution.base_dist) & jnp.broadcast_to(distribution._mask, shape)
-    if isinstance(distribution, ExpandedDistribution):
-        return jnp.broadcast_to(counted(distribution.base_dist), shape)
-    if isinstance(distribution, Independent):
-        parts = counted(distribution.base_dist)
-        return jnp.any(parts, axis=tuple(range(len(shape), parts.ndim)))
-    if getattr(distribution, "observed", None) is not None:
-        # Pointwise densities of a collapsed GP have its event's axes behind.
-        return jnp.broadcast_to(distribution.observed, shape + distribution.event_shape)
-    return jnp.ones(shape, bool)
+    if isinstance(distribution, MaskedDistribution | ExpandedDistribution | Independent):
+        base = distribution.base_dist
+        parts = counted(base)
+        rows = parts.shape[len(base.batch_shape) :]
+        if isinstance(distribution, Independent):
+            return jnp.any(parts, axis=tuple(range(len(shape), len(base.batch_shape))))
+        if isinstance(distribution, MaskedDistribution):
+            mask = jnp.broadcast_to(distribution._mask, shape)
+            parts = parts & mask.reshape(*shape, *(1 for _ in rows))
+        return jnp.broadcast_to(parts, (*shape, *rows))
+    if role_of(distribution) != "collapsed":
+        return jnp.ones(shape, bool)
+    observed = getattr(distribution, "observed", None)
+    whole = shape + distribution.event_shape
+    return jnp.broadcast_to(True if observed is None else observed, whole)

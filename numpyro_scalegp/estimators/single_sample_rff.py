@@ -98,7 +98,9 @@ class SingleSampleRFF(AbstractEstimator):
         kernel = operator.kernel
         if not kernel.is_stationary:
             raise ValueError(
-                f"`kernel` must be stationary for `SingleSampleRFF`, got `{type(kernel).__name__}`."
+                f"`kernel` must be stationary for `SingleSampleRFF`, got `{type(kernel).__name__}`"
+                ". With `observed` it is only where that is an array of NumPy, the same for all "
+                "members: rows that stay, and are hidden, have another covariance."
             )
         frequency_key, stop_key = jax.random.split(self.required_key(key))
         rows = residual.reshape(-1, residual.shape[-1]).astype(operator.dtype)

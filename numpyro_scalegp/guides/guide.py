@@ -425,7 +425,10 @@ def _refuse_missing(
         seeded = handlers.seed(substituted(model, {}, values), jax.random.key(0))
         trace = handlers.trace(seeded).get_trace(*args, **kwargs)
     for name, site in trace.items():
-        if is_observed(site) and jnp.any(jnp.isnan(site["value"]) & counted(site["fn"])):
+        if not is_observed(site):
+            continue
+        missing, shown = jnp.isnan(site["value"]), counted(site["fn"])
+        if jnp.any(missing & shown.reshape(*shown.shape, *(1,) * (missing.ndim - shown.ndim))):
             raise ValueError(
                 f"the observations of `{name}` hold NaN: where these are rows without a target, "
                 "mask them,\n"

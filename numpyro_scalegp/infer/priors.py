@@ -76,9 +76,10 @@ def lengthscale_prior(
         upper = diagonal if upper is None else upper
     low, high = _concrete("lower", lower), _concrete("upper", upper)
     if not np.all(high > 1.001 * low):
+        remedy = "" if X is None else " What was not given is from `X`: its range may be too short."
         raise ValueError(
             f"`upper` must be above `lower` by 0.1 percent or more, got {_brief(high)} and "
-            f"{_brief(low)}."
+            f"{_brief(low)}.{remedy}"
         )
     tail = 0.5 * (1.0 - mass)
     concentration = _concentration(np.asarray(np.log(high / low)), tail)

@@ -116,7 +116,7 @@ class MixturePosterior(AbstractPosterior):
         if noise_variance is not None:
             noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
             checks.positive("noise_variance", noise_variance, or_zero=True)
-        normal = self._predictive(checks.inputs("Xs", Xs), noise_variance, chunk_size)
+        normal = self._predictive(self._check(Xs), noise_variance, chunk_size)
         components = dist.Normal(*(jnp.moveaxis(one, 0, -1) for one in normal))
         weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)
         return dist.MixtureSameFamily(dist.Categorical(probs=weights), components)

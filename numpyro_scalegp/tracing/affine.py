@@ -1,19 +1,20 @@
-"""What is affine in a function's arguments, by the operations that the function is made of."""
+"""What is affine or quadratic in a function's arguments, by the operations that it is made of."""
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-# Which operands may depend on the arguments: all of them, one alone, or those at some places.
+# Products, and what is linear in its operands: in all of them, or in those at some places.
+_PRODUCTS = ("mul", "dot_general")
 _ALL = {
-    *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "convert_element_type", "reshape"),
+    *("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "reshape"),
     *("broadcast_in_dim", "squeeze", "expand_dims", "transpose", "concatenate", "pad", "rev"),
     *("slice", "copy", "copy_p", "stack", "unstack", "split", "tile"),
 }
-_ONE = ("mul", "dot_general")
 _PLACES: dict[str, tuple[int, ...]] = {
     "div": (0,),
     "triangular_solve": (1,),
@@ -29,26 +30,28 @@ _PLACES: dict[str, tuple[int, ...]] = {
 _CALLS = ("pjit", "jit", "closed_call")
 
 
-class _Kind(IntEnum):
-    """How a value depends on the arguments."""
+class Degree(IntEnum):
+    """Of a polynomial in the arguments."""
 
     CONSTANT = 0
     AFFINE = 1
-    OTHER = 2
+    QUADRATIC = 2
+    OTHER = 3  # or no polynomial, or not known to be one
 
 
-def is_affine(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether each output is a sum of the arguments' entries with constant factors, and a constant.
+def degree(function: Callable[..., Any], *args: Any) -> Degree:
+    """The largest degree of the outputs, as polynomials in the entries of all arguments.
 
-    Nothing is evaluated. The answer is sure where it is True; an operation that is not known to be
-    linear makes it False.
+    Nothing is evaluated. The answer is sure up to `QUADRATIC`, if not always the least; an
+    operation that is not known to be a polynomial makes it `OTHER`, though its derivative be zero.
 
     Args:
         function: of pytrees of arrays; it may close over traced values, which are constants here.
         *args: its arguments, of which shapes and types count.
     """
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    return max(_outputs(jaxpr, [_Kind.AFFINE] * len(jaxpr.invars)), default=0) < _Kind.OTHER
+    inputs = [Degree.AFFINE] * len(jaxpr.invars)
+    return max(_outputs(jaxpr, inputs), default=Degree.CONSTANT)
 
 
 class Cut(NamedTuple):
@@ -74,7 +77,7 @@ def affine_cut(jaxpr: Jaxpr, result: Any) -> Cut:
     """
     if isinstance(result, Literal):
         return Cut((), ())
-    kinds = _kinds(jaxpr, [_Kind.AFFINE] * len(jaxpr.invars))
+    degrees = _degrees(jaxpr, [Degree.AFFINE] * len(jaxpr.invars))
     origins = {variable: frozenset([place]) for place, variable in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
         found = frozenset().union(*(origins.get(v, ()) for v in _variables(equation.invars)))
@@ -87,7 +90,7 @@ def affine_cut(jaxpr: Jaxpr, result: Any) -> Cut:
             continue
         for variable in _variables(equation.invars) & origins.keys():
             users[variable] = users.get(variable, 0) + 1
-        if max(map(kinds.__getitem__, equation.outvars)) < _Kind.OTHER:
+        if max(map(degrees.__getitem__, equation.outvars)) <= Degree.AFFINE:
             affine.append(equation)
     live = [variable for variable in jaxpr.invars if variable in users]
     best = live
@@ -123,38 +126,51 @@ def evaluated(closed: ClosedJaxpr, given: dict[Any, Any], wanted: Sequence[Any])
     return jaxpr_as_fun(ClosedJaxpr(part, closed.consts))(*given.values())
 
 
+def _is_square(equation: Any) -> bool:
+    name = equation.primitive.name
+    return name == "square" or (name == "integer_pow" and equation.params["y"] == 2)
+
+
 def _variables(operands: Iterable[Any]) -> set[Any]:
     return {operand for operand in operands if not isinstance(operand, Literal)}
 
 
-def _outputs(jaxpr: Jaxpr, inputs: list[_Kind]) -> list[_Kind]:
-    kinds = _kinds(jaxpr, inputs)
-    return [_kind_of(variable, kinds) for variable in jaxpr.outvars]
+def _outputs(jaxpr: Jaxpr, inputs: list[Degree]) -> list[Degree]:
+    degrees = _degrees(jaxpr, inputs)
+    return [_degree_of(variable, degrees) for variable in jaxpr.outvars]
 
 
-def _kinds(jaxpr: Jaxpr, inputs: list[_Kind]) -> dict[Any, _Kind]:
-    kinds: dict[Any, _Kind] = dict(zip(jaxpr.invars, inputs, strict=True))
+def _degrees(jaxpr: Jaxpr, inputs: list[Degree]) -> dict[Any, Degree]:
+    degrees: dict[Any, Degree] = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
-        operands = [_kind_of(variable, kinds) for variable in equation.invars]
-        kinds.update(zip(equation.outvars, _of_equation(equation, operands), strict=True))
-    return kinds
+        operands = [_degree_of(variable, degrees) for variable in equation.invars]
+        degrees.update(zip(equation.outvars, _of_equation(equation, operands), strict=True))
+    return degrees
 
 
-def _kind_of(variable: Any, kinds: dict[Any, _Kind]) -> _Kind:
+def _degree_of(variable: Any, degrees: dict[Any, Degree]) -> Degree:
     is_literal = isinstance(variable, Literal)
-    return _Kind.CONSTANT if is_literal else kinds.get(variable, _Kind.CONSTANT)
+    return Degree.CONSTANT if is_literal else degrees.get(variable, Degree.CONSTANT)
 
 
-def _of_equation(equation: Any, operands: list[_Kind]) -> list[_Kind]:
-    name, largest = equation.primitive.name, max(operands, default=_Kind.CONSTANT)
+def _of_equation(equation: Any, operands: list[Degree]) -> list[Degree]:
+    name, largest = equation.primitive.name, max(operands, default=Degree.CONSTANT)
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if name in _CALLS and largest:
         return _outputs(getattr(inner, "jaxpr", inner), operands)
-    places = {place for place, kind in enumerate(operands) if kind}
-    is_linear = (
-        not places
-        or name in _ALL
-        or (name in _ONE and len(places) == 1)
-        or (name in _PLACES and places <= set(_PLACES[name]))
+    places = {place for place, own in enumerate(operands) if own}
+    # To whole numbers they are rounded.
+    is_cast = name == "convert_element_type" and jnp.issubdtype(
+        equation.params["new_dtype"], jnp.inexact
     )
-    return [largest if is_linear else _Kind.OTHER] * len(equation.outvars)
+    is_linear = (
+        not places or name in _ALL or is_cast or (name in _PLACES and places <= set(_PLACES[name]))
+    )
+    found = Degree.OTHER
+    if name in _PRODUCTS:
+        found = Degree(min(sum(operands), Degree.OTHER))
+    elif is_linear:
+        found = largest
+    elif _is_square(equation) and largest == Degree.AFFINE:
+        found = Degree.QUADRATIC
+    return [found] * len(equation.outvars)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro.ops.provenance import eval_provenance
 
-from numpyro_scalegp.tracing.affine import is_affine
+from numpyro_scalegp.tracing.affine import Degree, degree
 from numpyro_scalegp.tracing.likelihood import summed
 from numpyro_scalegp.tracing.runs import Trace, flat_provenance, is_observed, takes_part
 
@@ -76,13 +76,19 @@ def tightened(
         return jax.grad(total)(functions[name])
 
     depends = eval_provenance(lambda **given: terms(*map(given.__getitem__, means)), **means)
-    weights = [scales[site] for site, origin in depends.items() if name in _names(origin)]
-    if not weights:
+    own = [site for site, origin in depends.items() if name in _names(origin)]
+    if not own:
         return variances, jnp.zeros(())
+
+    def of_function(functions: dict[str, Array]) -> list[Array]:
+        found = terms(*map(functions.__getitem__, means))
+        return [found[site] for site in own]
+
     inside, unexplained = variances
     factors = jnp.stack([jnp.asarray(1.0 if own_scale is None else own_scale), jnp.ones(())])
-    weight = jnp.max(jnp.stack(weights) * factors).astype(inside.dtype)
-    if not is_affine(slope, means):
+    weight = jnp.max(jnp.stack([scales[site] for site in own]) * factors).astype(inside.dtype)
+    # Not by the slope, which of a step is zero.
+    if degree(of_function, means) > Degree.QUADRATIC:
         scale = jnp.ones_like(inside) if shared is None else shared[..., None]
         cost = jnp.broadcast_to(scale - 1.0 - jnp.log(scale), inside.shape)
         return [inside, scale * unexplained], 0.5 * weight * jnp.sum(cost)

@@ -37,6 +37,11 @@ COMBINED = {
     # What small positive values of f do not show.
     "negative": lambda f: dist.Normal(jnp.minimum(f, 0.0).sum(), 1.0).log_prob(Y),
     "beyond_two": lambda f: dist.Normal(jnp.maximum(f - 2.0, 0.0).sum(), 1.0).log_prob(Y),
+    # What values of one sign, or of one size, do not show.
+    "switch": lambda f: dist.Normal(jnp.where(f[0] > 0.0, f, 0.0), 1.0).log_prob(Y),
+    "far switch": lambda f: dist.Normal(jnp.where(f[0] > 3.0, f, 0.0), 1.0).log_prob(Y),
+    "two signs": lambda f: jax.nn.relu(f) * jax.nn.relu(-jnp.roll(f, 1)),
+    "kink of sums": lambda f: jax.nn.relu(jnp.cumsum(f)),
     "noisy": lambda f: dist.Normal(f - f.mean(), 100.0).log_prob(Y),
     "far_off": lambda f: dist.Normal(f - f.mean(), 1.0).log_prob(300.0 + Y),
 }

@@ -132,6 +132,34 @@ def test_hidden_rows_are_the_same_whether_known_or_traced(x64):
             np.testing.assert_allclose(one, other, rtol=1e-10)
 
 
+def test_jitter_leaves_hidden_rows_aside():
+    """What it takes on the diagonal is the same for known and for traced rows."""
+    X = jnp.linspace(0.0, 3.0, 40)[:, None]
+    y, observed = jnp.sin(X[:, 0]), np.arange(40) % 5 != 0
+
+    def process(noise, rows=slice(None), **options):
+        return sgp.GaussianProcess(sgp.kernels.RBF(1.0), X[rows], noise, **options)
+
+    @jax.jit
+    @jax.value_and_grad
+    def traced(noise, observed):
+        return process(noise, observed=observed).log_prob(y)
+
+    rows = np.flatnonzero(observed)
+    dropped = jax.value_and_grad(lambda noise: process(noise, rows).log_prob(y[rows]))
+    noise = jnp.float32(1e-7)
+    with pytest.warns(RuntimeWarning, match="jitter was added to its diagonal, about"):
+        found, expected = traced(noise, observed), dropped(noise)
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-3)
+    np.testing.assert_allclose(noise * found[1], noise * expected[1], atol=0.2)
+    with pytest.warns(RuntimeWarning, match="jitter was added to its diagonal, about"):
+        posterior = jax.jit(lambda o: process(noise, observed=o).condition(y))(observed)
+    ratio = posterior.diagnostics["jitter"] / noise
+    np.testing.assert_allclose(posterior.diagnostics["jitter_to_noise"], ratio, rtol=1e-5)
+    empty = jax.jit(lambda o: process(0.1, observed=o).log_prob(y))(observed & False)
+    np.testing.assert_allclose(empty, 0.0, atol=1e-5)
+
+
 def test_of_a_hidden_row_leave_one_out_is_the_prediction(x64):
     gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
     posterior = gp.condition(np.where(OBSERVED, Y, np.nan))
@@ -139,6 +167,24 @@ def test_of_a_hidden_row_leave_one_out_is_the_prediction(x64):
     np.testing.assert_allclose(found.loc[~OBSERVED], predictive.loc[~OBSERVED])
     np.testing.assert_allclose(found.scale[~OBSERVED], predictive.scale[~OBSERVED])
     assert np.all(found.scale[OBSERVED] > predictive.scale[OBSERVED])
+
+
+def test_covariance_of_each_member(x64):
+    """Its diagonal is the variance, and a mask that is traced takes nothing away."""
+    gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
+    posterior = gp.condition(Y)
+    found = posterior.covariance(NEW)
+    np.testing.assert_allclose(jnp.diagonal(found, 0, 1, 2), posterior.variance(NEW), rtol=1e-9)
+    rows = np.flatnonzero(OBSERVED[1])
+    one = process(1, sgp.estimators.Cholesky(), None, rows).condition(Y[1, rows])
+    np.testing.assert_allclose(found[1], one.covariance(NEW[1]), rtol=1e-8)
+
+    @jax.jit
+    def traced(observed):
+        gp = process(1, sgp.estimators.Cholesky(), None, observed=observed)
+        return gp.condition(Y[1]).covariance(NEW[1])
+
+    np.testing.assert_allclose(traced(OBSERVED[1]), found[1], rtol=1e-8)
 
 
 def test_draws_have_sample_and_batch_axes():
@@ -195,6 +241,10 @@ def test_what_is_not_observed_must_be_said():
         sgp.GaussianProcess(kernel, X[0], 0.1).log_prob(y)
     with pytest.raises(ValueError, match="for at least one row of each member"):
         sgp.GaussianProcess(kernel, X[0], 0.1, observed=np.zeros(N, bool))
+    estimator, key = sgp.estimators.SingleSampleRFF(), jax.random.key(0)
+    options = {"estimator": estimator, "key": key, "observed": OBSERVED}
+    with pytest.raises(ValueError, match="only where that is an array of NumPy, the same for all"):
+        sgp.GaussianProcess(kernel, X, 0.1, **options).log_prob(Y)
 
 
 def test_shapes_of_a_batch_must_fit():

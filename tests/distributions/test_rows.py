@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.distributions.rows import counted
 
 X = jnp.linspace(0.0, 1.0, 5)[:, None]
 KERNEL = sgp.kernels.RBF(0.3)
@@ -38,3 +40,30 @@ def test_a_plate_over_outputs_makes_independent_copies(site):
     assert values.shape == (3, 5)
     expected = jnp.stack([SITES[site]().log_prob(value) for value in values])
     np.testing.assert_allclose(copies.log_prob(values), expected, rtol=1e-5)
+
+
+def batch(observed=None):
+    return sgp.GaussianProcess(sgp.kernels.RBF(0.3, jnp.ones(3)), X, 0.1, observed=observed)
+
+
+GROUPS, SHOWN = np.array([True, False, True]), np.array([True, True, False, True, True])
+COUNTED = {
+    "rows": (lambda: dist.Normal(jnp.zeros(5), 1.0), np.ones(5, bool)),
+    "masked": (lambda: dist.Normal(jnp.zeros(5), 1.0).mask(SHOWN), SHOWN),
+    "any of an event": (
+        lambda: dist.Normal(jnp.zeros((3, 5)), 1.0).mask(GROUPS[:, None] & SHOWN).to_event(1),
+        GROUPS,
+    ),
+    "expanded": (lambda: dist.Normal(0.0, 1.0).mask(False).expand((2,)), np.zeros(2, bool)),
+    "collapsed": (SITES["collapsed"], np.ones(5, bool)),
+    "batch": (batch, np.ones((3, 5), bool)),
+    "batch of gaps": (lambda: batch(SHOWN), np.tile(SHOWN, (3, 1))),
+    "masked batch": (lambda: batch(SHOWN).mask(GROUPS), GROUPS[:, None] & SHOWN),
+    "copies": (lambda: SITES["collapsed"]().expand((2,)), np.ones((2, 5), bool)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_entries_that_count(name):
+    make, expected = COUNTED[name]
+    np.testing.assert_array_equal(counted(make()), expected)

@@ -193,11 +193,20 @@ def test_numpy_arrays_and_sites_without_a_plate():
     assert jnp.isfinite(svi.evaluate(state, X, Y))
 
 
+def of_events(X: Any, y: Any) -> None:
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.5), X))
+    with numpyro.plate("rows", len(X)):
+        numpyro.sample("y", dist.MultivariateNormal(jnp.stack([f, -f], -1), jnp.eye(2)), obs=y)
+
+
 @pytest.mark.filterwarnings("ignore:Out-of-support values")
 def test_what_is_wrong_is_said_as_before():
     guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
     with pytest.raises(ValueError, match="the observations of `y` hold NaN"):
         started(guide, X, Y.at[3].set(jnp.nan), None)
+    guide = sgp.guides.AutoSparseGP(of_events, inducing_points=Z)
+    with pytest.raises(ValueError, match="the observations of `y` hold NaN"):
+        started(guide, X, jnp.stack([Y.at[3].set(jnp.nan), Y], axis=1))
     guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
     with pytest.raises(ValueError, match="`X` must be finite"):
         started(guide, X.at[3].set(jnp.nan), Y, None)

@@ -57,6 +57,8 @@ def assert_close(posterior):
     assert np.sqrt(np.mean((posterior.mean(NEW) - truth(NEW)) ** 2)) < 0.15
     own = np.broadcast_to(NEW, (G, *NEW.shape))
     np.testing.assert_allclose(posterior.mean(own), posterior.mean(NEW), rtol=1e-4, atol=1e-4)
+    predictive = posterior.predictive(own)
+    np.testing.assert_allclose(predictive.mean, posterior.mean(own), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

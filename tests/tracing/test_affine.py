@@ -1,11 +1,12 @@
-"""What is affine by its operations, and what is not, or not known to be."""
+"""What is affine or quadratic by its operations, and what is not, or not known to be."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 
-from numpyro_scalegp.tracing.affine import affine_cut, evaluated, is_affine
+from numpyro_scalegp.tracing.affine import Degree, affine_cut, degree, evaluated
 
 F = jnp.linspace(0.1, 1.0, 6)
 WEIGHTS = jnp.arange(12.0).reshape(2, 6)
@@ -25,9 +26,20 @@ AFFINE = {
         jnp.tril(jnp.ones((6, 6))), f[:, None], left_side=True, lower=True
     ),
 }
-OTHERS = {
+QUADRATIC = {
     "square": lambda f: f**2,
     "product with itself": lambda f: f * f,
+    "product of sums": lambda f: (f @ WEIGHTS.T).sum() * (1.0 - f),
+    "form": lambda f: f @ jnp.outer(WEIGHTS[0], WEIGHTS[1]) @ f,
+    "density": lambda f: dist.Normal(f[::-1] - 1.0, jnp.exp(WEIGHTS[0])).log_prob(2.0),
+    "event": lambda f: dist.MultivariateNormal(f, 0.5 + jnp.eye(6)).log_prob(jnp.ones(6)),
+    "masked": lambda f: dist.Normal(f, 1.0).mask(WEIGHTS[0] > 2.0).log_prob(WEIGHTS[1]),
+}
+OTHERS = {
+    "cube": lambda f: f**3,
+    "fourth power": lambda f: jnp.square(f * f),
+    "third degree": lambda f: f**2 * f,
+    "step": lambda f: jnp.where(f > 0.0, 1.0, 2.0),
     "denominator": lambda f: 1.0 / f,
     "sign": jnp.sign,
     "absolute": jnp.abs,
@@ -38,6 +50,8 @@ OTHERS = {
     "softplus": jax.nn.softplus,
     "held": jax.lax.stop_gradient,
     "rounded": jnp.round,
+    "cast to whole numbers": lambda f: f.astype(int) * 2.0,
+    "cast to bool": lambda f: f.astype(bool) * 2.0,
     "solved by itself": lambda f: jax.lax.linalg.triangular_solve(
         jnp.tril(jnp.ones((6, 6))) * f, jnp.ones((6, 1)), left_side=True, lower=True
     ),
@@ -48,26 +62,34 @@ OTHERS = {
 @pytest.mark.parametrize("name", AFFINE)
 def test_affine_functions(name):
     function = AFFINE[name]
-    assert is_affine(function, F)
+    assert degree(function, F) <= Degree.AFFINE
     half = function(0.5 * (F + 2.0 * F**2))
     np.testing.assert_allclose(half, 0.5 * (function(F) + function(2.0 * F**2)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", QUADRATIC)
+def test_quadratic_functions(name):
+    function = QUADRATIC[name]
+    assert degree(function, F) == Degree.QUADRATIC
+    of_slope = jax.jacobian(function)
+    np.testing.assert_allclose(of_slope(2.0 * F), 2.0 * of_slope(F) - of_slope(0.0 * F), atol=1e-4)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions(name):
-    assert not is_affine(OTHERS[name], F)
+    assert degree(OTHERS[name], F) == Degree.OTHER
 
 
 def test_products_of_two_arguments_are_not():
-    assert is_affine(lambda f, g: f + 2.0 * g, F, F)
-    assert not is_affine(lambda f, g: f * g, F, F)
+    assert degree(lambda f, g: f + 2.0 * g, F, F) == Degree.AFFINE
+    assert degree(lambda f, g: f * g, F, F) == Degree.QUADRATIC
 
 
 def test_traced_constants():
     @jax.jit
     def check(a):
-        assert is_affine(lambda f: jnp.exp(a) * f, F)
-        assert not is_affine(lambda f: jnp.exp(a * f), F)
+        assert degree(lambda f: jnp.exp(a) * f, F) == Degree.AFFINE
+        assert degree(lambda f: jnp.exp(a * f), F) == Degree.OTHER
         return a
 
     check(jnp.ones(()))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+import scipy.stats
 from jaxtyping import Array
 
 from numpyro_scalegp.core.quadrature import normal_expectation, product_nodes
@@ -101,6 +102,7 @@ FOOLING: dict[str, Callable[..., Array]] = {
     "branches": lambda f, g: jnp.where(f > 5.0, g, f + g),
     "larger": jnp.maximum,
     "far out": lambda f, g: f + g + jax.nn.relu(g - 4.0),
+    "cast": lambda f, g: f.astype(int) + g,
 }
 
 
@@ -178,6 +180,19 @@ IN_A_PLATE: dict[str, tuple[Callable[[Array], Array], tuple[int, ...]]] = {
     "softmax": (lambda f: dist.Categorical(logits=f.T).log_prob(Y), (0, 1, 2, 3)),
     "pairs": (lambda f: dist.Normal(f[:2], jnp.exp(f[2:])).log_prob(INPUT), (0, 0, 1, 1)),
     "ends": (lambda f: dist.Normal(f[0] * f[3], 1.0).log_prob(INPUT), (0, 0, 0, 1)),
+    # Of one sign, or one size, the first switches nothing.
+    "switch": (
+        lambda f: dist.Normal(jnp.where(f[0] > 0.0, f[1], f[2] + f[3]), 1.0).log_prob(INPUT),
+        (0, 1, 1, 2),
+    ),
+    "far switch": (
+        lambda f: dist.Normal(jnp.where(f[0] > 3.0, f[1], f[2]), 1.0).log_prob(INPUT),
+        (0, 1, 1, 0),
+    ),
+    "two signs": (
+        lambda f: dist.Normal(jax.nn.relu(f[0]) * jax.nn.relu(-f[1]), 1.0).log_prob(INPUT),
+        (0, 1, 0, 0),
+    ),
 }
 
 
@@ -186,6 +201,26 @@ def test_functions_of_a_plate_share_axes(name):
     term, axes = IN_A_PLATE[name]
     (rule,) = expected(term, moments((4, N))).groups
     assert rule.axes == (axes,)
+
+
+def test_sums_that_are_cast_vary(x64):
+    """A sum that is rounded has a derivative of zero, and is not constant."""
+    pairs = moments((N,), (N,))
+    term = lambda f, g: -jnp.square((2.0 * (f + g)).astype(int) - 1.0)  # noqa: E731
+    found = value(expected(term, pairs), pairs, num_nodes=100)
+    np.testing.assert_allclose(found, on_a_grid(term, pairs), rtol=0.02)
+
+
+def test_a_switch_on_a_grid(x64):
+    """Mean and variance of what is switched are those of both sides, weighed."""
+    pairs = moments((3, N))
+    mean, variance = pairs["f"]
+    term = lambda f: -jnp.square(jnp.where(f[0] > 0.0, f[1], f[2]) - INPUT)  # noqa: E731
+    share = scipy.stats.norm.cdf(mean[0] / jnp.sqrt(variance[0]))
+    squares = jnp.square(mean[1:] - INPUT) + variance[1:]
+    expect = -jnp.sum(share * squares[0] + (1.0 - share) * squares[1])
+    found = value(expected(term, pairs), pairs, num_nodes=60)
+    np.testing.assert_allclose(found, expect, rtol=0.02)
 
 
 def test_pairs_in_a_plate_on_a_grid(x64):
@@ -212,6 +247,15 @@ def test_zeros_among_traced_counts_are_thought_of(kind, rows):
         assert num_axes(expected(term, moments((2, rows)))) == 2
 
     axes(jnp.zeros(rows, kind))
+
+
+def test_a_switch_by_the_function_of_another_site():
+    """Other functions take many values, too: only at some of g are those of f combined."""
+
+    def term(f: Array, g: Array) -> Array:
+        return dist.Normal(jnp.where(g > 2.0, f[0] * f[1], f[0]), 1.0).log_prob(INPUT)
+
+    assert num_axes(expected(term, moments((2, N), (N,)))) == 3
 
 
 def test_rows_are_still_refused():

@@ -126,8 +126,10 @@ def test_other_likelihoods_have_the_bound_that_they_had(x64):
         lambda f: dist.Normal(f**2, SD),
         lambda f: dist.Normal(jnp.abs(f), SD),
         lambda f: dist.Normal(jnp.where(f > 0.0, f, 2.0 * f), SD),
-        # No curvature, but at one value.
+        # No curvature, but at one value; and no slope, either.
         lambda f: dist.Laplace(f, SD),
+        lambda f: dist.Normal(jnp.where(f > 0.0, 1.0, -1.0), SD),
+        lambda f: dist.Normal(jnp.floor(f), SD),
     ]
     for likelihood in likelihoods:
         assert bound(likelihood) == bound(likelihood, tight=False)
