@@ -91,7 +91,7 @@ def test_members_of_unequal_size_are_worked_on_with_those_alike(x64):
         given = jnp.linspace(0.5, 1.5, 6), jnp.array([0.8, 1.3])
         of = jax.jit(jax.value_and_grad(total, (0, 1)))
         padded = of(*given, observed)
-        known = jax.jit(jax.value_and_grad(lambda *given: total(*given, observed), (0, 1)))(*given)
+        known = jax.jit(jax.value_and_grad(lambda v, s: total(v, s, observed), (0, 1)))(*given)
         for one, other in zip(jax.tree.leaves(known), jax.tree.leaves(padded), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
     gp = sgp.GaussianProcess(sgp.kernels.RBF(0.7), rows, 0.1, observed=observed)
