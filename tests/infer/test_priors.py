@@ -133,6 +133,8 @@ def test_bad_arguments(unchecked):
         lengthscale_prior(1.0)
     with pytest.raises(ValueError, match="`X` must vary in each column, got column 1 with the sam"):
         lengthscale_prior(X=np.array([[0.0, 1.0], [1.0, 1.0]]))
+    with pytest.raises(ValueError, match="What was not given is from `X`: its range may be too sh"):
+        lengthscale_prior(X=np.array([[0.0], [1.0], [1.0]]))
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(3,\)"):
         lengthscale_prior(X=np.arange(3.0))
     with pytest.raises(
