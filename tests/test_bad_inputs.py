@@ -1047,6 +1047,11 @@ INFER: list[Row] = [
         lambda: I.initial_hyperparameters(KEY, model, X, y[1:]),
         r"`y` must have shape \(6",
     ),
+    (
+        "start batch",
+        lambda: I.initial_hyperparameters(KEY, model, np.stack([X, X]), y),
+        "`X` must have shape .* rows of one member",
+    ),
     ("start nan", lambda: I.initial_hyperparameters(KEY, model, X, y + nan), "`y` must be finite"),
     ("median X", lambda: I.median_distance(y), r"`X` must have shape \(n, d\), got \(6,\)"),
     ("median row", lambda: I.median_distance(X[:1]), "`X` must have two rows or more, got 1"),

@@ -158,4 +158,19 @@ def mean_at(
         raise ValueError(
             f"`mean` must map inputs of shape {X.shape} to shape {shape}, got {jnp.shape(mean)}."
         )
+    if X.ndim > 2 and X.shape[-1] == X.shape[-2] and _depends_on_columns(mean_function, X):
+        raise ValueError(
+            f"`mean` maps inputs of shape {X.shape} to one value for each column: in a batch "
+            "columns are the last axis, as in `lambda X: X[..., 0]`."
+        )
     return jnp.broadcast_to(mean, shape)
+
+
+def _depends_on_columns(mean_function: functions.RowsFunction, X: Float[Array, "... n d"]) -> bool:
+    """Whether the values of a mean function are as many as X has columns, not rows."""
+    *batch, n, d = X.shape
+    try:
+        found = jax.eval_shape(mean_function, jax.ShapeDtypeStruct((*batch, n + 1, d), X.dtype))
+    except (TypeError, ValueError):
+        return False  # one that holds values for these rows
+    return found.ndim > 0 and found.shape[-1] == n

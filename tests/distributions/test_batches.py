@@ -75,6 +75,17 @@ def test_a_batch_is_a_loop_without_its_hidden_rows(factory, hidden, x64):
         np.testing.assert_allclose(found[4][g][rows], scale, rtol=1e-8)
 
 
+def test_a_mean_of_columns_is_none_of_rows(unchecked):
+    square = jnp.array(RNG.normal(size=(G, D, D)))
+    kernel = sgp.kernels.RBF(jnp.ones((G, 1)))
+    right = sgp.GaussianProcess(kernel, square, 0.1, mean=lambda X: X[..., 0])
+    np.testing.assert_array_equal(right.mean, square[..., 0])
+    with pytest.raises(ValueError, match="one value for each column"):
+        _ = sgp.GaussianProcess(kernel, square, 0.1, mean=lambda X: X[:, 0]).mean
+    held = jnp.ones((G, D))
+    assert sgp.GaussianProcess(kernel, square, 0.1, mean=lambda X: held + X[..., 0]).mean.shape
+
+
 def test_members_of_unequal_size_are_worked_on_with_those_alike(x64):
     sizes = np.array([2, 20, 9, 1, 19, 8])
     observed = RNG.permuted(np.arange(20) < sizes[:, None], axis=1)
