@@ -190,8 +190,8 @@ def initial_hyperparameters(
     checks.instance("progress_bar", progress_bar, bool, "True or False")
     if np.ndim(X) > 2:
         raise ValueError(
-            f"`X` must have shape (n, d), got {np.shape(X)}: of a batch give the rows of one member "
-            "and a model of it."
+            f"`X` must have shape (n, d), got {np.shape(X)}: give the rows of one member, "
+            "and a model of it, for a batch."
         )
     key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
