@@ -116,6 +116,28 @@ def test_a_batch_is_a_loop(x64):
         np.testing.assert_allclose(posterior.cavity().loc[g], own.cavity().loc, rtol=1e-8)
 
 
+@jax.jit
+def moments(theta):
+    gp = sgp.LaplaceGP(
+        kernel(theta[0], theta[1]),
+        X,
+        lambda f: dist.Gamma(theta[2], theta[2] * jnp.exp(-f)),
+        mean=theta[3],
+        observed=OBSERVED,
+    )
+    posterior = gp.condition(COUNTS + 0.5)
+    loo = posterior.cavity()
+    return jnp.stack([posterior.mean(X), posterior.variance(X), loo.loc, loo.scale])
+
+
+def test_moments_have_derivatives(x64):
+    theta, step = jnp.array([0.7, 1.5, 2.0, 0.4]), 1e-5
+    for along in jnp.eye(4):
+        _, found = jax.jvp(moments, (theta,), (along,))
+        expected = moments(theta + step * along) - moments(theta - step * along)
+        np.testing.assert_allclose(found, expected / (2.0 * step), rtol=1e-6, atol=1e-8)
+
+
 def model(X, exposure, y=None):
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-0.3, 0.3))
     level = numpyro.sample("level", dist.Normal())
