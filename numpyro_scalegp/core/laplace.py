@@ -28,8 +28,9 @@ from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 
 MAX_STEPS = 100
-# Shares of a step of Newton's method that are tried, the best of which is taken.
-_NUM_SHARES = 12
+# Shares of a step of Newton's method that are tried, the best of which is taken. From a rate far
+# below large counts, a step is too long by as many times as they are larger.
+_SHARES = tuple(0.5**power for power in (0, 1, 2, 3, 4, 5, 7, 9, 12, 15, 18, 21, 24))
 
 # Log likelihoods (*batch, n), each of one entry of f, given f and a pytree of arrays.
 Entries = Callable[[Array, Any], Array]
@@ -56,7 +57,7 @@ class Sites(NamedTuple):
     f: Float[Array, "*batch n"]
     weights: Float[Array, "*batch n"]  # representer weights, the derivatives g
     precision: Float[Array, "*batch n"]  # of the noise, positive
-    tril: Float[Array, "*batch n n"]  # the factor of K + 1 / precision
+    tril: Float[Array, "*batch n n"]  # the factor of K + 1 / precision, with its derivative
 
 
 def log_marginal(
@@ -90,6 +91,7 @@ def normal_sites(
     W = slopes(entries, f, data).curvature
     least = jnp.finfo(K.dtype).eps ** 2 / jnp.diagonal(K, axis1=-2, axis2=-1)
     W = jnp.maximum(W, least)
+    L = _factor_given(_unit(K, W), L)
     return Sites(f, weights, W, L / jnp.sqrt(W)[..., None])
 
 
@@ -154,7 +156,7 @@ class _State(NamedTuple):
 def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
     deviation = jnp.sqrt(jnp.diagonal(K, axis1=-2, axis2=-1))
     tolerance = jnp.finfo(K.dtype).eps ** 0.5
-    shares = 0.5 ** jnp.arange(_NUM_SHARES, dtype=K.dtype)
+    shares = jnp.array(_SHARES, K.dtype)
 
     def log_joint(f: Array, weights: Array) -> Array:
         found = jnp.sum(entries(f, data), axis=-1) - 0.5 * jnp.sum(weights * (f - mean), axis=-1)
@@ -303,5 +305,6 @@ def _times(A: Float[Array, "*batch n n"], v: Float[Array, "*batch n"]) -> Float[
 
 
 _factorize = jnp.vectorize(linalg.factorize_on_platform, signature="(n,n)->(n,n)")
+_factor_given = jnp.vectorize(linalg.cholesky_given, signature="(n,n),(n,n)->(n,n)")
 _inverse_from_factor = jnp.vectorize(linalg.inverse_from_factor, signature="(n,n)->(n,n)")
 _solve = jnp.vectorize(lambda L, v: cho_solve((L, True), v), signature="(n,n),(n)->(n)")

@@ -25,7 +25,7 @@ from numpyro_scalegp.posteriors.multi_output import MultiOutputPosterior, Output
 
 _MISSING = " Where these are entries without a target, give `observed=~jnp.isnan(Y)`."
 # Of a function that is zero, in units of the noise.
-_LEAST_VARIANCE = 1e-30
+_LEAST_VARIANCE = 1e-20
 _NO_DERIVATIVES = (
     "the posterior of several outputs by its structure has no derivatives in `outputs` and "
     "`noise_variance`, only in the kernel, X and Y: take those of `log_prob`."
@@ -218,9 +218,9 @@ class MultiOutputGP(GaussianNoise, RowsDistribution):
         else:
             B, noise = refuse_derivatives(_NO_DERIVATIVES, (self._B, self._noise))
             V, variances = kronecker.rotation(B, noise)
-            # Zeros get what does not show beside rounding: there are no draws without a variance.
-            least = jnp.finfo(variances.dtype).eps * jnp.max(variances) + _LEAST_VARIANCE
-            kernel = jnp.maximum(variances, least) * self.kernel
+            # There are no draws without a variance. Small beside the largest is no zero: a noisy
+            # output's own is, where another's noise is small.
+            kernel = jnp.maximum(variances, _LEAST_VARIANCE) * self.kernel
             gp, values = GaussianProcess(kernel, self.X[rows], 1.0), matmul(residual[rows], V).T
             mixing = noise[:, None] * V
         found: Any = gp.condition(values)

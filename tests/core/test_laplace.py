@@ -111,6 +111,19 @@ def test_large_and_small_counts_in_float32(scale):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * float(np.abs(other).max()))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_counts_far_above_the_prior_mean(dtype, x64):
+    """The first step is too long by the counts' size."""
+    y = jnp.asarray(1e5 * (1 + COUNTS), dtype)
+    mode = laplace.find_mode(_counts, jnp.eye(N, dtype=dtype), jnp.zeros(N, dtype), y)
+    # There each count is near its rate, and y - exp(f) = f without correlations.
+    np.testing.assert_allclose(jnp.exp(mode.f) + mode.f, y, rtol=1e-5)
+
+
+def _counts(f, y):
+    return dist.Poisson(jnp.exp(f)).log_prob(y)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def of(entries, mean, y):
     return laplace.log_marginal(entries, covariance(THETA), jnp.full(N, mean), y)

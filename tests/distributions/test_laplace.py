@@ -1,5 +1,7 @@
 """Likelihoods of other kinds with the function integrated out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,29 @@ def test_a_batch_is_a_loop(x64):
         own = alone.condition(y[g])
         np.testing.assert_allclose(posterior.mean(NEW)[g], own.mean(NEW), rtol=1e-9)
         np.testing.assert_allclose(posterior.cavity().loc[g], own.cavity().loc, rtol=1e-8)
+
+
+@jax.jit
+def moments(theta, X, y):
+    gp = sgp.LaplaceGP(
+        kernel(theta[0], theta[1]),
+        X,
+        lambda f: dist.Gamma(theta[2], theta[2] * jnp.exp(-f)),
+        mean=theta[3],
+        observed=OBSERVED,
+    )
+    posterior = gp.condition(y)
+    loo = posterior.cavity()
+    return jnp.stack([posterior.mean(X), posterior.variance(X), loo.loc, loo.scale])
+
+
+def test_moments_have_derivatives(x64):
+    theta, step = jnp.array([0.7, 1.5, 2.0, 0.4]), 1e-5
+    of = functools.partial(moments, X=jnp.array(X), y=jnp.array(COUNTS + 0.5))
+    for along in jnp.eye(4):
+        _, found = jax.jvp(of, (theta,), (along,))
+        expected = of(theta + step * along) - of(theta - step * along)
+        np.testing.assert_allclose(found, expected / (2.0 * step), rtol=1e-6, atol=1e-8)
 
 
 def model(X, exposure, y=None):

@@ -167,6 +167,17 @@ def test_structure_and_dense_road_are_one_posterior(x64):
     assert np.all(np.abs(first - second) < 4.5 * error)
 
 
+def test_a_noisy_output_beside_a_precise_one_in_single_precision(x64):
+    def variance(dtype):
+        W, noise = jnp.ones((2, 1), dtype), jnp.array([1e-6, 1e2], dtype)
+        outputs = sgp.kernels.Coregion(W, jnp.full(2, 0.1, dtype))
+        kernel = sgp.kernels.Matern12(jnp.asarray(1.0, dtype))
+        gp = sgp.MultiOutputGP(kernel, outputs, X.astype(dtype), noise)
+        return gp.condition(Y[:, :2].astype(dtype)).variance(NEW.astype(dtype))
+
+    np.testing.assert_allclose(variance(np.float32), variance(np.float64), rtol=1e-2)
+
+
 def test_prior_draws_have_the_covariance(x64):
     draws = process(PARAMETERS, NOISES["outputs"]).sample(jax.random.key(0), (2, 4000))
     assert draws.shape == (2, 4000, N, P)
