@@ -199,6 +199,9 @@ def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
     L = _factorize(_unit(K, W))
     is_concave = jnp.all(W * deviation**2 >= -tolerance, axis=-1)
     is_finite = jnp.all(jnp.isfinite(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
+    pivots = jnp.square(jnp.diagonal(L, axis1=-2, axis2=-1))
+    has_few = pivots < linalg.FEW_ROUNDINGS * jnp.finfo(K.dtype).eps * (1.0 + W * deviation**2)
+    call_where(jnp.any(has_few), _warn_of_digits)
     call_where(jnp.any(state.is_done & is_finite & ~is_concave), _warn_of_curvature)
     call_where(~jnp.all(state.is_done & is_finite), _warn_of_failure)
     works = state.is_done & is_concave & is_finite
@@ -210,6 +213,16 @@ def _warn_of_curvature() -> None:
         "Laplace's approximation needs a likelihood whose logarithm is concave in the function, "
         "and at the mode this one is not: the result is NaN. For heavy tails, such as those of "
         "`StudentT`, take `sgp.LatentGP` with `sgp.guides.AutoSparseGP`, or under NUTS.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
+
+
+def _warn_of_digits() -> None:
+    warnings.warn(
+        "observations say so much more of the function than its prior that Laplace's approximation "
+        "has few digits left in this precision. Work in float64, unless a sampler that warms up "
+        "only tried it.",
         RuntimeWarning,
         stacklevel=1,
     )

@@ -24,7 +24,7 @@ from numpyro_scalegp.core.host import largest_of_batch
 # Factorizations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
 # Conditional variances of an observation, in units of rounding, that have few digits.
-_FEW_ROUNDINGS = 30.0
+FEW_ROUNDINGS = 30.0
 # Recursive splittings stop at blocks of this size, or at a sixteenth of the matrix.
 _LEAF = 256
 _MAX_LEAVES = 16
@@ -105,7 +105,7 @@ def factorize(
         if noise is not None:
             ratio = ladder[step] / jnp.min(jax.lax.stop_gradient(noise))
             rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
-            few = jnp.any(jnp.square(jnp.diagonal(tril)) < _FEW_ROUNDINGS * rounding)
+            few = jnp.any(jnp.square(jnp.diagonal(tril)) < FEW_ROUNDINGS * rounding)
         fails, most, ratio, anywhere = map(
             largest_of_batch, (~works, step, jnp.asarray(ratio), few)
         )

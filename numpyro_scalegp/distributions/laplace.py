@@ -55,7 +55,8 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             `lambda f: dist.Poisson(exposure * jnp.exp(f))`. What it closes over may be learned.
         mean: the mean function m, as of `GaussianProcess`: None, a number or a callable.
         observed: which rows have a target, boolean, shape (n,) or (*batch, n); None for all. The
-            others drop out of density and posterior, whatever y holds there.
+            others drop out of density and posterior, whatever y holds there; what the likelihood
+            holds of these rows has to be valid, such as an exposure of one.
 
     Raises:
         TypeError: if an argument has the wrong type, or the likelihood gives no distribution.

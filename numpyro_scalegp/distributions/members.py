@@ -154,7 +154,7 @@ def mean_at(
 ) -> Float[Array, "... n"]:
     """The values of a mean function at the rows of X, for each member of a batch."""
     mean = mean_function(X)
-    if jnp.shape(mean) not in {shape[start:] for start in range(len(shape))}:
+    if jnp.shape(mean)[-1:] != shape[-1:] or not fits(jnp.shape(mean)[:-1], shape[:-1]):
         raise ValueError(
             f"`mean` must map inputs of shape {X.shape} to shape {shape}, got {jnp.shape(mean)}."
         )

@@ -139,6 +139,15 @@ def test_what_is_not_concave_gives_nan_and_a_warning(x64):
     assert np.isnan(found)
 
 
+def test_few_digits_give_a_warning():
+    def entries(f, y):
+        return dist.Normal(f, 1e-3).log_prob(y)
+
+    with pytest.warns(RuntimeWarning, match="few digits left"):
+        of(entries, 0.0, jnp.sin(X))
+        jax.effects_barrier()
+
+
 def test_no_mode_gives_nan_and_a_warning(x64):
     def entries(f, y):
         return dist.Poisson(jnp.exp(f)).log_prob(y)
