@@ -47,8 +47,8 @@ class Member(NamedTuple):
             # Hidden rows get the mean variance of the others as noise: beside that, what jitter
             # adds to all rows is little, and what is relative to the mean stays as it is.
             variance = jax.lax.stop_gradient(kernel.diag(X) + noise_variance)
-            num = jnp.sum(observed)
-            mean = jnp.sum(jnp.where(observed, variance, 0.0)) / jnp.maximum(num, 1)
+            num = jnp.sum(observed.astype(variance.dtype))
+            mean = jnp.sum(jnp.where(observed, variance, 0.0)) / jnp.maximum(num, 1.0)
             mean = jnp.where(num > 0, mean, jnp.mean(variance))
             noise_variance = jnp.where(observed, noise_variance, mean)
             kernel, X = Indicated(kernel), Indicated.with_indicator(X, observed)
