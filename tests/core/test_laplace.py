@@ -107,8 +107,10 @@ def test_large_and_small_counts_in_float32(scale):
         expected = jax.value_and_grad(lambda theta: value("poisson", theta, y))(jnp.array(THETA))
     theta = jnp.array(THETA, jnp.float32)
     found = jax.value_and_grad(lambda theta: value("poisson", theta, y))(theta)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3 * float(np.abs(other).max()))
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-3)
+    # The last parameter is known to one over the root of all counts.
+    deviation = np.sqrt(1.0 + y.sum())
+    np.testing.assert_allclose(found[1], expected[1], rtol=2e-3, atol=0.03 * deviation)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -193,7 +193,7 @@ def test_saved_and_loaded(tmp_path, x64):
     np.testing.assert_array_equal(loaded.variance(NEW), posterior.variance(NEW))
 
 
-def test_draws_of_the_prior_have_its_moments():
+def test_draws_of_the_prior_have_its_moments(x64):
     gp = sgp.LaplaceGP(kernel(), X, lambda f: dist.Normal(2.0 * f, 0.1), mean=0.5)
     draws = np.asarray(gp.sample(jax.random.key(0), (4000,)))
     expected = np.sqrt(4.0 * 1.5 + 0.01)
@@ -208,12 +208,12 @@ def test_draws_of_the_prior_have_its_moments():
         lambda f: dist.Poisson(jnp.exp(jnp.cumsum(f))),
     ],
 )
-def test_rows_must_not_be_combined(likelihood):
+def test_rows_must_not_be_combined(likelihood, x64):
     with pytest.raises(ValueError, match="combines rows"):
         sgp.LaplaceGP(kernel(), X, likelihood).log_prob(COUNTS)
 
 
-def test_observations_outside_of_the_support():
+def test_observations_outside_of_the_support(x64):
     with pytest.raises(ValueError, match="`y` must lie in the support"):
         counts().log_prob(np.where(OBSERVED, COUNTS, -1))
     with pytest.raises(ValueError, match=r"`y` must be finite.*give `observed=~jnp.isnan"):
