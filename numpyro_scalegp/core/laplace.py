@@ -27,7 +27,7 @@ from numpyro_scalegp.core.derivatives import lasting_jvp
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 
-MAX_STEPS = 100
+_MAX_STEPS = 100
 # Shares of a step of Newton's method that are tried, the best of which is taken. From a rate far
 # below large counts, a step is too long by as many times as they are larger.
 _SHARES = tuple(0.5**power for power in (0, 1, 2, 3, 4, 5, 7, 9, 12, 15, 18, 21, 24))
@@ -188,7 +188,7 @@ def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
 
     def goes_on(state: _State) -> Array:
         may_find = jnp.all(jnp.isfinite(state.f), axis=-1) & ~state.is_done
-        return jnp.any(may_find) & (state.num_steps < MAX_STEPS)
+        return jnp.any(may_find) & (state.num_steps < _MAX_STEPS)
 
     start = jnp.broadcast_to(mean, K.shape[:-1]).astype(K.dtype)
     no_batch = jnp.zeros(K.shape[:-2], bool)
@@ -230,7 +230,7 @@ def _warn_of_digits() -> None:
 
 def _warn_of_failure() -> None:
     warnings.warn(
-        f"Laplace's approximation found no mode in {MAX_STEPS} steps, or met what is not finite: "
+        f"Laplace's approximation found no mode in {_MAX_STEPS} steps, or met what is not finite: "
         "the result is NaN. Check y against the likelihood's support, and the inputs and what the "
         "likelihood holds for NaN. A sampler that warms up may try hyperparameters for which this "
         "is so: it rejects them, and there is nothing to mend.",

@@ -22,6 +22,7 @@ from numpyro_scalegp.distributions.members import (
     Member,
     as_mean_function,
     as_observed,
+    batch_shape_of,
     check_noise,
     mean_at,
 )
@@ -127,12 +128,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         n = self.X.shape[-2]
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance")
         self.observed = None if observed is None else as_observed(observed, n)
-        batch_shape = batches.common_shape(
-            "the leading axes of a batch must fit together",
-            kernel=self.kernel.batch_shape,
-            X=self.X.shape[:-2],
-            observed=() if observed is None else np.shape(observed)[:-1],
-        )
+        batch_shape = batch_shape_of(self.kernel, self.X, self.observed)
         check_noise(self.noise_variance, n, batch_shape)
         checks.positive("noise_variance", self.noise_variance)
         self.mean_function = as_mean_function(mean, batch_shape)

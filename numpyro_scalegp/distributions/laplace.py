@@ -15,22 +15,21 @@ from numpyro.distributions import constraints
 from numpyro_scalegp.core import batches, checks, functions, laplace, linalg, memory
 from numpyro_scalegp.core.additivity import combining_rows
 from numpyro_scalegp.core.functions import RowsFunction
-from numpyro_scalegp.core.quadrature import normal_nodes
 from numpyro_scalegp.distributions.collapsed import CollapsedDistribution
 from numpyro_scalegp.distributions.members import (
     MISSING,
     as_mean_function,
     as_observed,
+    batch_shape_of,
     mean_at,
 )
 from numpyro_scalegp.distributions.rows import RowsDistribution
+from numpyro_scalegp.distributions.under_normal import LikelihoodUnderNormal
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.exact import ExactPosterior
 from numpyro_scalegp.posteriors.laplace import LaplacePosterior
-
-_NUM_NODES = 32
 
 _cholesky = jnp.vectorize(linalg.cholesky, signature="(n,n)->(n,n)")
 
@@ -102,12 +101,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         self.X = checks.inputs("X", X, may_be_batch=True)
         self.kernel.check_categories("X", self.X)
         self.observed = None if observed is None else as_observed(observed, self.X.shape[-2])
-        batch_shape = batches.common_shape(
-            "the leading axes of a batch must fit together",
-            kernel=self.kernel.batch_shape,
-            X=self.X.shape[:-2],
-            observed=() if observed is None else np.shape(observed)[:-1],
-        )
+        batch_shape = batch_shape_of(self.kernel, self.X, self.observed)
         self.mean_function = as_mean_function(mean, batch_shape)
         self.likelihood = _as_likelihood(likelihood)
         super().__init__(batch_shape, self.X.shape[-2:-1], validate_args=validate_args)
@@ -132,8 +126,12 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     @property
     def support(self) -> Any:
         """That of the likelihood."""
-        f = jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)
-        return constraints.independent(self.given(f).support, 1)
+        return constraints.independent(self._support, 1)
+
+    @property
+    def _support(self) -> Any:
+        """That of each observation."""
+        return self.given(jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)).support
 
     @property
     def _covariance(self) -> Float[Array, "... n n"]:
@@ -154,7 +152,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         return mean_at(self.mean_function, self.X, self.batch_shape + self.event_shape)
 
     @property
-    def _prior_predictive(self) -> "LikelihoodUnderNormal":
+    def _prior_predictive(self) -> LikelihoodUnderNormal:
         variance = jnp.broadcast_to(self.kernel.diag(self.X), self.batch_shape + self.event_shape)
         return LikelihoodUnderNormal(
             self.likelihood, dist.Normal(self.prior_mean, jnp.sqrt(variance))
@@ -275,7 +273,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             )
         return LaplacePosterior(process, self.X, sites.f, sites.weights, sites.precision)
 
-    def predictive(self, posterior: Any, *, at_data: bool = False) -> "LikelihoodUnderNormal":
+    def predictive(self, posterior: Any, *, at_data: bool = False) -> LikelihoodUnderNormal:
         """The distribution of new observations at X, each by itself.
 
         Args:
@@ -288,7 +286,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         f = dist.Normal(posterior.mean(self.X), jnp.sqrt(posterior.variance(self.X)))
         return LikelihoodUnderNormal(self.likelihood, f)
 
-    def leave_one_out(self, posterior: LaplacePosterior) -> "LikelihoodUnderNormal":
+    def leave_one_out(self, posterior: LaplacePosterior) -> LikelihoodUnderNormal:
         """The distribution of each observation given all others; see `LaplacePosterior.cavity`."""
         return LikelihoodUnderNormal(self.likelihood, posterior.cavity())
 
@@ -308,13 +306,12 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             some = jnp.take_along_axis(jnp.broadcast_to(y, shape), first, axis=-1)
             y = jnp.where(self.observed, y, some)
         checks.finite("y", y, "" if self.observed is not None else MISSING)
-        f = jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)
-        inside = self.given(f).support(y)
+        support = self._support
+        inside = support(y)
         if checks.is_concrete(inside) and not np.all(inside):
             wrong = np.asarray(y)[~np.broadcast_to(inside, y.shape)]
             raise ValueError(
-                f"`y` must lie in the support of the likelihood, {self.given(f).support}, got "
-                f"{wrong[0]}."
+                f"`y` must lie in the support of the likelihood, {support}, got {wrong[0]}."
             )
         return y
 
@@ -338,65 +335,6 @@ def _entries(f: Float[Array, "... n"], data: Any) -> Float[Array, "... n"]:
     likelihood, y, observed = data
     found = likelihood(f).log_prob(y)
     return found if observed is None else jnp.where(observed, found, 0.0)
-
-
-class LikelihoodUnderNormal(dist.Distribution):
-    """Observations each of which depends on a normal variable: p(y) = E[p(y | f)].
-
-    Args:
-        likelihood: maps values of f to a distribution of one observation for each.
-        f: the normal variables.
-    """
-
-    arg_constraints: dict[str, Any] = {}
-    pytree_data_fields = ("likelihood", "f")
-
-    def __init__(self, likelihood: RowsFunction, f: dist.Normal) -> None:
-        self.likelihood, self.f = likelihood, f
-        super().__init__(f.batch_shape, ())
-
-    @property
-    def support(self) -> Any:
-        """That of the likelihood."""
-        return self.likelihood(self.f.loc).support
-
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Num[Array, "..."]:
-        """Draw the normal variables, and observations given these."""
-        function_key, key = jax.random.split(key)
-        return self.likelihood(self.f.sample(function_key, sample_shape)).sample(key)
-
-    def log_prob(
-        self, value: Num[ArrayLike, "..."], intermediates: list | None = None
-    ) -> Float[Array, "..."]:
-        """Log densities, shape (..., n), by Gauss-Hermite quadrature at 32 nodes."""
-        y = jnp.asarray(value)
-        densities, weights = self._at_nodes(lambda likelihood: likelihood.log_prob(y))
-        return jax.nn.logsumexp(densities, axis=0, b=weights)
-
-    @property
-    def mean(self) -> Float[Array, "..."]:
-        """The mean, by quadrature."""
-        means, weights = self._at_nodes(lambda likelihood: likelihood.mean)
-        return jnp.sum(weights * means, axis=0)
-
-    @property
-    def variance(self) -> Float[Array, "..."]:
-        """The variance, by quadrature."""
-        means, weights = self._at_nodes(lambda likelihood: likelihood.mean)
-        variances, _ = self._at_nodes(lambda likelihood: likelihood.variance)
-        spread = jnp.square(means - jnp.sum(weights * means, axis=0))
-        return jnp.sum(weights * (variances + spread), axis=0)
-
-    def _at_nodes(
-        self, function: Callable[[dist.Distribution], Array]
-    ) -> tuple[Float[Array, "nodes ..."], Float[Array, "nodes ..."]]:
-        """What a function gives for the likelihood at each node, and the nodes' weights."""
-        nodes, weights = normal_nodes(_NUM_NODES)
-        loc, scale = self.f.loc, self.f.scale
-        places = jnp.asarray(nodes, loc.dtype)
-        found = jax.lax.map(lambda node: function(self.likelihood(loc + scale * node)), places)
-        weights = weights.reshape(-1, *[1] * (found.ndim - 1))
-        return found, jnp.asarray(weights, loc.dtype)
 
 
 def _as_likelihood(value: Any) -> RowsFunction:

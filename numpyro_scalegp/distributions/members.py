@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from numpyro_scalegp.core import checks, functions
+from numpyro_scalegp.core import batches, checks, functions
 from numpyro_scalegp.estimators import AbstractEstimator
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated
@@ -91,6 +91,18 @@ def as_observed(value: Any, n: int) -> Bool[Array, "... n"] | Bool[np.ndarray, "
     if checks.is_concrete(value) and not np.asarray(value).any(axis=-1).all():
         raise ValueError("`observed` must be True for at least one row of each member.")
     return value
+
+
+def batch_shape_of(
+    kernel: AbstractKernel, X: Float[Array, "... n d"], observed: Any
+) -> tuple[int, ...]:
+    """The shape of the batch that kernels, matrices of inputs and masks make."""
+    return batches.common_shape(
+        "the leading axes of a batch must fit together",
+        kernel=kernel.batch_shape,
+        X=X.shape[:-2],
+        observed=() if observed is None else observed.shape[:-1],
+    )
 
 
 class Alike(NamedTuple):

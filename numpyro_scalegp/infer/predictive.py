@@ -338,7 +338,8 @@ def _replicate(
         pointwise = fn.leave_one_out(found) if at_data else predictive
         terms = pointwise.log_prob(value)
         if rows is not None:
-            terms = terms.at[..., rows].set(found.leave_one_out().log_prob(value[..., rows]))
+            own = fn.leave_one_out(found).log_prob(value[..., rows])
+            terms = terms.at[..., rows].set(own)
         draws.log_likelihood[name] = terms
         draws.diagnostics[name] = found.diagnostics
     else:
