@@ -12,6 +12,7 @@ from numpyro_scalegp import (
     posteriors,
     solvers,
 )
+from numpyro_scalegp.core.mesh import shard_rows
 from numpyro_scalegp.distributions import (
     ChevronNormal,
     FeatureSpaceGP,
@@ -61,6 +62,7 @@ __all__ = [
     "preconditioners",
     "relevance_vectors",
     "save",
+    "shard_rows",
     "solvers",
     "to_arviz",
 ]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.mesh import map_shares, mesh_of, sum_shares
 
 Rows = TypeVar("Rows")
 Result = TypeVar("Result")
@@ -25,19 +26,25 @@ def map_rows(
     function: Callable[[Float[Array, "chunk d"]], Result],
     X: Float[Array, "n d"],
     chunk_size: int,
+    *,
+    share: bool = True,
 ) -> Result:
-    """Apply `function` to `chunk_size` rows of X at a time.
+    """Apply `function` to `chunk_size` rows of X at a time, on a mesh each device to its own rows.
 
     Args:
         function: maps (chunk, d) inputs to a pytree of arrays with a leading axis of size chunk,
             row by row: no row's result may depend on another row.
         X: inputs, shape (n, d).
         chunk_size: rows in a chunk, positive.
+        share: whether devices share the rows. Not where the function goes through arrays that are
+            divided over them: each device would gather these.
 
     Returns:
         The results for all rows, leading axis n. One compilation, whatever n is.
     """
     checks.count("chunk_size", chunk_size)
+    if share and (mesh := mesh_of(X)) is not None:
+        return map_shares(mesh, lambda rows: map_rows(function, rows, chunk_size), X)
     n, d = X.shape
     if n <= chunk_size:
         return function(X)
@@ -49,7 +56,7 @@ def map_rows(
 
 
 def sum_rows(function: Callable[[Rows], Result], rows: Rows, chunk_size: int) -> Result:
-    """Add up `function` of `chunk_size` rows at a time.
+    """Add up `function` of `chunk_size` rows at a time, on a mesh each device of its own rows.
 
     Derivatives go through it in chunks, too: each is computed once more on the way back.
 
@@ -62,6 +69,8 @@ def sum_rows(function: Callable[[Rows], Result], rows: Rows, chunk_size: int) ->
     Returns:
         The sum over all rows. One compilation, whatever n is.
     """
+    if (mesh := mesh_of(rows)) is not None:
+        return sum_shares(mesh, lambda rows: sum_rows(function, rows, chunk_size), rows)
     n = jax.tree.leaves(rows)[0].shape[0]
     if n <= chunk_size:
         return function(rows)

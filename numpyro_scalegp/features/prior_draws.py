@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Key, UInt
 
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.kernels import AbstractKernel
 
 # Draws that share their frequencies: their covariance given these is that of the features.
@@ -95,5 +96,5 @@ class PriorDraws(eqx.Module):
     def errors(self, noise: Float[Array, " n"]) -> Float[Array, "n num_draws"]:
         """The observations' errors, sqrt(noise) w_j, shape (n, num_draws)."""
         shape = (noise.size, self.num_draws)
-        normal = jax.random.normal(self._keys()[1], shape, noise.dtype)
+        normal = divided(jax.random.normal(self._keys()[1], shape, noise.dtype), mesh_of(noise))
         return jnp.sqrt(noise)[:, None] * normal

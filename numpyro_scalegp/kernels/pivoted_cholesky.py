@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.linalg import matmul, solve_lower
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 
 # Pivots proposed at a time: enough for the rate of a matrix product, few enough to be accepted.
@@ -46,7 +46,8 @@ def pivoted_cholesky(
         remaining = (remaining - jnp.square(row)).at[pivot].set(-jnp.inf)
         return remaining, rows.at[i].set(row), pivots.at[i].set(pivot)
 
-    start = (variance, jnp.zeros((rank, X.shape[0]), variance.dtype), jnp.zeros(rank, int))
+    nothing = divided(jnp.zeros((rank, X.shape[0]), variance.dtype), mesh_of(X), axis=1)
+    start = (variance, nothing, jnp.zeros(rank, int))
     _, rows, pivots = jax.lax.fori_loop(0, rank, step, start)
     return rows, pivots
 
@@ -93,7 +94,7 @@ def randomly_pivoted_cholesky(
         T, is_accepted = _rejection_cholesky(block, negligible, accept_key)
         left = kernel(X[chosen], X) - matmul(known.T, state.rows)
         left = jnp.where(is_accepted[:, None], left, 0.0)
-        new = solve_triangular(T, left, lower=True)
+        new = solve_lower(T, left)
         # The zeros of what is rejected come last, where the next block overwrites them.
         order = jnp.argsort(~is_accepted, stable=True)
         pivots = jnp.where(is_accepted, chosen, -1)
@@ -111,7 +112,7 @@ def randomly_pivoted_cholesky(
 
     start = _Pivoting(
         jnp.where(variance > negligible, variance, 0.0),
-        jnp.zeros((rank, n), variance.dtype),
+        divided(jnp.zeros((rank, n), variance.dtype), mesh_of(X), axis=1),
         jnp.full(rank, -1),
         jnp.zeros((), int),
         key,

@@ -12,6 +12,7 @@ from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 
@@ -89,16 +90,17 @@ class KernelFunctionSamples(AbstractFunctionSamples):
     @eqx.filter_jit
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         M, *shape = self.weights.shape
-        weights = self.weights.reshape(M, -1)
+        mesh = mesh_of(self.points)
+        points, weights = divided((self.points, self.weights.reshape(M, -1)), mesh)
 
         def values(rows: Array) -> Array:
             # In another dtype the draws would be other functions.
             drawn = self.draws(self.kernel, rows.astype(weights.dtype), self.origin)
-            update = matmul(self.kernel(rows, self.points), weights)
+            update = matmul(self.kernel(rows, points), weights)
             return self.mean_function(rows)[:, None] + drawn[:, self.columns] + update
 
         size = rows_per_chunk(M + self.draws.num_draws) if chunk_size is None else chunk_size
-        return map_rows(values, Xs, size).T.reshape(*shape, len(Xs))
+        return map_rows(values, Xs, size, share=False).T.reshape(*shape, len(Xs))
 
 
 class FeatureFunctionSamples(AbstractFunctionSamples):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import KernelFunctionSamples, zero_function
@@ -45,6 +47,9 @@ class PathwisePosterior(AbstractInChunks):
     solution: Solution  # columns v, u_1 .. u_s
     draws: PriorDraws
     part: AbstractKernel | None = None  # of f, in place of the whole
+
+    # What the devices of a mesh share is the training rows, wherever it is evaluated.
+    _shares_rows: ClassVar[bool] = False
 
     @property
     def representer_weights(self) -> Float[Array, " n"]:
@@ -89,7 +94,8 @@ class PathwisePosterior(AbstractInChunks):
         return self.X.shape[0]
 
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return matmul(self._of_f(rows, self.X), self.representer_weights)
+        X, weights = divided((self.X, self.representer_weights), mesh_of(self.X))
+        return matmul(self._of_f(rows, X), weights)
 
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         return jnp.mean(jnp.square(self._deviations(rows)), axis=1)
@@ -99,6 +105,7 @@ class PathwisePosterior(AbstractInChunks):
         U = self.solution.value[:, 1:]
         # In another dtype the draws would be other functions.
         X, rows = (one.astype(U.dtype) for one in (self.X, rows))
+        X, U = divided((X, U), mesh_of(X))
         return self.draws(self._of_f, rows, X[0]) - matmul(self._of_f(rows, X), U)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:

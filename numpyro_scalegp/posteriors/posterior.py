@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import equinox as eqx
 import jax
@@ -294,6 +294,9 @@ class AbstractInChunks(AbstractConditioned):
     def _row_width(self) -> int:
         """Entries of intermediate arrays for each row of inputs in a chunk."""
 
+    # Whether the devices of a mesh share the rows, or what each of them is multiplied with.
+    _shares_rows: ClassVar[bool] = True
+
     @abc.abstractmethod
     def _explained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         """The posterior mean without m."""
@@ -304,7 +307,7 @@ class AbstractInChunks(AbstractConditioned):
 
     def _map(self, function: Callable[[Array], Array], Xs: Array, chunk_size: int | None) -> Array:
         size = chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
-        return chunks.map_rows(function, Xs, size)
+        return chunks.map_rows(function, Xs, size, share=self._shares_rows)
 
     @eqx.filter_jit
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:

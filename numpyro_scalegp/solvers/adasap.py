@@ -141,7 +141,9 @@ class ADASAP(AbstractSolver):
                 order=order,
             )
 
-        before = _Before(system.value, system.residual, jnp.linalg.norm(system.residual))
+        # Before the first pass there is nothing that it could have raised.
+        unknown = jnp.full((), jnp.inf, system.value.dtype)
+        before = _Before(system.value, system.residual, unknown)
         slowness = jnp.asarray(_CAUTION * n / size, operator.dtype)
         return descend(
             operator,
@@ -188,7 +190,7 @@ def _safeguarded(state: _State) -> _State:
         slowness = jnp.minimum(2.0 * state.slowness, _SLOWEST)
         return _State(value, value, residual, state.order, slowness, _Before(value, residual, norm))
 
-    # No comparison with NaN may be taken for a descent; before the first pass there is none.
+    # No comparison with NaN may be taken for a descent.
     return jax.lax.cond(
         norm <= before.norm,
         go_on,

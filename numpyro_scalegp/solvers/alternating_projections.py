@@ -1,5 +1,6 @@
 """Alternating projections: exact solves of one block of rows after another."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -9,10 +10,41 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import AnyMesh, map_shares, sum_shares
 from numpyro_scalegp.solvers.blocks import whitener
 from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.solver import AbstractSolver, Solution, System
+
+
+def _of_each(
+    mesh: AnyMesh | None, function: Callable[[Array], Array], blocks: Int[Array, "blocks b"]
+) -> Float[Array, "blocks b b"]:
+    """A matrix of each block, made one after the other, on a mesh each device's own."""
+
+    def of_some(blocks: Array) -> Array:
+        return jax.lax.map(function, blocks)
+
+    return of_some(blocks) if mesh is None else map_shares(mesh, of_some, blocks)
+
+
+def _whitened_twice(
+    mesh: AnyMesh | None,
+    whiteners: Float[Array, "blocks b b"],
+    chosen: Int[Array, ""],
+    residual: Float[Array, "b k"],
+) -> Float[Array, "b k"]:
+    """W'W r for the whitener that is chosen, on the device that has it."""
+
+    def of_some(whiteners: Array, number: Array) -> Array:
+        own = jnp.argmax(number == chosen)
+        W = whiteners[own]
+        return jnp.where(number[own] == chosen, matmul(W.T, matmul(W, residual)), 0.0)
+
+    # Rows that fill a share are zeros, and so is the number of the first block.
+    numbered = whiteners, 1 + jnp.arange(len(whiteners))
+    chosen = chosen + 1
+    return of_some(*numbered) if mesh is None else sum_shares(mesh, of_some, *numbered)
 
 
 class _State(NamedTuple):
@@ -74,13 +106,13 @@ class AlternatingProjections(AbstractSolver):
         def of_block(rows: Array) -> Array:
             return whitener(operator.block(rows, rows), operator.noise()[rows])
 
-        whiteners = jax.lax.map(of_block, blocks)
+        whiteners = _of_each(operator.mesh, of_block, blocks)
 
         def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
             chosen = jnp.argmax(jnp.sum(squares[blocks], axis=1))
-            rows, W = blocks[chosen], whiteners[chosen]
-            change = matmul(W.T, matmul(W, state.residual[rows]))
+            rows = blocks[chosen]
+            change = _whitened_twice(operator.mesh, whiteners, chosen, state.residual[rows])
             value = state.value.at[rows].add(change)
             return _State(value, state.residual - operator.columns_matmul(rows, change))
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import divided, mesh_of, stack_shares
 from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky, randomly_pivoted_cholesky
 from numpyro_scalegp.solvers.operator import KernelOperator
 
@@ -55,17 +56,33 @@ class PreconditionerFactor(eqx.Module):
     def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "n num_samples"]:
         """Draw columns from N(0, P), shape (n, num_samples), in O(n rank num_samples)."""
         rank, n = self.low_rank.shape
-        normal = jax.random.normal(key, (rank + n, num_samples), self.diagonal.dtype)
-        white = jnp.sqrt(self.diagonal)[:, None] * normal[rank:]
-        return matmul(self.low_rank.T, normal[:rank]) + white
+        keys, dtype = jax.random.split(key), self.diagonal.dtype
+        own = jax.random.normal(keys[0], (n, num_samples), dtype)
+        white = jnp.sqrt(self.diagonal)[:, None] * divided(own, mesh_of(self.low_rank))
+        return (
+            matmul(self.low_rank.T, jax.random.normal(keys[1], (rank, num_samples), dtype)) + white
+        )
 
 
 def _triangle(low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Array:
     """R of [A', I] = Q R for A = L scale, chunk by chunk: Q is needed nowhere."""
-    rank, n = low_rank.shape
+    rank = len(low_rank)
     identity = jnp.eye(rank, dtype=scale.dtype)
     if not rank:
         return identity
+    if (mesh := mesh_of(low_rank)) is None:
+        return _appended(identity, low_rank, scale)
+
+    def of_share(columns: Array, scale: Array) -> Array:
+        return _appended(jnp.zeros_like(identity), columns.T, scale)
+
+    triangles = jax.lax.collapse(stack_shares(mesh, of_share, low_rank.T, scale), 0, 2)
+    return jnp.linalg.qr(jnp.concatenate([triangles, identity]), mode="r")
+
+
+def _appended(start: Array, low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Array:
+    """R of [A', R_0] = Q R for a triangle R_0 to start from."""
+    rank, n = low_rank.shape
     size = min(n, _RANKS_PER_CHUNK * rank)
     num_chunks = -(-n // size)
 
@@ -77,7 +94,7 @@ def _triangle(low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Ar
         weights = jnp.where(is_new, jax.lax.dynamic_slice_in_dim(scale, first, size), 0.0)
         return jnp.linalg.qr(jnp.concatenate([(part * weights).T, R]), mode="r"), None
 
-    return jax.lax.scan(append, identity, jnp.arange(num_chunks))[0]
+    return jax.lax.scan(append, start, jnp.arange(num_chunks))[0]
 
 
 def _damped(low_rank: Float[Array, "rank n"], operator: KernelOperator) -> PreconditionerFactor:
@@ -220,7 +237,7 @@ class Nystrom(AbstractPreconditioner):
         """Multiply K with the directions, compute F and R; noise must be positive."""
         shape = operator.size, min(self.rank, operator.size)
         normal = jax.random.normal(jax.random.key(self.seed), shape, operator.dtype)
-        Z = jnp.linalg.qr(normal)[0]
+        Z = linalg.orthonormal_basis(divided(normal, operator.mesh))
         product = operator.matmul(Z) - operator.noise()[:, None] * Z
         return _damped(nystrom_factor(Z, product), operator)
 
@@ -232,4 +249,4 @@ def nystrom_factor(
     # Jitter keeps rounding errors in F small where K is singular along Z.
     jittered = product + jnp.finfo(Z.dtype).eps * jnp.linalg.norm(product) * Z
     tril = linalg.factorize(matmul(Z.T, jittered), warn=False).tril
-    return solve_triangular(tril, jittered.T, lower=True)
+    return linalg.solve_lower(tril, jittered.T)

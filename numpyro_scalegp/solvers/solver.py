@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.solvers.operator import KernelOperator
 
 
@@ -217,17 +218,18 @@ def prepare(
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")
     operator, B, guess = jax.lax.stop_gradient((operator, B.astype(operator.dtype), guess))
+    B = divided(B, operator.mesh)
     # The squares of large or small numbers would leave the range of the type.
     largest = jnp.max(jnp.abs(B), axis=0)
     B = B / jnp.where(largest > 0, largest, 1.0)
     norm = jnp.linalg.norm(B, axis=0)
     B, scale = B / jnp.where(norm > 0, norm, 1.0), jnp.where(norm > 0, largest * norm, 1.0)
     if guess is None:
-        return operator, System(scale, B, jnp.zeros_like(B), B, 0)
+        return operator, System(scale, B, divided(jnp.zeros_like(B), operator.mesh), B, 0)
     guess = checks.as_float(guess, "guess")
     several = guess.ndim == 3
     checks.shape("guess", guess[0] if several else guess, B.shape, why="one start for each column")
-    value = guess.astype(B.dtype) / scale
+    value = divided(guess.astype(B.dtype) / scale, operator.mesh, axis=-2)
     if several:
         return operator, System(scale, B, *_best_combination(operator, B, value), 1)
     return operator, System(scale, B, value, B - operator.matmul(value), 1)

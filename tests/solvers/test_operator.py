@@ -8,7 +8,7 @@ import pytest
 
 from numpyro_scalegp.kernels import RBF, Linear, Matern12, Matern32, Periodic
 from numpyro_scalegp.solvers import KernelOperator
-from numpyro_scalegp.solvers.operator import kernel_matmul
+from numpyro_scalegp.solvers.products import kernel_matmul
 from tests.registry import KERNELS, NUM_COLUMNS
 
 N = 23

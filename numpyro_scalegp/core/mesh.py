@@ -1,0 +1,275 @@
+"""Rows of arrays, divided over the devices of a mesh.
+
+An array that `shard_rows` has put on a mesh carries the mesh in its type, also while it is traced,
+and so does what is computed from it. Most of a program XLA divides by itself, once it knows of an
+array of each kind how it lies; what it would gather, such as a loop over rows, is written here as
+work on each device's share.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from numpyro_scalegp.core import checks, precision
+
+T = TypeVar("T")
+AnyMesh = Mesh | AbstractMesh
+
+_is_within_share = contextvars.ContextVar("_is_within_share", default=False)
+
+
+def mesh_of(*trees: Any) -> AnyMesh | None:
+    """The mesh that arrays lie on; None on one device, and within the work on a share.
+
+    Raises:
+        ValueError: if the mesh has explicit axes.
+    """
+    if _is_within_share.get():
+        return None
+    for leaf in jax.tree.leaves(trees):
+        if not isinstance(leaf, jax.Array):
+            continue
+        mesh = jax.typeof(leaf).sharding.mesh
+        if mesh.size <= 1 or AxisType.Manual in mesh.axis_types:
+            continue
+        if AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"an array of shape {leaf.shape} lies on the mesh {mesh} with explicit axes, along "
+                "which every operation would have to say how its result lies: put rows on the "
+                "mesh by `X, y = sgp.shard_rows(mesh, X, y)`, which makes the axes automatic."
+            )
+        return mesh if isinstance(leaf, jax.core.Tracer) else getattr(leaf.sharding, "mesh", mesh)
+    return None
+
+
+def divided(tree: T, mesh: AnyMesh | None, axis: int = 0) -> T:
+    """Have an axis of each array divided over all devices of a mesh.
+
+    Where it is no multiple of their number, the last ones have less; such an array is whole on each
+    device wherever it is an argument or a result of a compiled program.
+    """
+    if mesh is None:
+        return tree
+
+    def of_leaf(leaf: Array) -> Array:
+        if checks.is_concrete(leaf) and leaf.shape[axis] % mesh.size:
+            return leaf
+        spec = P(*[None] * (axis % leaf.ndim), mesh.axis_names)
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def map_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
+    """What a function makes of each device's rows, row by row, one after the other.
+
+    Args:
+        mesh: the devices.
+        function: maps rows to a pytree of arrays with as many rows; the last device's may hold
+            repetitions of the last row. What it closes over is whole on each device.
+        *rows: pytrees of arrays with a leading axis of the same size.
+    """
+    num = jax.tree.leaves(rows)[0].shape[0]
+    found = _of_shares(mesh, function, filled(mesh, rows, repeat=True))
+    return jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2)[:num], found)
+
+
+def sum_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
+    """The sum over devices of what a function makes of each one's rows.
+
+    Args:
+        mesh: the devices.
+        function: maps rows to a pytree of arrays, in which a row of zeros counts nothing.
+        *rows: as of `map_shares`.
+    """
+    found = stack_shares(mesh, function, *rows)
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), found)
+
+
+def stack_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
+    """What a function makes of each device's rows, along a new leading axis.
+
+    Args:
+        mesh: the devices.
+        function: maps rows, the last of which may be zeros, to a pytree of arrays.
+        *rows: as of `map_shares`.
+    """
+    return _of_shares(mesh, function, filled(mesh, rows, repeat=False))
+
+
+def _of_shares(mesh: AnyMesh, function: Callable[..., T], rows: tuple[Any, ...]) -> T:
+    # As a batch with one member for each device, which XLA divides. (Within `jax.shard_map` JAX
+    # refuses functions that close over arrays on the mesh, such as hyperparameters after a step.)
+    shares = jax.tree.map(lambda leaf: leaf.reshape(mesh.size, -1, *leaf.shape[1:]), rows)
+    with _within_share():
+        found = jax.vmap(function)(*divided(shares, mesh))
+    return divided(found, mesh)
+
+
+@contextlib.contextmanager
+def _within_share() -> Iterator[None]:
+    """Have functions that divide rows leave those of a share together."""
+    token = _is_within_share.set(True)
+    try:
+        yield
+    finally:
+        _is_within_share.reset(token)
+
+
+def on_shares(
+    mesh: AnyMesh, function: Callable[..., T], whole: Any, *rows: Any, out: Any = None
+) -> T:
+    """Run a function that passes arrays between the devices on each one's share of rows.
+
+    Args:
+        mesh: the devices.
+        function: maps `whole` and rows to a pytree of arrays; closes over no array.
+        whole: a pytree of what is whole on each device.
+        *rows: pytrees of arrays with a leading axis that all devices can share evenly.
+        out: how the results lie, a pytree of `PartitionSpec`s or a prefix of one; None where all
+            have rows, each device its own.
+    """
+    arrays, rest = eqx.partition(whole, eqx.is_array)
+    own = P(mesh.axis_names)
+
+    def of_share(arrays: Any, *rows: Any) -> Any:
+        return function(eqx.combine(arrays, rest), *rows)
+
+    # Functions of users make arrays of their own, of which JAX could not tell on how many devices
+    # they differ.
+    shares = jax.shard_map(
+        of_share,
+        mesh=mesh,
+        in_specs=(P(), *(own for _ in rows)),
+        out_specs=own if out is None else out,
+        check_vma=False,
+    )
+    return shares(arrays, *rows)
+
+
+def filled(mesh: AnyMesh, rows: T, *, repeat: bool) -> T:
+    """Rows in a number that all devices can share evenly: the last one repeated, or zeros."""
+
+    def of_leaf(leaf: Array) -> Array:
+        missing = -leaf.shape[0] % mesh.size
+        return with_more_rows(leaf, missing, repeat=repeat)
+
+    return jax.tree.map(of_leaf, rows)
+
+
+def with_more_rows(array: Array, num: int, *, repeat: bool) -> Array:
+    """The array with `num` rows after its own, the last one repeated, or zeros."""
+    if not num:
+        return array
+    shape = (num, *array.shape[1:])
+    more = jnp.broadcast_to(array[-1:], shape) if repeat else jnp.zeros(shape, array.dtype)
+    return jnp.concatenate([array, more])
+
+
+def summed(mesh: AnyMesh, tree: T) -> T:
+    """The sum over devices, within the work on a share."""
+    return jax.lax.psum(tree, mesh.axis_names)
+
+
+def share_index(mesh: AnyMesh) -> Int[Array, ""]:
+    """The number of the device, within the work on its share."""
+    return jax.lax.axis_index(mesh.axis_names)
+
+
+def shifted(mesh: AnyMesh, tree: T, by: int) -> T:
+    """Each device's arrays, passed on to the one `by` places on, within the work on a share."""
+    places = [(i, (i + by) % mesh.size) for i in range(mesh.size)]
+    return jax.lax.ppermute(tree, mesh.axis_names, places)
+
+
+def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
+    """Put the rows of arrays on the devices of a mesh, so that the package computes on all of them.
+
+    Models, guides and `SVI` stay as they are: what is computed from such inputs is divided over the
+    devices. Rows are divided over all axes of the mesh, in equal parts. Where their number is no
+    multiple of that of the devices, the arrays themselves are whole on each device, and the work is
+    divided all the same, in parts that are padded.
+
+    In a run of several processes each gives its own rows, and the whole has those of the first
+    process first; with as many rows from each, a multiple of its devices, no row leaves it.
+
+    Args:
+        mesh: made by `jax.make_mesh`; the types of its axes do not count.
+        array: with a leading axis of n rows; or a pytree of such, or None.
+        *others: further ones, with as many rows.
+
+    Returns:
+        For one argument the array on the mesh, of the same shape, for several a tuple; None where
+        an argument is None. A copy: O(n d) bytes are moved.
+
+    Raises:
+        TypeError: if `mesh` is no mesh.
+        ValueError: if the numbers of rows differ, or there are fewer rows than devices.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("rows",))
+        >>> X, y = sgp.shard_rows(mesh, jnp.ones((100, 2)), jnp.ones(100))
+        >>> X.shape, y.shape
+        ((100, 2), (100,))
+    """
+    checks.instance("mesh", mesh, Mesh, "a mesh of devices, as `jax.make_mesh` makes it")
+    arrays = array, *others
+    leaves = jax.tree.leaves(arrays)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
+        raise ValueError(
+            f"all arrays must have the same number of rows as their leading axis, got {shapes}."
+        )
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    placed = jax.tree.map(_placer(automatic, shapes[0][0] if shapes else 0), arrays)
+    return placed if others else placed[0]
+
+
+def _placer(mesh: Mesh, num_own: int) -> Callable[[Any], Array]:
+    """What puts an array of `num_own` rows, this process's own, on a mesh."""
+    counts = _of_all_processes(np.array([num_own])).ravel() if mesh.is_multi_process else [num_own]
+    num = int(sum(counts))
+    if num < mesh.size:
+        raise ValueError(
+            f"{num} rows are too few for a mesh of {mesh.size} devices: take a smaller mesh, or "
+            "leave the arrays where they are."
+        )
+    is_even = num % mesh.size == 0
+    sharding = NamedSharding(mesh, P(mesh.axis_names) if is_even else P())
+
+    def place(array: Any) -> Array:
+        own = np.asarray(array)
+        given, own = own, own.astype(jax.dtypes.canonicalize_dtype(own.dtype))
+        if own.ndim == 2:
+            precision.warn_of_merged_rows("X", given, own)
+        if not mesh.is_multi_process:
+            return jax.device_put(own, sharding)
+        shape = (num, *own.shape[1:])
+        if is_even and len({*counts}) == 1:
+            return jax.make_array_from_process_local_data(sharding, own, shape)
+        padded = np.zeros((max(counts), *own.shape[1:]), own.dtype)
+        padded[: len(own)] = own
+        parts = _of_all_processes(padded)
+        whole = np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
+
+    return place
+
+
+def _of_all_processes(array: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, along a new leading axis."""
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array))
