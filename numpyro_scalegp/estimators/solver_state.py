@@ -8,6 +8,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, UInt
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.comparison import begins_with, is_alike, is_same
+from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.core.mutable_state import refuse_batches
 from numpyro_scalegp.features.prior_draws import rows_stay
 from numpyro_scalegp.kernels import AbstractKernel
@@ -135,7 +136,7 @@ class SolverState:
         records = Records(nothing, nothing, nothing, jnp.zeros(num_records, bool), nothing)
         operator = jax.lax.stop_gradient(operator)
         self.begin = Memory(
-            jnp.zeros((num_solutions, n, num_columns), dtype),
+            divided(jnp.zeros((num_solutions, n, num_columns), dtype), operator.mesh, axis=1),
             jnp.zeros(n, dtype),
             operator.kernel,
             operator.noise_variance,
@@ -235,6 +236,7 @@ class SolverState:
             )
         finite = jnp.all(jnp.isfinite(solution))
         solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
+        solutions = divided(solutions, operator.mesh, axis=1)
         new = (solutions, target, *system, estimator)
         old = (begin.solutions, begin.target, *before, begin.estimator)
         kept: Any = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)

@@ -59,9 +59,8 @@ class PreconditionerFactor(eqx.Module):
         keys, dtype = jax.random.split(key), self.diagonal.dtype
         own = jax.random.normal(keys[0], (n, num_samples), dtype)
         white = jnp.sqrt(self.diagonal)[:, None] * divided(own, mesh_of(self.low_rank))
-        return (
-            matmul(self.low_rank.T, jax.random.normal(keys[1], (rank, num_samples), dtype)) + white
-        )
+        shared = jax.random.normal(keys[1], (rank, num_samples), dtype)
+        return matmul(self.low_rank.T, shared) + white
 
 
 def _triangle(low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Array:

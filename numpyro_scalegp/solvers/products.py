@@ -43,7 +43,7 @@ def _even_share(size: int, at_most: int) -> int:
 class Gradient(NamedTuple):
     """Derivatives of sums of products l_i k(x_i, x_j) r_j."""
 
-    kernel: AbstractKernel  # None where a leaf is no floating-point array
+    kernel: Any  # in the kernel, None where a leaf of it is no floating-point array
     rows: Any  # of X, or of each of two matrices of inputs
 
 

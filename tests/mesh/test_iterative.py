@@ -1,0 +1,171 @@
+"""The iterative family on eight devices, against one."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from jax import Array
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.solvers import products
+
+KEY = jax.random.key(0)
+DEVICES = 8
+EVEN, UNEVEN = 96, 101
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+NOISE = 0.5  # well conditioned, so that rounding is not amplified
+
+# Conjugate gradients amplify rounding errors on the way, and lose them where they converge.
+SOLVERS = {
+    "conjugate gradients": sgp.solvers.ConjugateGradients(1e-6),
+    "pivoted": sgp.solvers.ConjugateGradients(
+        1e-12, preconditioner=sgp.preconditioners.PivotedCholesky(10)
+    ),
+    "nystrom": sgp.solvers.ConjugateGradients(
+        1e-12, preconditioner=sgp.preconditioners.Nystrom(10)
+    ),
+    "roulette": sgp.solvers.RussianRouletteCG(0.3, 5, 20),
+    "projections": sgp.solvers.AlternatingProjections(block_size=20, tolerance=1e-6),
+    "gradient": sgp.solvers.StochasticGradientDescent(batch_size=20, max_epochs=3),
+    "dual": sgp.solvers.StochasticDualDescent(batch_size=20, max_epochs=3),
+    "sketch": sgp.solvers.ADASAP(block_size=20, max_epochs=3),
+    "rank": sgp.solvers.ADASAP(block_size=20, rank=5, max_epochs=3),
+    "auto": sgp.solvers.AutoSolver(1e-6),
+    "cholesky": sgp.solvers.Cholesky(),
+}
+
+
+def kernel(scale: Any = 1.0) -> sgp.kernels.AbstractKernel:
+    return sgp.kernels.Matern32(scale * jnp.array([0.5, 0.6, 0.7])) + sgp.kernels.RBF(0.8)
+
+
+def mesh(num: int = DEVICES) -> jax.sharding.Mesh:
+    return jax.make_mesh((num,), ("rows",), devices=jax.devices()[:num])
+
+
+@functools.cache
+def data(n: int) -> tuple[Array, Array, Array]:
+    """Inputs, observations and further vectors."""
+    generator = np.random.default_rng(0)
+    X = generator.normal(size=(n, 3))
+    y = np.sin(2 * X[:, 0]) + 0.5 * generator.normal(size=n)
+    return jnp.array(X), jnp.array(y), jnp.array(generator.normal(size=(n, 4)))
+
+
+def operators(n: int, num: int = DEVICES) -> tuple[Any, Any]:
+    """H on one device and on several."""
+    X = data(n)[0]
+    return tuple(
+        sgp.solvers.KernelOperator(kernel(), rows, NOISE)
+        for rows in (X, sgp.shard_rows(mesh(num), X))
+    )
+
+
+def gathered(function: Any, *args: Any) -> list[int]:
+    """The numbers of entries of all arrays that a program gathers or sums over devices."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all)\(", text)
+    return [int(np.prod([int(size) for size in shape.split(",") if size])) for shape in shapes]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_products_and_gradients_are_those_of_one_device(n, num, monkeypatch):
+    monkeypatch.setattr(products, "_MAX_ROWS_ON_CPU", 5)
+    V = data(n)[2]
+    one, several = operators(n, num)
+
+    @jax.jit
+    def found(H: Any) -> Any:
+        index = jnp.array([3, n - 1, 17])
+        return (
+            H.matmul(V),
+            H.rows_matmul(index, V),
+            H.columns_matmul(index, V[:3]),
+            H.bilinear_gradient(V, V[::-1]),
+            H.quadratic_gradient(jnp.arange(4.0), V),
+        )
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **EXACT), *map(found, (one, several))
+    )
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solutions_are_those_of_one_device(solver):
+    n = UNEVEN
+    B = data(n)[2]
+    solve = jax.jit(lambda H: SOLVERS[solver].solve(H, B, guess=0.1 * B[::-1], key=KEY))
+    one, several = map(solve, operators(n))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **EXACT), one, several)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("estimator", ["Hutchinson", "Pathwise"])
+@pytest.mark.parametrize("solver", ["nystrom", "projections", "roulette"])
+def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solver):
+    n = UNEVEN
+    X, y, _ = data(n)
+    make = getattr(sgp.estimators, estimator)
+    chosen = make(SOLVERS[solver], num_probes=5, num_features=20)
+
+    def gp(scale: Array, X: Array) -> sgp.GaussianProcess:
+        return sgp.GaussianProcess(kernel(scale), X, NOISE, estimator=chosen, key=KEY)
+
+    @jax.jit
+    def found(X: Array, y: Array, Xs: Array) -> Any:
+        value = jax.value_and_grad(lambda scale: gp(scale, X).log_prob(y))(jnp.ones(()))
+        posterior = gp(jnp.ones(()), X).condition(y)
+        at_rows = posterior.mean(X), posterior.at_data().mean, posterior.leave_one_out().variance
+        of_new = posterior.mean(Xs), posterior.variance(Xs), posterior.sample(KEY, Xs, 3)
+        return value, at_rows, of_new, posterior.diagnostics
+
+    one = found(X, y, X[:7] + 0.1)
+    several = found(*sgp.shard_rows(mesh(), X, y), X[:7] + 0.1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **EXACT), one, several)
+
+
+def model(X: Array, y: Array) -> None:
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    noise = numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
+    solver = sgp.solvers.AlternatingProjections(block_size=20, max_epochs=3)
+    estimator = sgp.estimators.Pathwise(solver, num_probes=5, num_features=20)
+    gp = sgp.GaussianProcess(kernel(scale), X, noise, estimator=estimator, state="solver")
+    numpyro.sample("y", gp, obs=y)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+def test_warm_starts_go_on_through_svi(n, tmp_path):
+    data_on_one, data_on_mesh = data(n)[:2], sgp.shard_rows(mesh(), *data(n)[:2])
+    results = []
+    for X, y in (data_on_one, data_on_mesh):
+        svi = SVI(model, AutoDelta(model), optax.adam(0.05), Trace_ELBO())
+        results.append(svi.run(KEY, 4, X, y, progress_bar=False, stable_update=True))
+    one, several = results
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **EXACT),
+        (one.params, one.losses, one.state.mutable_state["solver"].memory.solutions),
+        (several.params, several.losses, several.state.mutable_state["solver"].memory.solutions),
+    )
+    solutions = several.state.mutable_state["solver"].memory.solutions
+    assert len({str(shard.index) for shard in solutions.addressable_shards}) == (
+        8 if n == EVEN else 1
+    )
+    means = [
+        sgp.posterior(model, AutoDelta(model), result, X, y).mean(data(n)[0][:5])
+        for result, (X, y) in zip(results, (data_on_one, data_on_mesh), strict=True)
+    ]
+    np.testing.assert_allclose(*means, **EXACT)
