@@ -11,6 +11,7 @@ from numpyro_scalegp import (
     log_determinants,
     posteriors,
     solvers,
+    streams,
 )
 from numpyro_scalegp.distributions import (
     ChevronNormal,
@@ -62,5 +63,6 @@ __all__ = [
     "relevance_vectors",
     "save",
     "solvers",
+    "streams",
     "to_arviz",
 ]
