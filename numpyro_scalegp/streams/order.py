@@ -33,11 +33,13 @@ class Order(NamedTuple):
         cls, num_rows: int, batch_size: int, window: int, num_ranges: int, seed: int
     ) -> "Order":
         """An order, of arguments that are checked."""
+        # More ranges than rows of a window would leave windows empty.
+        most = min(num_rows, checks.count("window", window))
         return cls(
             num_rows,
             checks.count("batch_size", batch_size),
-            checks.count("window", window),
-            min(checks.count("num_ranges", num_ranges), num_rows),
+            window,
+            min(checks.count("num_ranges", num_ranges), most),
             checks.count("seed", seed, 0),
         )
 
@@ -52,8 +54,10 @@ class Order(NamedTuple):
         edges = np.arange(self.num_ranges + 1) * self.num_rows // self.num_ranges
         sizes = np.diff(edges)
         first = self._generator(epoch, 0).integers(0, sizes)
-        begin = first + place * sizes // self.num_windows
-        end = first + (place + 1) * sizes // self.num_windows
+        # Not all ranges round down in the same windows.
+        rounding = np.arange(self.num_ranges) * self.num_windows // self.num_ranges
+        begin = first + (place * sizes + rounding) // self.num_windows
+        end = first + ((place + 1) * sizes + rounding) // self.num_windows
         pieces = []
         for edge, size, low, high in zip(edges[:-1], sizes, begin, end, strict=True):
             if low < size:

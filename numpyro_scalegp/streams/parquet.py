@@ -208,8 +208,8 @@ class _Reader:
             self.rest = self.rest.slice(len(taken))
             for name, view in zip(self.columns, views, strict=True):
                 values = taken.column(name).to_numpy(zero_copy_only=False)
-                # Missing Booleans are None, which becomes NaN.
-                view[at : at + len(taken)] = values
+                with np.errstate(over="ignore"):  # what becomes infinite is refused later
+                    view[at : at + len(taken)] = values  # a missing Boolean, None, as NaN
             at += len(taken)
 
 

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Stream:
         batches = imported("grain.experimental").RebatchIterDataset(windows, self.batch_size)
         return self._mapped(batches)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Any:
         return iter(self.dataset)
 
     def chunks(self, size: int) -> Any:

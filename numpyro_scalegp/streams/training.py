@@ -1,6 +1,7 @@
 """Training on a stream, with checkpoints from which it goes on."""
 
 import collections
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -101,14 +102,16 @@ def run(
     checks.instance("stream", stream, Stream, "of `sgp.streams.parquet` or `sgp.streams.arrays`")
     checks.count("num_steps", num_steps)
     checks.count("every", every)
+    if place is not None:
+        checks.function("place", place)
     batches = _on_device(stream, place)
     try:
-        position = batches.get_state()
-        batch = next(batches)
-        state = svi.init(checks.as_key(key), *batch, init_params=init_params, **kwargs)
+        state = svi.init(
+            checks.as_key(key), *_first(stream, place), init_params=init_params, **kwargs
+        )
         # Copies: steps donate them, and they may be arrays of the model.
         state = jax.tree.map(jnp.copy, state)
-        progress = Progress(state, np.zeros(0), position, tuple(stream.order))
+        progress = Progress(state, np.zeros(0), batches.get_state(), tuple(stream.order))
         if checkpoint is not None and os.path.exists(checkpoint):
             progress = _resumed(checkpoint, progress, num_steps)
         batches.set_state(progress.position)
@@ -130,18 +133,23 @@ def run(
     )
 
 
+def _placed(batch: Any, place: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """A batch on devices."""
+    parts = parts_of(batch)
+    return jax.device_put(parts) if place is None else parts_of(place(*parts))
+
+
+def _first(stream: Stream, place: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """The first batch on devices, which is the first step's as well."""
+    with contextlib.closing(iter(stream)) as batches:
+        return _placed(next(batches), place)
+
+
 def _on_device(stream: Stream, place: Callable[..., Any] | None) -> Any:
     """An iterator over batches on devices, which prefetches."""
-    put = (lambda *arrays: jax.device_put(arrays)) if place is None else place
-    checks.function("place", put)
-
-    def placed(batch: Any) -> tuple[Any, ...]:
-        return parts_of(put(*parts_of(batch)))
-
-    prefetched = imported("grain.experimental").ThreadPrefetchIterDataset(
-        stream.dataset.map(placed), prefetch_buffer_size=_AHEAD
-    )
-    return iter(prefetched)
+    placed = stream.dataset.map(lambda batch: _placed(batch, place))
+    prefetch = imported("grain.experimental").ThreadPrefetchIterDataset
+    return iter(prefetch(placed, prefetch_buffer_size=_AHEAD))
 
 
 def _resumed(checkpoint: str | os.PathLike[str], start: Progress, num_steps: int) -> Progress:
