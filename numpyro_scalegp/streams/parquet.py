@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,11 +143,16 @@ class ParquetRows(AbstractRows):
         width = [() if isinstance(part, str) else (len(part),) for part in self.parts]
         found = tuple(np.empty((size, *shape), self.dtype) for shape in width)
         views = [column for array in found for column in ([array] if array.ndim == 1 else array.T)]
-        with self._lock:
-            at = 0
-            for start, stop in pieces:
-                self._read_piece(start, stop, [view[at : at + stop - start] for view in views])
-                at += stop - start
+        ends = np.cumsum([stop - start for start, stop in pieces]).tolist()
+
+        def read_piece(piece: tuple[int, int], end: int) -> None:
+            start, stop = piece
+            self._read_piece(start, stop, [view[end - stop + start : end] for view in views])
+
+        # Decoding leaves Python's lock; without several threads an epoch would begin slowly, where
+        # the readers of all ranges go to their first rows.
+        with self._lock, ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
+            list(pool.map(read_piece, pieces, ends))
             # Those that stood longest belong to ranges that have come to their end.
             for row in list(self._readers)[: -len(pieces)]:
                 del self._readers[row]
@@ -191,7 +197,9 @@ class _Reader:
             group.path, metadata=group.metadata, buffer_size=_BUFFER_SIZE, pre_buffer=False
         )
         self.columns = columns
-        self.batches = file.iter_batches(_READ_ROWS, row_groups=[group.group], columns=columns)
+        self.batches = file.iter_batches(
+            _READ_ROWS, row_groups=[group.group], columns=columns, use_threads=False
+        )
         self.rest = next(self.batches)
         while skip >= len(self.rest):
             skip -= len(self.rest)
