@@ -4,12 +4,13 @@
 
 Writes a Parquet file of 8 inputs and a target, float32, in order of its first input, and trains a
 sparse GP on it for one epoch. Prints the largest resident memory above that before the stream
-began (after compilation), rows a second, those of the same compiled steps on a batch in memory, and
-how long steps waited for a batch. Steps in memory run before and after, so that a noisy machine
-shows.
+began (after compilation), rows a second, those of the same steps on batches in memory, and how long
+steps waited for a batch. Blocks of steps on the stream and in memory alternate, so that a noisy
+machine disturbs both alike.
 """
 
 import argparse
+import functools
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ from numpyro.infer import SVI
 
 import numpyro_scalegp as sgp
 
+SETTLING = 8  # steps after which a block is timed: none is left from before
 INPUTS = [f"x{column}" for column in range(8)]
 
 
@@ -67,19 +69,44 @@ class Watch(threading.Thread):
             time.sleep(0.02)
 
 
-def in_memory(svi, state, batches, steps, size):
-    """Rows a second of compiled steps on batches that are on the device."""
-    step = jax.jit(lambda state, X, y: svi.update(state, X, y, size=size), donate_argnums=0)
-    state = jax.tree.map(jnp.copy, state)
-    state, loss = step(state, *batches[0])
-    jax.block_until_ready(loss)
-    start = time.perf_counter()
-    for number in range(steps):
-        state, loss = step(state, *batches[number % len(batches)])
-        if number % 3 == 0:
-            jax.block_until_ready(loss)
-    jax.block_until_ready(loss)
-    return steps * len(batches[0][1]) / (time.perf_counter() - start)
+class InMemory:
+    """Compiled steps on batches that are on the device."""
+
+    def __init__(self, svi, state, batches, size):
+        self.state, self.batches = jax.tree.map(jnp.copy, state), batches
+        self.step = jax.jit(functools.partial(svi.update, size=size), donate_argnums=0)
+
+    def rate(self, steps):
+        """Rows a second, with two steps in the queue as in `run`."""
+        start, losses = time.perf_counter(), []
+        for number in range(steps):
+            self.state, loss = self.step(self.state, *self.batches[number % len(self.batches)])
+            losses.append(loss)
+            jax.block_until_ready(losses[max(0, number - 2)])
+        jax.block_until_ready(loss)
+        return steps * len(self.batches[0][1]) / (time.perf_counter() - start)
+
+
+class Alternating:
+    """Puts batches on the device; after each block of them, times a block in memory."""
+
+    def __init__(self, memory, block):
+        self.memory, self.block = memory, block
+        self.number, self.began = 0, 0.0
+        self.streamed, self.in_memory = [], [memory.rate(2), memory.rate(20)][1:]
+
+    def __call__(self, X, y):
+        """A batch on the device; in the thread that prefetches."""
+        if self.number % self.block == 0:
+            seconds = time.perf_counter() - self.began
+            if self.number:
+                self.streamed.append((self.block - SETTLING) * len(y) / seconds)
+            time.sleep(2 * SETTLING * len(y) / self.in_memory[-1])  # steps in the queue
+            self.in_memory.append(self.memory.rate(self.block))
+        if self.number % self.block == SETTLING:
+            self.began = time.perf_counter()
+        self.number += 1
+        return jax.device_put((X, y))
 
 
 def main():
@@ -88,7 +115,7 @@ def main():
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--batch-size", type=int, default=8192)
     parser.add_argument("--num-inducing", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100, help="steps on data in memory")
+    parser.add_argument("--block", type=int, default=30, help="steps in a block")
     parser.add_argument("--file", help="a file that is there, or is kept")
     arguments = parser.parse_args()
     folder = tempfile.TemporaryDirectory()
@@ -107,34 +134,31 @@ def main():
     guide = sgp.guides.AutoSparseGP(model, inducing_points=points)
     svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
     state = svi.init(jax.random.key(0), *batches[0], size=rows)
-    before = in_memory(svi, state, batches, arguments.steps, rows)
+    put = Alternating(InMemory(svi, state, batches, rows), arguments.block)
 
     # What a first run compiles and imports is the program's own; it reads another stream.
     small = sgp.streams.arrays(*map(np.asarray, batches[0]), batch_size=batch_size, seed=0)
     options = {"size": rows, "progress_bar": False}
     sgp.streams.run(svi, jax.random.key(0), 2, small, **options)
-    started, waits = [], []
-
-    def put(*arrays):
-        started.append(time.perf_counter())
-        return jax.device_put(arrays)
-
+    waits = []
     count_waits(waits)
     base, watch = psutil.Process().memory_info().rss, Watch()
     watch.start()
     checkpoint = f"{folder.name}/checkpoint.npz"
-    result = sgp.streams.run(
+    losses = sgp.streams.run(
         svi, jax.random.key(0), steps, stream, checkpoint=checkpoint, every=500, place=put,
         **options,
-    )  # fmt: skip
+    ).losses  # fmt: skip
     watch.going = False
-    first = min(10, steps // 2)  # after compilation
-    streamed = (steps - first) * batch_size / (started[-1] - started[-1 - steps + first])
-    after = in_memory(svi, state, batches, arguments.steps, rows)
-    print(f"loss a row: {result.losses[0] / rows:.3f}, at the end {result.losses[-1] / rows:.3f}")
-    print(f"rows a second: in memory {before:.0f}, streamed {streamed:.0f}, in memory {after:.0f}")
-    print(f"streamed / in memory: {2 * streamed / (before + after):.3f}")
-    print(f"a step waited for its batch: mean {1e3 * np.mean(waits[first:]):.2f} ms")
+    print(f"loss a row: {losses[0] / rows:.3f}, at the end {losses[-1] / rows:.3f}")
+    around = (np.array(put.in_memory[1:-1]) + np.array(put.in_memory[2:])) / 2
+    streamed = np.array(put.streamed)
+    print("rows a second, medians of blocks:")
+    print(f"  in memory {np.median(around):.0f}, streamed {np.median(streamed):.0f}")
+    low, middle, high = np.quantile(streamed / around, [0.25, 0.5, 0.75])
+    print(f"  streamed / in memory {middle:.3f}, quartiles {low:.3f} and {high:.3f}")
+    waits = 1e3 * np.sort(waits[SETTLING:])[: -len(streamed)]  # without those for other blocks
+    print(f"a step waited for its batch: mean {waits.mean():.2f} ms, at most {waits[-1]:.0f} ms")
     print(f"resident memory: {base / 2**20:.0f} MiB, and {(watch.most - base) / 2**20:.0f} more")
 
 
