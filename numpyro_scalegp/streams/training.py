@@ -120,10 +120,8 @@ def run(
             total=num_steps, initial=len(progress.losses), disable=not progress_bar
         ) as bar:
             while (done := len(progress.losses)) < num_steps:
-                stop = (
-                    num_steps if checkpoint is None else min(done - done % every + every, num_steps)
-                )
-                progress = steps.until(stop, progress, batches, bar)
+                stop = done - done % every + every
+                progress = steps.until(min(stop, num_steps), progress, batches, bar)
                 if checkpoint is not None:
                     save(checkpoint, progress)
     finally:
@@ -200,7 +198,9 @@ class _Steps:
             bar.update()
         losses.extend(map(np.asarray, pending))
         recent = losses[len(progress.losses) :]
-        bar.set_postfix_str(f"avg. loss of {len(recent)} steps: {np.nanmean(recent):.4f}")
+        bar.set_postfix_str(
+            f"avg. loss of {len(recent)} steps: {jnp.nanmean(jnp.array(recent)):.4f}"
+        )
         return progress._replace(
             state=state,
             losses=np.array(losses),
