@@ -11,6 +11,7 @@ from numpyro_scalegp import (
     log_determinants,
     posteriors,
     solvers,
+    streams,
 )
 from numpyro_scalegp.core.mesh import shard_rows
 from numpyro_scalegp.distributions import (
@@ -64,5 +65,6 @@ __all__ = [
     "save",
     "shard_rows",
     "solvers",
+    "streams",
     "to_arviz",
 ]

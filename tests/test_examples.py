@@ -225,6 +225,16 @@ def test_checkpoint(
 
 
 @pytest.mark.slow
+def test_more_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("grain")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    same, error = load("more_than_memory").main(30_000, 512, 10, output=tmp_path)
+    assert same
+    # The function's standard deviation is 0.8.
+    assert error < 0.2
+
+
+@pytest.mark.slow
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report

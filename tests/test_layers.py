@@ -28,6 +28,7 @@ LAYERS = (
     "quadruply_stochastic",
     "infer",
     "saving",
+    "streams",
     "export",
 )
 # A leaf: it imports no layer, and no layer but the last imports it.

@@ -382,6 +382,13 @@ def test_templates_of_other_kinds(tmp_path):
     # The same function, so that what is compiled for the template serves the loaded object.
     sgp.save(tmp_path / "fitted.npz", [LAMBDA])
     assert sgp.load(tmp_path / "fitted.npz", like=[LAMBDA])[0] is LAMBDA
+    # A part of any shape, next to one that must fit.
+    sgp.save(tmp_path / "fitted.npz", {"function": LAMBDA, "losses": np.arange(5)})
+    again = sgp.load(tmp_path / "fitted.npz", like={"function": LAMBDA, "losses": ...})
+    assert again["function"] is LAMBDA
+    np.testing.assert_array_equal(again["losses"], np.arange(5))
+    with pytest.raises(ValueError, match=r"the code at `fitted\['function'\]` has no name"):
+        sgp.load(tmp_path / "fitted.npz", like={"function": ..., "losses": ...})
 
 
 @pytest.mark.parametrize(

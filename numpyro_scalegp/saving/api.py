@@ -72,7 +72,8 @@ def load(
         like: an object of the same structure, such as `svi.init(key, *args)`, from which classes
             and functions are taken, while arrays, keys, numbers and strings come from the file. Its
             arrays may be `jax.ShapeDtypeStruct`, as `equinox.filter_eval_shape` makes them. Needed
-            where functions are lambdas or closures; with it, no name in the file is looked up.
+            where functions are lambdas or closures; with it, no name in the file is looked up. A
+            part of it may be `...`, for whatever the file has there.
         trusted: other packages whose classes and functions the file may name, or these classes and
             functions themselves, such as `("my_package", MyNetwork, my_mean)`. Packages are
             imported.

@@ -68,6 +68,8 @@ class Decoder:
 
     def decode(self, code: Any, like: Template, path: str) -> Any:
         """The object that `code` stands for."""
+        if like and like[0] is ...:
+            like = ()
         if type(code) in PLAIN:
             _same(type(code), like, path)
             return code

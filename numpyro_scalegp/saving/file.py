@@ -24,7 +24,7 @@ def write(path: str | os.PathLike[str], structure: Any, arrays: dict[str, np.nda
     """
     header = {"format": _FORMAT, "version": _VERSION, "structure": structure}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with _put_in_place(path) as file:
+    with put_in_place(path) as file:
         np.savez(file, **{_STRUCTURE: text, **arrays})  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _put_in_place(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def put_in_place(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when it is whole and on the disk."""
     target = os.path.realpath(path)
     if os.path.isdir(target):

@@ -1,0 +1,255 @@
+"""Streams from Parquet files."""
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.streams.arrays import checked_dtype
+from numpyro_scalegp.streams.extra import imported
+from numpyro_scalegp.streams.order import Order, Pieces
+from numpyro_scalegp.streams.stream import AbstractRows, Batch, Stream
+
+# Bytes of a column that an open reader takes from its file at a time.
+_BUFFER_SIZE = 2**17
+# Rows that an open reader decodes at a time.
+_READ_ROWS = 2**13
+
+File = str | os.PathLike[str]
+
+
+def parquet(
+    files: File | Sequence[File],
+    *,
+    inputs: Sequence[str],
+    target: str | Sequence[str] | None = None,
+    batch_size: int,
+    seed: int,
+    window: int = 2**18,
+    num_ranges: int = 16,
+    dtype: Any = np.float32,
+) -> Stream:
+    """Mini-batches from columns of Parquet files that need not fit in memory.
+
+    Every row comes once an epoch, in an order of its own in each. The n rows are cut into
+    `num_ranges` contiguous ranges, which are read side by side, each from a random row on,
+    cyclically; a window has equal parts of all of them and is shuffled, and batches are cut from
+    one window after another, across epochs, so that all have the same shape. If the files are
+    sorted by a column, the mean of that column over a window is off by at most its range /
+    `num_ranges`, and typically by that / sqrt(12 `num_ranges`).
+
+    Args:
+        files: one file, or several with the same columns, whose rows follow one another.
+        inputs: names of the columns of X, in that order, which hold numbers or Booleans.
+        target: name of the column of y, or names for a matrix y; None for inputs alone.
+        batch_size: rows of a batch.
+        seed: of the order.
+        window: rows that are shuffled at a time, about; more than a batch.
+        num_ranges: contiguous ranges of the data that are read side by side.
+        dtype: of the batches, float32 or float64.
+
+    Returns:
+        Batches (X, y) of shapes (batch_size, d) and (batch_size,) or (batch_size, p), without end.
+        Memory: about three windows, and for each range and column what a reader of Parquet holds,
+        at most 3 MiB as most writers write: 0.4 GiB for 16 ranges of 9 columns. Each row is decoded
+        once an epoch, and so is the part of a row group in front of where an epoch, or a stream
+        that is resumed, begins in a range.
+
+    Raises:
+        FileNotFoundError: if a file does not exist.
+        TypeError: if a column does not hold real numbers.
+        ValueError: if a file is no Parquet file or lacks a column, or there is no row; from the
+            stream, if a value is missing, NaN, infinite or too large for `dtype`, with its column.
+        ImportError: if grain or pyarrow is not installed.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import pyarrow as pa
+        >>> import pyarrow.parquet as pq
+        >>> import numpyro_scalegp as sgp
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "rows.parquet"
+        >>> pq.write_table(pa.table({"x": [1.0, 2.0, 3.0], "y": [0.0, 1.0, 0.0]}), file)
+        >>> stream = sgp.streams.parquet(file, inputs=["x"], target="y", batch_size=2, seed=0)
+        >>> X, y = next(iter(stream))
+        >>> X.shape, y.shape, stream.num_rows
+        ((2, 1), (2,), 3)
+    """
+    imported("grain")
+    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+    if not paths:
+        raise ValueError("`files` must name at least one file, got none.")
+    parts: list[str | list[str]] = [_names("inputs", inputs)]
+    if target is not None:
+        parts.append(target if isinstance(target, str) else _names("target", target))
+    rows = ParquetRows(paths, parts, checked_dtype(dtype))
+    return Stream(rows, Order.checked(rows.num_rows, batch_size, window, num_ranges, seed))
+
+
+def _names(argument: str, value: Any) -> list[str]:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise TypeError(
+            f"`{argument}` must be a list of names of columns, got {checks.described(value)}."
+        )
+    if not value:
+        raise ValueError(f"`{argument}` must name at least one column, got none.")
+    return list(value)
+
+
+class RowGroup(NamedTuple):
+    """A row group, whose first row is row `start` of all files together."""
+
+    path: str
+    metadata: Any  # of its file
+    group: int
+    start: int
+    stop: int
+
+
+class ParquetRows(AbstractRows):
+    """Columns of Parquet files, read by row numbers.
+
+    Readers stay open where a piece ended, and go on if the next one begins there; what is read
+    does not depend on them.
+
+    Args:
+        paths: the files.
+        parts: for each array of a batch the name of its column, or a list of names for a matrix.
+        dtype: of the arrays.
+    """
+
+    def __init__(
+        self, paths: Sequence[File], parts: list[str | list[str]], dtype: np.dtype
+    ) -> None:
+        self.parts = parts
+        self.dtype = dtype
+        self.columns = [
+            name for part in parts for name in ([part] if isinstance(part, str) else part)
+        ]
+        self.groups = _row_groups(paths, self.columns)
+        self.num_rows = self.groups[-1].stop if self.groups else 0
+        if self.num_rows == 0:
+            raise ValueError(f"`files` have no rows: {[os.fspath(path) for path in paths]}.")
+        self._stops = np.array([group.stop for group in self.groups])
+        self._readers: dict[int, _Reader] = {}  # by the row at which they stand
+        self._lock = threading.Lock()
+
+    def read(self, pieces: Pieces) -> Batch:
+        """The rows of the pieces, by readers that go on where they can."""
+        size = sum(stop - start for start, stop in pieces)
+        width = [() if isinstance(part, str) else (len(part),) for part in self.parts]
+        found = tuple(np.empty((size, *shape), self.dtype) for shape in width)
+        views = [column for array in found for column in ([array] if array.ndim == 1 else array.T)]
+        ends = np.cumsum([stop - start for start, stop in pieces]).tolist()
+
+        def read_piece(piece: tuple[int, int], end: int) -> None:
+            start, stop = piece
+            self._read_piece(start, stop, [view[end - stop + start : end] for view in views])
+
+        # Decoding leaves Python's lock; without several threads an epoch would begin slowly, where
+        # the readers of all ranges go to their first rows.
+        with self._lock, ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
+            list(pool.map(read_piece, pieces, ends))
+            # Those that stood longest belong to ranges that have come to their end.
+            for row in list(self._readers)[: -len(pieces)]:
+                del self._readers[row]
+        self._check(views, pieces)
+        return found if len(found) > 1 else found[0]
+
+    def _read_piece(self, start: int, stop: int, views: list[np.ndarray]) -> None:
+        at = start
+        while at < stop:
+            group = self.groups[int(np.searchsorted(self._stops, at, side="right"))]
+            reader = self._readers.pop(at, None) or _Reader(group, self.columns, at - group.start)
+            end = min(stop, group.stop)
+            reader.read_into([view[at - start : end - start] for view in views])
+            if end < group.stop:
+                self._readers[end] = reader
+            at = end
+
+    def _check(self, views: list[np.ndarray], pieces: Pieces) -> None:
+        """Raise for a value that is missing or not finite, with its column, row and file."""
+        for name, view in zip(self.columns, views, strict=True):
+            if np.isfinite(view).all():
+                continue
+            at = int(np.argmin(np.isfinite(view)))
+            row = np.concatenate([np.arange(start, stop) for start, stop in pieces])[at]
+            path, first = self._place(int(row))
+            raise ValueError(
+                f"column `{name}` has a missing, NaN or infinite value (as {self.dtype}) in row "
+                f"{row - first} of `{path}`: drop those rows, or fill them in."
+            )
+
+    def _place(self, row: int) -> tuple[str, int]:
+        """The file of a row, and the number of the file's first row."""
+        path = self.groups[int(np.searchsorted(self._stops, row, side="right"))].path
+        return path, min(group.start for group in self.groups if group.path == path)
+
+
+class _Reader:
+    """Goes through a row group, a few rows at a time."""
+
+    def __init__(self, group: RowGroup, columns: list[str], skip: int) -> None:
+        file = imported("pyarrow.parquet").ParquetFile(
+            group.path, metadata=group.metadata, buffer_size=_BUFFER_SIZE, pre_buffer=False
+        )
+        self.columns = columns
+        self.batches = file.iter_batches(
+            _READ_ROWS, row_groups=[group.group], columns=columns, use_threads=False
+        )
+        self.rest = next(self.batches)
+        while skip >= len(self.rest):
+            skip -= len(self.rest)
+            self.rest = next(self.batches)
+        self.rest = self.rest.slice(skip)
+
+    def read_into(self, views: list[np.ndarray]) -> None:
+        """Fill arrays, one a column, with the next rows."""
+        at, size = 0, len(views[0])
+        while at < size:
+            if len(self.rest) == 0:
+                self.rest = next(self.batches)
+            taken = self.rest.slice(0, size - at)
+            self.rest = self.rest.slice(len(taken))
+            for name, view in zip(self.columns, views, strict=True):
+                values = taken.column(name).to_numpy(zero_copy_only=False)
+                with np.errstate(over="ignore"):  # what becomes infinite is refused later
+                    view[at : at + len(taken)] = values  # a missing Boolean, None, as NaN
+            at += len(taken)
+
+
+def _row_groups(paths: Sequence[File], columns: list[str]) -> list[RowGroup]:
+    """All row groups that have rows, after a check of the columns."""
+    found, start = [], 0
+    for path in [os.fspath(path) for path in paths]:
+        metadata = _metadata(path, columns)
+        for group in range(metadata.num_row_groups):
+            stop = start + metadata.row_group(group).num_rows
+            if stop > start:
+                found.append(RowGroup(path, metadata, group, start, stop))
+            start = stop
+    return found
+
+
+def _metadata(path: str, columns: list[str]) -> Any:
+    pyarrow = imported("pyarrow")
+    try:
+        with imported("pyarrow.parquet").ParquetFile(path) as file:
+            metadata, schema = file.metadata, file.schema_arrow
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"`{path}` is no Parquet file, or is damaged: {error}") from error
+    missing = [name for name in columns if name not in schema.names]
+    if missing:
+        raise ValueError(f"`{path}` has no column {missing}: it has {schema.names}.")
+    types = pyarrow.types
+    for name in columns:
+        kind = schema.field(name).type
+        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+            raise TypeError(
+                f"column `{name}` of `{path}` must hold real numbers, got {kind}: convert it when "
+                "the file is written."
+            )
+    return metadata

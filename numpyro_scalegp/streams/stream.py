@@ -1,0 +1,111 @@
+"""Mini-batches without end, in an order that can be resumed."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.streams.extra import imported
+from numpyro_scalegp.streams.order import Order, Pieces
+
+Batch = Any  # (X, y), or X alone
+
+
+class AbstractRows(abc.ABC):
+    """Rows that are read by their numbers."""
+
+    num_rows: int
+
+    @abc.abstractmethod
+    def read(self, pieces: Pieces) -> Batch:
+        """The rows of the pieces, one piece after another: (X, y), or X alone.
+
+        Raises:
+            ValueError: if a value is missing or not finite.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Batches (X, y) of rows, in NumPy, without end; X alone where there is no target.
+
+    Made by `sgp.streams.parquet` and `sgp.streams.arrays`. Each `iter(stream)` begins at the first
+    batch. It is an iterator of grain, with `get_state()`, a dict of integers, `set_state(state)`
+    and `close()`: with the same data, arguments and state the same batches follow. A thread reads
+    ahead by one window.
+    """
+
+    rows: AbstractRows
+    order: Order
+    functions: tuple[Callable[..., Batch], ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data, the `size` of the model's plate."""
+        return self.rows.num_rows
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of each batch."""
+        return self.order.batch_size
+
+    def map(self, function: Callable[..., Batch]) -> "Stream":
+        """A stream with a function applied to each batch, in NumPy.
+
+        Args:
+            function: from the arrays of a batch, as in `lambda X, y: (X / scale, y)`, to those of
+                another, with as many rows. `predict` applies it as well, to other numbers of rows.
+        """
+        checks.function("function", function)
+        return dataclasses.replace(self, functions=(*self.functions, function))
+
+    @property
+    def dataset(self) -> Any:
+        """The `grain.IterDataset` of the batches, for further transformations by grain."""
+        grain = imported("grain")
+        windows = grain.MapDataset.range(self.order.num_windows).repeat()
+        windows = windows.map_with_index(self._window).to_iter_dataset(_read_ahead(grain))
+        batches = imported("grain.experimental").RebatchIterDataset(windows, self.batch_size)
+        return self._mapped(batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+    def chunks(self, size: int) -> Any:
+        """A `grain.IterDataset` of all rows once, in the order of the data, `size` at a time.
+
+        The last chunk may have fewer rows.
+        """
+        grain = imported("grain")
+
+        def read(index: int) -> Batch:
+            return self.rows.read([(index * size, min(self.num_rows, (index + 1) * size))])
+
+        numbers = grain.MapDataset.range(-(-self.num_rows // size))
+        return self._mapped(numbers.map(read).to_iter_dataset(_read_ahead(grain)))
+
+    def _window(self, index: int, _: int) -> Batch:
+        """All rows of a window, shuffled."""
+        batch = self.rows.read(self.order.pieces(index))
+        parts = parts_of(batch)
+        shuffled = self.order.permutation(index, len(parts[0]))
+        parts = tuple(np.take(part, shuffled, axis=0) for part in parts)
+        return parts if isinstance(batch, tuple) else parts[0]
+
+    def _mapped(self, dataset: Any) -> Any:
+        for function in self.functions:
+            dataset = dataset.map(lambda batch, function=function: function(*parts_of(batch)))
+        return dataset
+
+
+def parts_of(batch: Batch) -> tuple[Any, ...]:
+    """The arrays of a batch."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _read_ahead(grain: Any) -> Any:
+    # One thread keeps the readers of a file going where they are; a window more costs memory.
+    return grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
