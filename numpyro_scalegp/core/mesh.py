@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from numpyro_scalegp.core import checks, precision
 
@@ -178,11 +178,6 @@ def with_more_rows(array: Array, num: int, *, repeat: bool) -> Array:
 def summed(mesh: AnyMesh, tree: T) -> T:
     """The sum over devices, within the work on a share."""
     return jax.lax.psum(tree, mesh.axis_names)
-
-
-def share_index(mesh: AnyMesh) -> Int[Array, ""]:
-    """The number of the device, within the work on its share."""
-    return jax.lax.axis_index(mesh.axis_names)
 
 
 def shifted(mesh: AnyMesh, tree: T, by: int) -> T:

@@ -9,16 +9,16 @@ No array of all rows is ever in one place, and each pair of rows is evaluated on
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core.mesh import (
     AnyMesh,
     filled,
     on_shares,
-    share_index,
     shifted,
     summed,
     with_more_rows,
@@ -32,6 +32,7 @@ Share = tuple[Array, Any]
 Meeting = Callable[[Share, Share], tuple[Any, Array, Array]]
 
 
+@eqx.filter_jit
 def symmetric_matmul(
     mesh: AnyMesh,
     kernel: AbstractKernel,
@@ -41,17 +42,18 @@ def symmetric_matmul(
 ) -> Float[Array, "n k"]:
     """As of `products`; each device sends n (d / 2 + k) numbers."""
 
-    def of_share(kernel: AbstractKernel, X: Array, V: Array) -> Array:
+    def of_share(kernel: AbstractKernel, X: Array, V: Array, place: Array) -> Array:
         def meet(mine: Share, visiting: Share) -> tuple[None, Array, Array]:
             rows, vectors = zip(mine, visiting, strict=True)
             return None, *products.mutual_matmul(kernel, rows, vectors, block_size)
 
-        _, others = _meet_all(mesh, meet, (X, V))
+        _, others = _meet_all(mesh, meet, (X, V), place[0])
         return products.symmetric_matmul(kernel, X, V, block_size) + others
 
-    return on_shares(mesh, of_share, kernel, *_filled(mesh, X, V))[: X.shape[0]]
+    return on_shares(mesh, of_share, kernel, *_filled(mesh, X, V), _places(mesh))[: X.shape[0]]
 
 
+@eqx.filter_jit
 def symmetric_gradient(
     mesh: AnyMesh,
     kernel: AbstractKernel,
@@ -61,19 +63,21 @@ def symmetric_gradient(
 ) -> products.Gradient:
     """As of `products`; each device sends n (d + k) numbers."""
 
-    def of_share(kernel: AbstractKernel, X: Array, sides: tuple[Array, Array]) -> products.Gradient:
+    def of_share(
+        kernel: AbstractKernel, X: Array, sides: tuple[Array, Array], place: Array
+    ) -> products.Gradient:
         def meet(mine: Share, visiting: Share) -> tuple[AbstractKernel, Array, Array]:
             (X, (left, _)), (Z, (_, right)) = mine, visiting
             found = products.mutual_gradient(kernel, (X, Z), (left, right), block_size)
             return found.kernel, *found.rows
 
         own = products.symmetric_gradient(kernel, X, sides, block_size)
-        total, others = _meet_all(mesh, meet, (X, sides))
+        total, others = _meet_all(mesh, meet, (X, sides), place[0])
         dkernel = summed(mesh, jax.tree.map(jnp.add, own.kernel, total))
         return products.Gradient(dkernel, own.rows + others)
 
     out = products.Gradient(P(), P(mesh.axis_names))
-    found = on_shares(mesh, of_share, kernel, *_filled(mesh, X, sides), out=out)
+    found = on_shares(mesh, of_share, kernel, *_filled(mesh, X, sides), _places(mesh), out=out)
     return found._replace(rows=found.rows[: X.shape[0]])
 
 
@@ -82,7 +86,13 @@ def _filled(mesh: AnyMesh, X: Array, vectors: Any) -> Share:
     return filled(mesh, X, repeat=True), filled(mesh, vectors, repeat=False)
 
 
-def _meet_all(mesh: AnyMesh, meet: Meeting, mine: Share) -> tuple[Any, Array]:
+def _places(mesh: AnyMesh) -> Int[Array, " devices"]:
+    """The place of each device in the ring."""
+    # As an argument: `jax.lax.axis_index` fails within `jax.ensure_compile_time_eval`.
+    return jnp.arange(mesh.size)
+
+
+def _meet_all(mesh: AnyMesh, meet: Meeting, mine: Share, place: Array) -> tuple[Any, Array]:
     """The sum over this device's meetings, and what its own rows get from all those they are in."""
     distance = mesh.size // 2
 
@@ -102,7 +112,7 @@ def _meet_all(mesh: AnyMesh, meet: Meeting, mine: Share) -> tuple[Any, Array]:
     if mesh.size % 2:
         last = meet(mine, visiting)
     else:
-        last = _meet_by_halves(meet, mine, visiting, share_index(mesh) >= distance)
+        last = _meet_by_halves(meet, mine, visiting, place >= distance)
     total, own, carried = jax.tree.map(jnp.add, so_far, last)
     return total, own + shifted(mesh, carried, -distance)
 

@@ -38,7 +38,7 @@ SOLVERS = {
     "projections": sgp.solvers.AlternatingProjections(block_size=20, tolerance=1e-6),
     "gradient": sgp.solvers.StochasticGradientDescent(batch_size=20, max_epochs=3),
     "dual": sgp.solvers.StochasticDualDescent(batch_size=20, max_epochs=3),
-    "sketch": sgp.solvers.ADASAP(block_size=20, max_epochs=3),
+    "sketch": sgp.solvers.ADASAP(block_size=20, max_epochs=30),
     "rank": sgp.solvers.ADASAP(block_size=20, rank=5, max_epochs=3),
     "auto": sgp.solvers.AutoSolver(1e-6),
     "cholesky": sgp.solvers.Cholesky(),
@@ -140,7 +140,7 @@ def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solv
 def model(X: Array, y: Array) -> None:
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
-    solver = sgp.solvers.AlternatingProjections(block_size=20, max_epochs=3)
+    solver = sgp.solvers.AlternatingProjections(block_size=20, max_epochs=30)
     estimator = sgp.estimators.Pathwise(solver, num_probes=5, num_features=20)
     gp = sgp.GaussianProcess(kernel(scale), X, noise, estimator=estimator, state="solver")
     numpyro.sample("y", gp, obs=y)
