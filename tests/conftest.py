@@ -13,6 +13,8 @@ worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if worker and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+# LAPACK's threads do so as well, and those of several devices wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # On a GPU every worker would otherwise claim most of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Compilation is most of the time that tests take, and LLVM's optimization most of compilation.

@@ -4,6 +4,9 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
+
 from numpyro_scalegp.saving import file
 from numpyro_scalegp.saving.decoding import Decoder
 from numpyro_scalegp.saving.encoding import Encoder
@@ -22,6 +25,9 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
     Code is not stored. Of functions and classes the file has the names; where a function has none
     that can be found again, such as a lambda or a closure, it has the arrays in there, and `load`
     takes the code from `like=`.
+
+    Where several processes hold an array together, all of them save; the first one writes the file.
+    Such arrays are whole in the memory of each host meanwhile.
 
     Args:
         path: the file, by convention `*.npz`; it is replaced.
@@ -49,7 +55,10 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
         structure = encoder.encode(fitted, "")
     except RecursionError as error:
         raise ValueError("cannot save what holds itself or is nested too deeply.") from error
-    file.write(path, structure, encoder.arrays)
+    if not encoder.is_shared or jax.process_index() == 0:
+        file.write(path, structure, encoder.arrays)
+    if encoder.is_shared:
+        multihost_utils.sync_global_devices(f"saved {os.fspath(path)}")
 
 
 _NO_TEMPLATE = object()

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpyro.distributions import Distribution
 
+from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.saving import names
 
 PLAIN = (bool, int, float, str, type(None))
@@ -63,6 +64,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
+        self.is_shared = False  # whether several processes hold an array together
 
     def encode(self, value: Any, path: str) -> Any:
         """A JSON value for `value`, whose arrays go to `arrays`."""
@@ -114,8 +116,9 @@ class Encoder:
                 raise self._refused(value, path, why)
             data = self._array(jax.random.key_data(value), path)
             return {"kind": "key", "implementation": implementation, "data": data}
+        self.is_shared |= isinstance(value, jax.Array) and not value.is_fully_addressable
         try:
-            array = np.asarray(value)
+            array = as_numpy(value)
         except RuntimeError as error:
             raise self._refused(value, path, f"{error}") from error
         dtype = array.dtype
