@@ -69,6 +69,19 @@ def divided(tree: T, mesh: AnyMesh | None, axis: int = 0) -> T:
     return jax.tree.map(of_leaf, tree)
 
 
+def whole(tree: T, mesh: AnyMesh | None) -> T:
+    """Have each array whole on each device of a mesh, as parameters are, and their derivatives."""
+    if mesh is None:
+        return tree
+
+    def of_leaf(leaf: Array) -> Array:
+        if checks.is_concrete(leaf) and isinstance(mesh, AbstractMesh):
+            return leaf  # a constant of what is compiled
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, P()))
+
+    return jax.tree.map(of_leaf, tree)
+
+
 def map_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
     """What a function makes of each device's rows, row by row, one after the other.
 

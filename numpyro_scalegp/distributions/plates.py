@@ -11,6 +11,8 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.core.mesh import mesh_of
+from numpyro_scalegp.core.shared_rows import rows_at
 
 
 class _StratifiedDraw(Messenger):
@@ -118,4 +120,6 @@ class plate(numpyro.plate):
 
 @jax.jit
 def _taken(data: Any, index: Int[Array, " m"]) -> Any:
+    if (mesh := mesh_of(data)) is not None:
+        return rows_at(mesh, data, index)
     return jax.tree.map(lambda rows: rows[index], data)

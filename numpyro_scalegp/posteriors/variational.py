@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, chunks, linalg
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
@@ -107,7 +108,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
             factors = one._factorize()
             lift = one._lift(factors)
             if chunk_size is None:
-                return one._moments(factors, X), lift
+                return one._moments(factors, divided(X, mesh_of(X))), lift
             moments = chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
             return moments, lift
 
