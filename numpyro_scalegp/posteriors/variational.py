@@ -60,6 +60,11 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return batches.each(function, self._members(), *others)
 
     @property
+    def _shares_rows(self) -> bool:
+        """Whether the devices of a mesh share the rows of inputs, or what the weights are of."""
+        return True
+
+    @property
     def _takes_batches(self) -> bool:
         return bool(self.batch_shape)
 
@@ -109,8 +114,11 @@ class AbstractVariationalPosterior(AbstractPosterior):
             lift = one._lift(factors)
             if chunk_size is None:
                 return one._moments(factors, divided(X, mesh_of(X))), lift
-            moments = chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
-            return moments, lift
+
+            def moments(rows: Array) -> tuple[Array, ...]:
+                return one._moments(factors, rows)
+
+            return chunks.map_rows(moments, X, chunk_size, share=one._shares_rows), lift
 
         return self._each(of_one, batches.Batch(X, X.ndim - 2))
 
