@@ -100,7 +100,8 @@ class AbstractGPGuide(abc.ABC):
     def param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Any:
         """Declare the parameter `{site}_{prefix}_{name}`, with `numpyro.param`'s arguments."""
         value = numpyro.param(self.param_name(site, name), *args, **kwargs)
-        return value if kwargs.get("rows") else whole(value, mesh_of(site.X))
+        is_start = bool(args) and value is args[0]
+        return value if is_start or kwargs.get("rows") else whole(value, mesh_of(site.X))
 
     def param_name(self, site: GPSite, name: str) -> str:
         """The full name of a parameter of this guide."""
