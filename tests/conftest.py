@@ -20,6 +20,7 @@ flags = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",  # there is one core for each process
+    "--xla_force_host_platform_device_count=8",  # for meshes; what lies on none is on the first
 ]
 # The emitters that take long, too, can still be done without on JAX 0.10; newer lines end the
 # process at an unknown flag.
