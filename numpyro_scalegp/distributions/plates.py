@@ -89,7 +89,9 @@ class plate(numpyro.plate):
 
         Returns:
             For one argument its rows, for several a tuple: None where an argument is None, and the
-            arguments themselves where the plate takes all rows.
+            arguments themselves where the plate takes all rows. Of arrays on a mesh the devices
+            share the batch, whatever its size, and each takes its part from its own rows, but for
+            the first and the last one; it holds the same rows as on one device.
 
         Raises:
             ValueError: if a leading axis is not `size` long, or entries of a masked array are

@@ -23,7 +23,6 @@ from numpyro_scalegp.core.index_sampling import stratified_indices
 KEY = jax.random.key(0)
 DEVICES = 8
 EVEN, UNEVEN = 96, 101
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 POINTS = np.random.default_rng(1).normal(size=(12, 2))
 
 Data = tuple[Array, Array]
@@ -95,11 +94,11 @@ def both(n: int) -> list[Data]:
     return [data(n), sgp.shard_rows(mesh(), *data(n))]
 
 
-def equal(found: Any, expected: Any, **tolerance: float) -> None:
-    found, expected = jax.device_get((found, expected))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, **(tolerance or EXACT)), found, expected
-    )
+def equal(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    def of_leaf(a: Array, b: Array) -> None:
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(of_leaf, *jax.device_get((found, expected)))
 
 
 def collectives(text: str) -> list[tuple[str, list[tuple[int, ...]]]]:
@@ -178,7 +177,7 @@ def test_other_objectives(loss: Any, x64: None) -> None:
     for X, y in both(EVEN):
         result = svi_of("sparse", loss).run(KEY, 3, X, y, 24, progress_bar=False)
         found.append((result.losses, result.params))
-    equal(found[1], found[0], rtol=1e-9, atol=1e-9)
+    equal(found[1], found[0], tolerance=1e-9)
 
 
 @pytest.mark.slow
@@ -211,7 +210,7 @@ def test_posteriors(kind: str, x64: None) -> None:
         posterior = sgp.posterior(model, svi.guide, result, X, y, 24)
         drawn = posterior.sample(KEY, new, num_samples=2)
         found.append((posterior.marginals(new), posterior.marginals(X), drawn))
-    equal(found[1], found[0], rtol=1e-9, atol=1e-9)
+    equal(found[1], found[0], tolerance=1e-9)
 
 
 @pytest.mark.slow
@@ -223,7 +222,7 @@ def test_solved_means(x64: None) -> None:
         solved = svi.guide.solve_mean(params, X, y, None, tolerance=1e-12, max_iterations=200)
         assert solved.converged
         found.append(svi.guide.posterior(solved.params, X, y, None).mean(X))
-    equal(found[1], found[0], rtol=1e-7, atol=1e-7)
+    equal(found[1], found[0], tolerance=1e-7)
 
 
 @pytest.mark.slow
@@ -257,7 +256,7 @@ def test_each_device_owns_the_rows_of_its_features(m: int, tmp_path: Path, x64: 
     for what, shapes in collectives(text):
         assert what == "all-reduce" and all(m not in s and held not in s for s in shapes), shapes
     # No copy of the rows: each is updated in place.
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     assert memory.alias_size_in_bytes > 0.99 * sum(leaf.nbytes for leaf in of_rows) / DEVICES
 
     path = tmp_path / "state.npz"
