@@ -55,7 +55,9 @@ def map_rows(
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], results)
 
 
-def sum_rows(function: Callable[[Rows], Result], rows: Rows, chunk_size: int) -> Result:
+def sum_rows(
+    function: Callable[[Rows], Result], rows: Rows, chunk_size: int, *, share: bool = True
+) -> Result:
     """Add up `function` of `chunk_size` rows at a time, on a mesh each device of its own rows.
 
     Derivatives go through it in chunks, too: each is computed once more on the way back.
@@ -65,11 +67,13 @@ def sum_rows(function: Callable[[Rows], Result], rows: Rows, chunk_size: int) ->
             zeros counts nothing.
         rows: a pytree of arrays with a leading axis of size n.
         chunk_size: rows in a chunk, positive.
+        share: whether devices share the rows. Not those of parameters, which are whole on each
+            device: XLA would gather what else is computed from these.
 
     Returns:
         The sum over all rows. One compilation, whatever n is.
     """
-    if (mesh := mesh_of(rows)) is not None:
+    if share and (mesh := mesh_of(rows)) is not None:
         return sum_shares(mesh, lambda rows: sum_rows(function, rows, chunk_size), rows)
     n = jax.tree.leaves(rows)[0].shape[0]
     if n <= chunk_size:

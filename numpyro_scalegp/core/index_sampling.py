@@ -22,8 +22,9 @@ def stratified_indices(key: Key[Array, ""], size: int, num: int) -> Int[Array, "
         num: how many to draw, at most `size`.
 
     Returns:
-        Indices, shape (num,), int32: all of them in order, or else in ascending order but for one
-        step back at most.
+        Indices, shape (num,), int32, in ascending order. So with equal shares of the range for some
+        devices, and of the indices, each index is in its device's share of the range, but for the
+        first and the last one of each, which may be in the share before and after.
 
     Raises:
         ValueError: if `size` is not below 2^31 or `num` is not from 1 to `size`.
@@ -44,5 +45,7 @@ def _stratified(key: Array, size: int, num: int) -> Array:
     # One draw of random bits in all: each further one would add to the time of compilation.
     drawn = (jax.random.bits(key, (num + 1,), jnp.uint32) % ranges).astype(jnp.int32)
     within, shift = jnp.array(edges[:-1], jnp.int32) + drawn[:-1], drawn[-1]
+    passes = within >= size - shift
     # Without the sum of two indices, which could pass 2^31.
-    return jnp.where(within >= size - shift, within - (size - shift), within + shift)
+    shifted = jnp.where(passes, within - (size - shift), within + shift)
+    return jnp.roll(shifted, jnp.sum(passes))

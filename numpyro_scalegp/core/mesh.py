@@ -63,10 +63,36 @@ def divided(tree: T, mesh: AnyMesh | None, axis: int = 0) -> T:
     def of_leaf(leaf: Array) -> Array:
         if checks.is_concrete(leaf) and leaf.shape[axis] % mesh.size:
             return leaf
-        spec = P(*[None] * (axis % leaf.ndim), mesh.axis_names)
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        return _placed(leaf, mesh, P(*[None] * (axis % leaf.ndim), mesh.axis_names))
 
     return jax.tree.map(of_leaf, tree)
+
+
+def whole(tree: T, mesh: AnyMesh | None) -> T:
+    """Have each array whole on each device of a mesh, as parameters are, and their derivatives."""
+    return tree if mesh is None else jax.tree.map(lambda leaf: _placed(leaf, mesh, P()), tree)
+
+
+def _placed(leaf: Array, mesh: AnyMesh, spec: P) -> Array:
+    if not checks.is_concrete(leaf):
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+    # With an abstract mesh it is a constant of what is compiled.
+    return (
+        leaf if isinstance(mesh, AbstractMesh) else jax.device_put(leaf, NamedSharding(mesh, spec))
+    )
+
+
+def placed_like(array: Array, like: Any) -> Array:
+    """An array, put on the devices of a mesh as another one lies there, if that does."""
+    sharding = getattr(like, "sharding", None)
+    if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)):
+        return array
+    return jax.device_put(array, sharding)
+
+
+def is_divisible(num: int, mesh: AnyMesh | None) -> bool:
+    """Whether the devices of a mesh can hold equal shares of so many rows."""
+    return mesh is not None and num % mesh.size == 0
 
 
 def map_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
@@ -109,7 +135,10 @@ def stack_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
 def _of_shares(mesh: AnyMesh, function: Callable[..., T], rows: tuple[Any, ...]) -> T:
     # As a batch with one member for each device, which XLA divides. (Within `jax.shard_map` JAX
     # refuses functions that close over arrays on the mesh, such as hyperparameters after a step.)
-    shares = jax.tree.map(lambda leaf: leaf.reshape(mesh.size, -1, *leaf.shape[1:]), rows)
+    def split(leaf: Array) -> Array:
+        return leaf.reshape(mesh.size, leaf.shape[0] // mesh.size, *leaf.shape[1:])
+
+    shares = jax.tree.map(split, rows)
     with _within_share():
         found = jax.vmap(function)(*divided(shares, mesh))
     return divided(found, mesh)

@@ -11,6 +11,8 @@ from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.core.mesh import mesh_of
+from numpyro_scalegp.core.shared_rows import rows_at
 
 
 class _StratifiedDraw(Messenger):
@@ -87,7 +89,9 @@ class plate(numpyro.plate):
 
         Returns:
             For one argument its rows, for several a tuple: None where an argument is None, and the
-            arguments themselves where the plate takes all rows.
+            arguments themselves where the plate takes all rows. Of arrays on a mesh the devices
+            share the batch, whatever its size, and each takes its part from its own rows, but for
+            the first and the last one; it holds the same rows as on one device.
 
         Raises:
             ValueError: if a leading axis is not `size` long, or entries of a masked array are
@@ -118,4 +122,6 @@ class plate(numpyro.plate):
 
 @jax.jit
 def _taken(data: Any, index: Int[Array, " m"]) -> Any:
+    if (mesh := mesh_of(data)) is not None:
+        return rows_at(mesh, data, index)
     return jax.tree.map(lambda rows: rows[index], data)

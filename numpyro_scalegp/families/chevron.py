@@ -13,6 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import is_divisible, mesh_of
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.distributions.chevron_normal import check_chevron
 from numpyro_scalegp.families.family import AbstractVariationalGP
@@ -145,6 +146,10 @@ class ChevronPosterior(AbstractVariationalPosterior):
     def _factorize(self) -> None:
         return None
 
+    @property
+    def _shares_rows(self) -> bool:
+        return not is_divisible(self.loc.shape[0], mesh_of(self.loc))
+
     def _moments(
         self, factors: None, X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
@@ -210,7 +215,8 @@ class ChevronFunctionSamples(AbstractFunctionSamples):
             # Features are made once more on the way back.
             return jax.lax.scan(jax.checkpoint(add), zero, (jnp.arange(len(blocks)), blocks))[0]
 
-        return chunks.map_rows(draw, Xs, chunk_size or self.posterior.rows_per_chunk()).T
+        chunk_size = chunk_size or self.posterior.rows_per_chunk()
+        return chunks.map_rows(draw, Xs, chunk_size, share=self.posterior._shares_rows).T
 
 
 class ChevronGP(AbstractVariationalGP):

@@ -14,6 +14,7 @@ from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk, sum_rows
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
@@ -48,7 +49,7 @@ def expansion(
     functions = weights.reshape(-1, weights.shape[-1]).T
 
     def at(rows: Array) -> Array:
-        return matmul(kernel(rows, points), functions)
+        return matmul(divided(kernel(rows, points), mesh_of(rows)), functions)
 
     values = at(X) if chunk_size is None else map_rows(at, X, chunk_size)
     return values.T.reshape(*weights.shape[:-1], X.shape[0])
@@ -94,7 +95,8 @@ def squared_norm(
         Z, a = rows
         return jnp.sum(a * matmul(kernel(Z, columns), factors), axis=0)
 
-    total = sum_rows(of_chunk, (points, functions), rows_per_chunk(columns.shape[0]))
+    size = rows_per_chunk(columns.shape[0])
+    total = sum_rows(of_chunk, (points, functions), size, share=False)
     return scale * total.reshape(weights.shape[:-1])
 
 
@@ -168,7 +170,8 @@ class DecoupledPosterior(AbstractKernelPosterior):
     def _moments(
         self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-        removed = jnp.sum(jnp.square(matmul(factors, self._of_f(self.cov_points, X))), axis=0)
+        across = divided(self._of_f(self.cov_points, X), mesh_of(X), axis=1)
+        removed = jnp.sum(jnp.square(matmul(factors, across)), axis=0)
         return self._expanded(X), jnp.maximum(self._of_f.diag(X) - removed, 0.0)
 
     def _joint(

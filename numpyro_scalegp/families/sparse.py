@@ -14,6 +14,7 @@ from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import batches, checks, linalg
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.core.whitening import whitened_divergence, whitened_moments
 from numpyro_scalegp.families.bases import InitialPoints, hold_categories
 from numpyro_scalegp.families.family import AbstractVariationalGP
@@ -97,7 +98,7 @@ class SparsePosterior(AbstractKernelPosterior):
         self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, " n"], ...]:
         K, factor = factors
-        across = self._of_f(self.inducing_points, X)
+        across = divided(self._of_f(self.inducing_points, X), mesh_of(X), axis=1)
         diagonal = self._of_f.diag(X)
         return whitened_moments(K, across, diagonal, self.loc, self.scale_tril, factor)
 

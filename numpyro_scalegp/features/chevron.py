@@ -1,6 +1,7 @@
 """Functions f = Phi w whose weights have a covariance C C' with C a chevron."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.mesh import is_divisible, mesh_of, sum_shares
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 
@@ -56,13 +58,19 @@ class Chevron(NamedTuple):
         return self.scale_columns.shape[-1]
 
     def rows(
-        self, index: Int[Array, " r"]
+        self, index: Int[Array, " r"], number: Int[Array, " r"] | None = None
     ) -> tuple[Float[Array, "r one_plus_k"], Float[Array, " r"]]:
-        """The mean beside the dense columns, and the diagonal besides these, at some rows."""
+        """The mean beside the dense columns, and the diagonal besides these, at some rows.
+
+        Args:
+            index: which rows of the arrays.
+            number: which weights these are, where the arrays are a part of a larger chevron.
+        """
+        number = index if number is None else number
         diagonal = self.scale_diag[index]
-        columns = dense_columns(index, diagonal, self.scale_columns[index])
+        columns = dense_columns(number, diagonal, self.scale_columns[index])
         directions = jnp.concatenate([self.loc[index][:, None], columns], axis=1)
-        return directions, sparse_diagonal(index, diagonal, self.rank)
+        return directions, sparse_diagonal(number, diagonal, self.rank)
 
 
 def blocks_of(size: int) -> Int[Array, "blocks block"]:
@@ -84,15 +92,28 @@ def projections(
 
     Returns:
         Phi [loc, C_k], shape (n, 1 + k), for the k dense columns; and what the diagonal adds to the
-        variance of f. Time O(n m (d + k)), memory O(n (BLOCK + k)).
+        variance of f. Time O(n m (d + k)), memory O(n (BLOCK + k)); each device of a mesh takes the
+        weights that it holds.
     """
+    index = jnp.arange(chevron.loc.shape[0], dtype=jnp.int32)
+    of_weights = functools.partial(_projections, features, X)
+    mesh = mesh_of(chevron)
+    if mesh is not None and is_divisible(len(index), mesh):
+        return sum_shares(mesh, of_weights, index, chevron)
+    return of_weights(index, chevron)
+
+
+def _projections(
+    features: AbstractFeatures, X: Float[Array, "n d"], number: Int[Array, " m"], chevron: Chevron
+) -> tuple[Float[Array, "n one_plus_k"], Float[Array, " n"]]:
+    """What the weights of these numbers add to the projections."""
     size = chevron.loc.shape[0]
 
-    def add(total: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], None]:
-        inside = index < size
-        index = jnp.minimum(index, size - 1)
-        directions, diagonal = chevron.rows(index)
-        Phi = jnp.where(inside, features.columns(X, index), 0.0)
+    def add(total: tuple[Array, Array], place: Array) -> tuple[tuple[Array, Array], None]:
+        inside = place < size
+        place = jnp.minimum(place, size - 1)
+        directions, diagonal = chevron.rows(place, number[place])
+        Phi = jnp.where(inside, features.columns(X, number[place]), 0.0)
         projected = matmul(Phi, directions)
         variance = matmul(jnp.square(Phi), jnp.square(diagonal))
         return (total[0] + projected, total[1] + variance), None

@@ -26,6 +26,7 @@ from numpyro.infer.util import log_density
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.mesh import mesh_of, whole
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
@@ -98,7 +99,9 @@ class AbstractGPGuide(abc.ABC):
 
     def param(self, site: GPSite, name: str, *args: Any, **kwargs: Any) -> Any:
         """Declare the parameter `{site}_{prefix}_{name}`, with `numpyro.param`'s arguments."""
-        return numpyro.param(self.param_name(site, name), *args, **kwargs)
+        value = numpyro.param(self.param_name(site, name), *args, **kwargs)
+        is_start = bool(args) and value is args[0]
+        return value if is_start or kwargs.get("rows") else whole(value, mesh_of(site.X))
 
     def param_name(self, site: GPSite, name: str) -> str:
         """The full name of a parameter of this guide."""

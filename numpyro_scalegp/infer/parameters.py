@@ -10,6 +10,7 @@ from numpyro.infer.svi import SVIState
 from numpyro.infer.util import transform_fn
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.mesh import placed_like
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
 
 
@@ -54,7 +55,10 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
     transforms = svi.constrain_fn.args[0]
     known = {name: value for name, value in params.items() if name in old}
     new: Any = {**old, **transform_fn(transforms, known, invert=True)}
-    new = {name: jnp.asarray(value, old[name].dtype) for name, value in new.items()}
+    new = {
+        name: placed_like(jnp.asarray(value, old[name].dtype), old[name])
+        for name, value in new.items()
+    }
     mutable = state.mutable_state
     if mutable:
         # A control variate of other weights is invalid: NaN until `RowSVI` refits it.

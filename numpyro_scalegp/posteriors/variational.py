@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, chunks, linalg
+from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
@@ -57,6 +58,11 @@ class AbstractVariationalPosterior(AbstractPosterior):
     def _each(self, function: Callable[..., Any], *others: batches.Batch) -> Any:
         """Apply `function` to this posterior, or to each of a batch, and a part of the others."""
         return batches.each(function, self._members(), *others)
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether the devices of a mesh share the rows of inputs, or what the weights are of."""
+        return True
 
     @property
     def _takes_batches(self) -> bool:
@@ -107,9 +113,12 @@ class AbstractVariationalPosterior(AbstractPosterior):
             factors = one._factorize()
             lift = one._lift(factors)
             if chunk_size is None:
-                return one._moments(factors, X), lift
-            moments = chunks.map_rows(lambda rows: one._moments(factors, rows), X, chunk_size)
-            return moments, lift
+                return one._moments(factors, divided(X, mesh_of(X))), lift
+
+            def moments(rows: Array) -> tuple[Array, ...]:
+                return one._moments(factors, rows)
+
+            return chunks.map_rows(moments, X, chunk_size, share=one._shares_rows), lift
 
         return self._each(of_one, batches.Batch(X, X.ndim - 2))
 

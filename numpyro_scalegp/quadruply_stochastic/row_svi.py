@@ -15,6 +15,7 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.mesh import divided, is_divisible, mesh_of, whole
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features.chevron import weight_rows
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
@@ -46,6 +47,11 @@ class RowSVI(SVI):
     `run` goes in compiled stretches on donated buffers, and refits control variates between
     them; with `update` by hand, donate the state (`jax.jit(svi.update, donate_argnums=0)`) and call
     `refresh` now and then.
+
+    With the data on a mesh, the devices share the rows of parameters and of their optimizer's
+    state, where m is a multiple of the devices: each holds and updates those of its own features, a
+    step gathers the rows that are drawn, and a refit divides the features. For other m, each device
+    has all of them.
 
     Args:
         model: a NumPyro model with a `WeightSpaceGP` site.
@@ -173,7 +179,19 @@ class RowSVI(SVI):
             self.weight_names = controls.weight_names(given, self.row_names, support_key)
             control = controls.initial(given, problem, support_key)
             mutable[control_variate_name(problem.site)] = control
-        return SVIState(optim_state, mutable or None, state.rng_key)
+        return self._placed(SVIState(optim_state, mutable or None, state.rng_key), (args, kwargs))
+
+    def _placed(self, state: SVIState, inputs: Any) -> SVIState:
+        """The state on the mesh of the inputs: what has rows divided, and whole what has none."""
+        mesh = mesh_of(inputs)
+        step, (params, (dense_state, row_states)) = state.optim_state
+        of_rows = {name: params[name] for name in self.row_names}, row_states
+        place = divided if is_divisible(self.num_features, mesh) else whole
+        rows, row_states = place(of_rows, mesh)
+        dense = {name: value for name, value in params.items() if name not in rows}
+        dense, rest = whole((dense, (step, dense_state, state.mutable_state, state.rng_key)), mesh)
+        step, dense_state, mutable, rng_key = rest
+        return SVIState((step, ({**dense, **rows}, (dense_state, row_states))), mutable, rng_key)
 
     def _analyze(
         self, given: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -229,7 +247,7 @@ class RowSVI(SVI):
         if not any(isinstance(value, ControlVariate) for value in mutable.values()):
             return svi_state
         new = self._refreshed(self._parts, svi_state, args, kwargs)
-        return svi_state._replace(mutable_state={**mutable, **new})
+        return svi_state._replace(mutable_state=whole({**mutable, **new}, mesh_of(args, kwargs)))
 
     def _check_initialized(self) -> None:
         """Raise unless `init` has run, which finds out which parameters have rows."""
@@ -317,7 +335,8 @@ class RowSVI(SVI):
             for name, control in controls.items():
                 new_mutable[name] = control.updated(features, index, change)
         optim_state = (step + 1, (new_params, (dense_state, row_states)))
-        return SVIState(optim_state, new_mutable or None, rng_key), loss
+        new_state = SVIState(optim_state, new_mutable or None, rng_key)
+        return self._placed(new_state, (args, kwargs)), loss
 
     def _directions(self, values: dict[str, Any]) -> Float[Array, "sets num one_plus_k"]:
         """The rows of [loc, C_k] at given parameters."""
@@ -371,7 +390,8 @@ class RowSVI(SVI):
         if init_state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         else:
-            state = self.refresh(jax.tree.map(jnp.copy, init_state), *args, **kwargs)
+            state = self._placed(jax.tree.map(jnp.copy, init_state), (args, kwargs))
+            state = self.refresh(state, *args, **kwargs)
         length = max(1, num_steps // 20)
         length = math.ceil(self.refresh_every / math.ceil(self.refresh_every / length))
         losses: list[Array] = []

@@ -80,16 +80,18 @@ def load(
         path: the file.
         like: an object of the same structure, such as `svi.init(key, *args)`, from which classes
             and functions are taken, while arrays, keys, numbers and strings come from the file. Its
-            arrays may be `jax.ShapeDtypeStruct`, as `equinox.filter_eval_shape` makes them. Needed
-            where functions are lambdas or closures; with it, no name in the file is looked up. A
-            part of it may be `...`, for whatever the file has there.
+            arrays may be `jax.ShapeDtypeStruct`, as `equinox.filter_eval_shape` makes them; where
+            they lie on a mesh, those of the file are put there alike, whatever number of devices
+            had them. Needed where functions are lambdas or closures; with it, no name in the file
+            is looked up. A part of it may be `...`, for whatever the file has there.
         trusted: other packages whose classes and functions the file may name, or these classes and
             functions themselves, such as `("my_package", MyNetwork, my_mean)`. Packages are
             imported.
 
     Returns:
-        The object. Arrays are on JAX's default device, NumPy's stay NumPy's. 64-bit arrays become
-        32-bit ones, with a warning, unless 64-bit types are enabled.
+        The object. Arrays are on JAX's default device or on the mesh of those of `like`, NumPy's
+        stay NumPy's. 64-bit arrays become 32-bit ones, with a warning, unless 64-bit types are
+        enabled.
 
     Raises:
         FileNotFoundError: if there is no file.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import Distribution
 
+from numpyro_scalegp.core.mesh import placed_like
 from numpyro_scalegp.saving import names
 from numpyro_scalegp.saving.encoding import (
     DICTS,
@@ -95,8 +96,10 @@ class Decoder:
             array = _narrowed(array, path)
         if code.get("weak") and dtype in _weak_dtypes():
             # From a number of Python, and so never widening the type of a result.
-            return jnp.full(array.shape, dtype.type(0).item()).at[...].set(array)
-        return jnp.array(array)
+            loaded = jnp.full(array.shape, dtype.type(0).item()).at[...].set(array)
+        else:
+            loaded = jnp.array(array)
+        return placed_like(loaded, like[0]) if like else loaded
 
     def _decode_key(self, code: Any, like: Template, path: str) -> Any:
         if code["implementation"] not in KEY_IMPLEMENTATIONS:
@@ -104,7 +107,7 @@ class Decoder:
         data = self._decode_array(code["data"], (), path)
         key = jax.random.wrap_key_data(data, impl=code["implementation"])
         _fits(key.shape, key.dtype, like, path)
-        return key
+        return placed_like(key, like[0]) if like else key
 
     def _decode_dict(self, code: Any, like: Template, path: str) -> Any:
         of = DICTS[code["kind"]]
