@@ -114,7 +114,8 @@ def start_workers(processes, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
+    environment = {**os.environ, "XLA_FLAGS": flags}
     command = [sys.executable, __file__, f"--processes={processes}", f"--output={folder}"]
     workers = [
         subprocess.Popen([*command, f"--work={place}", f"--address={address}"], env=environment)

@@ -57,6 +57,23 @@ def test_the_first_page_runs_as_pasted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["--devices=3", "--processes=2"])
+def test_many_devices(where: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/many_devices.py", where, "--rows=101", f"--output={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    differences = re.findall(r"^[a-zV ]+ (\d\.\de[-+]\d+)$", done.stdout, re.M)
+    assert len(differences) == 7
+    assert max(map(float, differences)) < 1e-8
+
+
+@pytest.mark.slow
 def test_co2(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("statsmodels")
     pytest.importorskip("arviz")

@@ -87,7 +87,14 @@ def placed_like(array: Array, like: Any) -> Array:
     sharding = getattr(like, "sharding", None)
     if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)):
         return array
-    return jax.device_put(array, sharding)
+    if not sharding.mesh.is_multi_process:
+        return jax.device_put(array, sharding)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = placed_like(jax.random.key_data(array), jax.random.key_data(like))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    # `device_put` compares what the processes have, and takes NaN for a difference.
+    own = np.asarray(array)
+    return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
 
 def is_divisible(num: int, mesh: AnyMesh | None) -> bool:
