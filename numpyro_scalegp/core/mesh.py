@@ -11,7 +11,6 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,12 +139,23 @@ def stack_shares(mesh: AnyMesh, function: Callable[..., T], *rows: Any) -> T:
 
 
 def _of_shares(mesh: AnyMesh, function: Callable[..., T], rows: tuple[Any, ...]) -> T:
-    # As a batch with one member for each device, which XLA divides. (Within `jax.shard_map` JAX
-    # refuses functions that close over arrays on the mesh, such as hyperparameters after a step.)
+    return on_each(mesh, function, *shares_of(mesh, rows))
+
+
+def shares_of(mesh: AnyMesh, rows: T) -> T:
+    """Rows that all devices can share evenly, along a leading axis the share of each."""
+
     def split(leaf: Array) -> Array:
         return leaf.reshape(mesh.size, leaf.shape[0] // mesh.size, *leaf.shape[1:])
 
-    shares = jax.tree.map(split, rows)
+    return divided(jax.tree.map(split, rows), mesh)
+
+
+def on_each(mesh: AnyMesh, function: Callable[..., T], *shares: Any) -> T:
+    """What a function makes of each device's share, along a leading axis as shares are."""
+    # As a batch with one member for each device, which XLA divides. (Within `jax.shard_map` JAX
+    # refuses functions that close over arrays on the mesh, such as hyperparameters after a step,
+    # and XLA fails on constants.)
     with _within_share():
         found = jax.vmap(function)(*divided(shares, mesh))
     return divided(found, mesh)
@@ -159,37 +169,6 @@ def _within_share() -> Iterator[None]:
         yield
     finally:
         _is_within_share.reset(token)
-
-
-def on_shares(
-    mesh: AnyMesh, function: Callable[..., T], whole: Any, *rows: Any, out: Any = None
-) -> T:
-    """Run a function that passes arrays between the devices on each one's share of rows.
-
-    Args:
-        mesh: the devices.
-        function: maps `whole` and rows to a pytree of arrays; closes over no array.
-        whole: a pytree of what is whole on each device.
-        *rows: pytrees of arrays with a leading axis that all devices can share evenly.
-        out: how the results lie, a pytree of `PartitionSpec`s or a prefix of one; None where all
-            have rows, each device its own.
-    """
-    arrays, rest = eqx.partition(whole, eqx.is_array)
-    own = P(mesh.axis_names)
-
-    def of_share(arrays: Any, *rows: Any) -> Any:
-        return function(eqx.combine(arrays, rest), *rows)
-
-    # Functions of users make arrays of their own, of which JAX could not tell on how many devices
-    # they differ.
-    shares = jax.shard_map(
-        of_share,
-        mesh=mesh,
-        in_specs=(P(), *(own for _ in rows)),
-        out_specs=own if out is None else out,
-        check_vma=False,
-    )
-    return shares(arrays, *rows)
 
 
 def filled(mesh: AnyMesh, rows: T, *, repeat: bool) -> T:
@@ -209,17 +188,6 @@ def with_more_rows(array: Array, num: int, *, repeat: bool) -> Array:
     shape = (num, *array.shape[1:])
     more = jnp.broadcast_to(array[-1:], shape) if repeat else jnp.zeros(shape, array.dtype)
     return jnp.concatenate([array, more])
-
-
-def summed(mesh: AnyMesh, tree: T) -> T:
-    """The sum over devices, within the work on a share."""
-    return jax.lax.psum(tree, mesh.axis_names)
-
-
-def shifted(mesh: AnyMesh, tree: T, by: int) -> T:
-    """Each device's arrays, passed on to the one `by` places on, within the work on a share."""
-    places = [(i, (i + by) % mesh.size) for i in range(mesh.size)]
-    return jax.lax.ppermute(tree, mesh.axis_names, places)
 
 
 def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:

@@ -52,7 +52,8 @@ class KernelOperator(eqx.Module):
         memory_budget: int = 2**28,
     ) -> None:
         self.kernel = as_single("kernel", kernel)
-        self.X = checks.inputs("X", X)
+        rows = checks.inputs("X", X)
+        self.X = divided(rows, mesh_of(rows))
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.shape("noise_variance", self.noise_variance, (), self.X.shape[:1])
         checks.positive("noise_variance", self.noise_variance, or_zero=True)

@@ -6,21 +6,20 @@ of the work. What a visiting share gets out of a meeting travels with it, and go
 No array of all rows is ever in one place, and each pair of rows is evaluated once.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from numpyro_scalegp.core.mesh import (
     AnyMesh,
+    divided,
     filled,
-    on_shares,
-    shifted,
-    summed,
+    on_each,
+    shares_of,
     with_more_rows,
 )
 from numpyro_scalegp.kernels import AbstractKernel
@@ -32,7 +31,6 @@ Share = tuple[Array, Any]
 Meeting = Callable[[Share, Share], tuple[Any, Array, Array]]
 
 
-@eqx.filter_jit
 def symmetric_matmul(
     mesh: AnyMesh,
     kernel: AbstractKernel,
@@ -42,18 +40,18 @@ def symmetric_matmul(
 ) -> Float[Array, "n k"]:
     """As of `products`; each device sends n (d / 2 + k) numbers."""
 
-    def of_share(kernel: AbstractKernel, X: Array, V: Array, place: Array) -> Array:
-        def meet(mine: Share, visiting: Share) -> tuple[None, Array, Array]:
-            rows, vectors = zip(mine, visiting, strict=True)
-            return None, *products.mutual_matmul(kernel, rows, vectors, block_size)
+    def meet(mine: Share, visiting: Share) -> tuple[None, Array, Array]:
+        rows, vectors = zip(mine, visiting, strict=True)
+        return None, *products.mutual_matmul(kernel, rows, vectors, block_size)
 
-        _, others = _meet_all(mesh, meet, (X, V), place[0])
-        return products.symmetric_matmul(kernel, X, V, block_size) + others
+    def alone(X: Array, V: Array) -> Array:
+        return products.symmetric_matmul(kernel, X, V, block_size)
 
-    return on_shares(mesh, of_share, kernel, *_filled(mesh, X, V), _places(mesh))[: X.shape[0]]
+    mine = _shares(mesh, X, V)
+    own = on_each(mesh, alone, *mine) + _meet_all(mesh, meet, mine)[1]
+    return jax.lax.collapse(own, 0, 2)[: X.shape[0]]
 
 
-@eqx.filter_jit
 def symmetric_gradient(
     mesh: AnyMesh,
     kernel: AbstractKernel,
@@ -63,58 +61,55 @@ def symmetric_gradient(
 ) -> products.Gradient:
     """As of `products`; each device sends n (d + k) numbers."""
 
-    def of_share(
-        kernel: AbstractKernel, X: Array, sides: tuple[Array, Array], place: Array
-    ) -> products.Gradient:
-        def meet(mine: Share, visiting: Share) -> tuple[AbstractKernel, Array, Array]:
-            (X, (left, _)), (Z, (_, right)) = mine, visiting
-            found = products.mutual_gradient(kernel, (X, Z), (left, right), block_size)
-            return found.kernel, *found.rows
+    def meet(mine: Share, visiting: Share) -> tuple[AbstractKernel, Array, Array]:
+        (X, (left, _)), (Z, (_, right)) = mine, visiting
+        found = products.mutual_gradient(kernel, (X, Z), (left, right), block_size)
+        return found.kernel, *found.rows
 
-        own = products.symmetric_gradient(kernel, X, sides, block_size)
-        total, others = _meet_all(mesh, meet, (X, sides), place[0])
-        dkernel = summed(mesh, jax.tree.map(jnp.add, own.kernel, total))
-        return products.Gradient(dkernel, own.rows + others)
+    def alone(X: Array, sides: tuple[Array, Array]) -> products.Gradient:
+        return products.symmetric_gradient(kernel, X, sides, block_size)
 
-    out = products.Gradient(P(), P(mesh.axis_names))
-    found = on_shares(mesh, of_share, kernel, *_filled(mesh, X, sides), _places(mesh), out=out)
-    return found._replace(rows=found.rows[: X.shape[0]])
+    mine = _shares(mesh, X, sides)
+    own = on_each(mesh, alone, *mine)
+    total, others = _meet_all(mesh, meet, mine)
+    dkernel = jax.tree.map(lambda a, b: jnp.sum(a + b, axis=0), own.kernel, total)
+    return products.Gradient(dkernel, jax.lax.collapse(own.rows + others, 0, 2)[: X.shape[0]])
 
 
-def _filled(mesh: AnyMesh, X: Array, vectors: Any) -> Share:
-    """The rows in a number that all devices can share, with vectors of zeros for those added."""
-    return filled(mesh, X, repeat=True), filled(mesh, vectors, repeat=False)
+def _shares(mesh: AnyMesh, X: Array, vectors: Any) -> Share:
+    """The rows of each device along a leading axis, with vectors of zeros where rows are added."""
+    rows = filled(mesh, X, repeat=True), filled(mesh, vectors, repeat=False)
+    return shares_of(mesh, rows)
 
 
-def _places(mesh: AnyMesh) -> Int[Array, " devices"]:
-    """The place of each device in the ring."""
-    # As an argument: `jax.lax.axis_index` fails within `jax.ensure_compile_time_eval`.
-    return jnp.arange(mesh.size)
-
-
-def _meet_all(mesh: AnyMesh, meet: Meeting, mine: Share, place: Array) -> tuple[Any, Array]:
-    """The sum over this device's meetings, and what its own rows get from all those they are in."""
+def _meet_all(mesh: AnyMesh, meet: Meeting, mine: Share) -> tuple[Any, Array]:
+    """The sum over each device's meetings, and what its rows get from all those they are in."""
     distance = mesh.size // 2
 
-    def one(state: tuple, _: None) -> tuple[tuple, None]:
-        visiting, so_far = state
-        found, here, there = meet(mine, visiting)
-        # The next visitor need not wait for what this one takes along.
-        visiting, (total, own, carried) = shifted(mesh, visiting, 1), so_far
-        total = jax.tree.map(jnp.add, total, found)
-        return (visiting, (total, own + here, shifted(mesh, carried + there, 1))), None
+    def shifted(tree: Any, by: int) -> Any:
+        return divided(jax.tree.map(lambda leaf: jnp.roll(leaf, by, axis=0), tree), mesh)
 
-    visiting = shifted(mesh, mine, 1)
+    def one(state: tuple, _: None) -> tuple[tuple, None]:
+        visiting, (total, own, carried) = state
+        found, here, there = on_each(mesh, meet, mine, visiting)
+        # The next visitor need not wait for what this one takes along.
+        visiting, carried = shifted(visiting, 1), shifted(carried + there, 1)
+        return (visiting, (jax.tree.map(jnp.add, total, found), own + here, carried)), None
+
+    visiting = shifted(mine, 1)
     so_far = jax.tree.map(
-        lambda shape: jnp.zeros(shape.shape, shape.dtype), jax.eval_shape(meet, mine, visiting)
+        lambda shape: jnp.zeros(shape.shape, shape.dtype),
+        jax.eval_shape(jax.vmap(meet), mine, visiting),
     )
+    so_far = divided(so_far, mesh)
     (visiting, so_far), _ = jax.lax.scan(one, (visiting, so_far), length=distance - 1)
     if mesh.size % 2:
-        last = meet(mine, visiting)
+        last = on_each(mesh, meet, mine, visiting)
     else:
-        last = _meet_by_halves(meet, mine, visiting, place >= distance)
+        by_halves = functools.partial(_meet_by_halves, meet)
+        last = on_each(mesh, by_halves, mine, visiting, jnp.arange(mesh.size) >= distance)
     total, own, carried = jax.tree.map(jnp.add, so_far, last)
-    return total, own + shifted(mesh, carried, -distance)
+    return total, own + shifted(carried, -distance)
 
 
 def _meet_by_halves(meet: Meeting, mine: Share, visiting: Share, crosswise: Array) -> tuple:
