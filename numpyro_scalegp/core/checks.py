@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import precision
+from numpyro_scalegp.core.host import as_numpy
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def _or_nan(
 def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
     """Raise unless every entry of `value` is positive, `or_zero`, and finite."""
     if is_concrete(value):
-        entries = np.asarray(value)
+        entries = as_numpy(value)
         if not (
             np.isfinite(entries).all() and (entries > 0 if not or_zero else entries >= 0).all()
         ):
@@ -90,7 +91,7 @@ def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
 def finite(name: str, value: ArrayLike, remedy: str = "") -> None:
     """Raise if `value` holds a NaN or an infinity, by a message that ends with the remedy."""
     if is_concrete(value):
-        bad = ~np.isfinite(np.asarray(value))
+        bad = ~np.isfinite(as_numpy(value))
         if bad.any():
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             raise ValueError(
@@ -134,7 +135,7 @@ def inputs(
 def categories(name: str, value: ArrayLike, column: int, known: tuple[int, ...]) -> None:
     """Raise unless each entry of a column of the inputs `value` is among the `known` integers."""
     if is_concrete(value):
-        entries = np.asarray(value)[..., column].ravel()
+        entries = as_numpy(value)[..., column].ravel()
         bad = ~np.isin(entries, known)
         if bad.any():
             row = int(np.argmax(bad))

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import as_numpy
 
 
 def is_alike(one: Any, other: Any) -> bool:
@@ -39,5 +40,5 @@ def begins_with(X: Float[Array, "n d"], first: Float[Array, "m c"]) -> bool:
     if not checks.is_concrete((X, first)):
         return True
     dtype = min(X.dtype, first.dtype, key=lambda one: one.itemsize)
-    ours, theirs = (np.asarray(one).astype(dtype) for one in (X, first))
+    ours, theirs = (as_numpy(one).astype(dtype) for one in (X, first))
     return np.array_equal(ours[: len(theirs)], theirs)

@@ -1,10 +1,24 @@
-"""Decisions that are one for all members of a batch, and calls of the host that rest on them."""
+"""What the host sees: values of arrays, and calls that are one for all members of a batch."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Num
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, ArrayLike, Bool, Num
+
+
+def as_numpy(value: ArrayLike) -> np.ndarray:
+    """The values of an array, of one that several processes hold the whole in each of them."""
+    is_spread = isinstance(value, jax.Array) and not (
+        value.is_fully_addressable or value.is_fully_replicated
+    )
+    if is_spread:
+        whole = NamedSharding(value.sharding.mesh, PartitionSpec())
+        with jax.ensure_compile_time_eval():
+            value = jax.jit(lambda array: array, out_shardings=whole)(value)
+    return np.asarray(value)
 
 
 @jax.custom_batching.custom_vmap
