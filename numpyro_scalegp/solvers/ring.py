@@ -61,7 +61,7 @@ def symmetric_gradient(
     sides: tuple[Float[Array, "n k"], Float[Array, "n k"]],
     block_size: int,
 ) -> products.Gradient:
-    """As of `products`; each device sends n (d + k) numbers."""
+    """As of `products`; each device sends n (d + k / 2) numbers."""
 
     def of_share(
         kernel: AbstractKernel, X: Array, sides: tuple[Array, Array], place: Array
