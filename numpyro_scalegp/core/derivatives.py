@@ -45,7 +45,7 @@ class lasting_jvp:
         def function(*flat: ArrayLike) -> list:
             return jax.tree.leaves(self.function(*jax.tree.unflatten(structure, flat)))
 
-        shape = jax.eval_shape(self.function, *arguments)
+        types, structure_of_output = _types_of_output(self.function, *arguments)
 
         def rule(primals: tuple, tangents: tuple) -> tuple[list, list]:
             assert self.rule is not None
@@ -53,10 +53,16 @@ class lasting_jvp:
             found = self.rule(*both)
             return jax.tree.leaves(found[0]), jax.tree.leaves(found[1])
 
-        found = _call.bind(
-            *flat, function=function, rule=rule, shapes=tuple(jax.tree.leaves(shape))
-        )
-        return jax.tree.unflatten(jax.tree.structure(shape), found)
+        found = _call.bind(*flat, function=function, rule=rule, types=types)
+        return jax.tree.unflatten(structure_of_output, found)
+
+
+def _types_of_output(function: Callable, *arguments: Any) -> tuple[tuple, Any]:
+    """The types of the arrays that a function returns, and their structure."""
+    # `jax.eval_shape` leaves out the mesh that arrays lie on.
+    program, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    types = tuple(leaf.strip_weak_type() for leaf in program.out_avals)
+    return types, jax.tree.structure(shape)
 
 
 def _evaluate(*flat: ArrayLike, function: Callable, **_: Any) -> Any:
@@ -64,9 +70,7 @@ def _evaluate(*flat: ArrayLike, function: Callable, **_: Any) -> Any:
 
 
 _call.def_impl(_evaluate)
-_call.def_abstract_eval(
-    lambda *_, shapes, **__: [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes]
-)
+_call.def_abstract_eval(lambda *_, types, **__: list(types))
 mlir.register_lowering(_call, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
@@ -80,8 +84,8 @@ ad.primitive_jvps[_call] = _push_forward
 def _batch_call(flat: tuple, dims: tuple, *, function: Callable, rule: Callable, **_: Any) -> tuple:
     function = jax.vmap(function, in_axes=dims)
     rule = jax.vmap(rule, in_axes=(dims, dims))
-    shapes = tuple(jax.eval_shape(function, *flat))
-    found = _call.bind(*flat, function=function, rule=rule, shapes=shapes)
+    types, _ = _types_of_output(function, *flat)
+    found = _call.bind(*flat, function=function, rule=rule, types=types)
     return found, (0,) * len(found)
 
 

@@ -38,13 +38,14 @@ def pivoted_cholesky(
 
     def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         remaining, rows, pivots = state
-        pivot = jnp.argmax(remaining)
-        row = kernel(X[pivot][None], X)[0] - matmul(rows[:, pivot], rows)
-        left = jnp.maximum(remaining[pivot], negligible)
+        # As an array of one index: of a single one, devices that share the rows would gather all.
+        pivot, largest = jnp.argmax(remaining)[None], jnp.max(remaining)
+        row = (kernel(X[pivot], X) - matmul(rows[:, pivot].T, rows))[0]
+        left = jnp.maximum(largest, negligible)
         # So that NaN stays.
-        row = jnp.where(remaining[pivot] <= negligible, 0.0, row * jax.lax.rsqrt(left))
+        row = jnp.where(largest <= negligible, 0.0, row * jax.lax.rsqrt(left))
         remaining = (remaining - jnp.square(row)).at[pivot].set(-jnp.inf)
-        return remaining, rows.at[i].set(row), pivots.at[i].set(pivot)
+        return remaining, rows.at[i].set(row), pivots.at[i].set(pivot[0])
 
     nothing = divided(jnp.zeros((rank, X.shape[0]), variance.dtype), mesh_of(X), axis=1)
     start = (variance, nothing, jnp.zeros(rank, int))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.core.mesh import AnyMesh, map_shares, sum_shares
+from numpyro_scalegp.core.mesh import AnyMesh, divided, map_shares
 from numpyro_scalegp.solvers.blocks import whitener
 from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
@@ -29,22 +29,13 @@ def _of_each(
 
 
 def _whitened_twice(
-    mesh: AnyMesh | None,
     whiteners: Float[Array, "blocks b b"],
     chosen: Int[Array, ""],
     residual: Float[Array, "b k"],
 ) -> Float[Array, "b k"]:
-    """W'W r for the whitener that is chosen, on the device that has it."""
-
-    def of_some(whiteners: Array, number: Array) -> Array:
-        own = jnp.argmax(number == chosen)
-        W = whiteners[own]
-        return jnp.where(number[own] == chosen, matmul(W.T, matmul(W, residual)), 0.0)
-
-    # Rows that fill a share are zeros, and so is the number of the first block.
-    numbered = whiteners, 1 + jnp.arange(len(whiteners))
-    chosen = chosen + 1
-    return of_some(*numbered) if mesh is None else sum_shares(mesh, of_some, *numbered)
+    """W'W r for the whitener that is chosen, on a mesh each device with its rows of W."""
+    W = whiteners[chosen]
+    return matmul(W.T, matmul(W, residual))
 
 
 class _State(NamedTuple):
@@ -106,13 +97,14 @@ class AlternatingProjections(AbstractSolver):
         def of_block(rows: Array) -> Array:
             return whitener(operator.block(rows, rows), operator.noise()[rows])
 
-        whiteners = _of_each(operator.mesh, of_block, blocks)
+        # Made block by block; then each device takes its rows of all of them.
+        whiteners = divided(_of_each(operator.mesh, of_block, blocks), operator.mesh, axis=1)
 
         def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
             chosen = jnp.argmax(jnp.sum(squares[blocks], axis=1))
             rows = blocks[chosen]
-            change = _whitened_twice(operator.mesh, whiteners, chosen, state.residual[rows])
+            change = _whitened_twice(whiteners, chosen, state.residual[rows])
             value = state.value.at[rows].add(change)
             return _State(value, state.residual - operator.columns_matmul(rows, change))
 

@@ -107,7 +107,7 @@ def mutual_matmul(
     block_size: int,
 ) -> tuple[Float[Array, "n k"], Float[Array, "m k"]]:
     """Multiply K(X, Z) W and K(Z, X) V, for rows X, Z with vectors V, W, from the same blocks."""
-    X, Z = (Blocks(one, block_size) for one in rows)
+    X, Z = (Blocks(one, _even_share(len(one), block_size)) for one in rows)
     V, W = (blocks.split(one).mT for blocks, one in zip((X, Z), vectors, strict=True))
 
     def pair(products: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
@@ -165,7 +165,7 @@ def mutual_gradient(
     block_size: int,
 ) -> Gradient:
     """The gradient of sum_c l_c'K(X, Z) r_c, for rows X with vectors L and Z with R."""
-    X, Z = (Blocks(one, block_size) for one in rows)
+    X, Z = (Blocks(one, _even_share(len(one), block_size)) for one in rows)
     left, right = (blocks.split(one) for blocks, one in zip((X, Z), sides, strict=True))
 
     def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:

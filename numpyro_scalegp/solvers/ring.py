@@ -59,7 +59,7 @@ def symmetric_gradient(
     sides: tuple[Float[Array, "n k"], Float[Array, "n k"]],
     block_size: int,
 ) -> products.Gradient:
-    """As of `products`; each device sends n (d + k) numbers."""
+    """As of `products`; each device sends n (d + k / 2) numbers."""
 
     def meet(mine: Share, visiting: Share) -> tuple[AbstractKernel, Array, Array]:
         (X, (left, _)), (Z, (_, right)) = mine, visiting

@@ -137,6 +137,36 @@ def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solv
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **EXACT), one, several)
 
 
+@pytest.mark.parametrize("solver", ["projections", "pivoted"])
+def test_no_gradient_gathers_rows(solver):
+    n, num_probes = 800, 15
+    X, y, _ = data(n)
+    # The log-determinant's preconditioner has a rank of 10 sqrt(n).
+    estimator = sgp.estimators.Pathwise(
+        SOLVERS[solver], num_probes=num_probes, num_features=20, num_logdet_probes=0
+    )
+
+    def value(scale: Array, X: Array, y: Array) -> Array:
+        gp = sgp.GaussianProcess(kernel(scale), X, NOISE, estimator=estimator, key=KEY)
+        return gp.log_prob(y)
+
+    sizes = gathered(jax.grad(value), jnp.ones(()), *sgp.shard_rows(mesh(), X, y))
+    assert max(sizes) <= n < X.size < n * num_probes
+
+
+def test_conditioning_in_a_program_gathers_no_rows():
+    n, num_probes = 800, 15
+    X, y, _ = data(n)
+    solver = sgp.solvers.AlternatingProjections(block_size=20)
+    estimator = sgp.estimators.Pathwise(solver, num_probes=num_probes, num_features=20)
+
+    def weights(X: Array, y: Array) -> Array:
+        gp = sgp.GaussianProcess(kernel(), X, NOISE, estimator=estimator, key=KEY)
+        return gp.condition(y).representer_weights
+
+    assert max(gathered(weights, *sgp.shard_rows(mesh(), X, y))) <= n
+
+
 def model(X: Array, y: Array) -> None:
     scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
