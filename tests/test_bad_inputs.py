@@ -50,6 +50,15 @@ def model(X: Any, y: Any = None) -> None:
     numpyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
 
 
+def mesh(num: int = 2) -> Any:
+    return jax.make_mesh((num,), ("rows",), devices=jax.devices()[:num])
+
+
+def explicit() -> Any:
+    axes = jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec("rows"))
+    return jax.device_put(X, axes)
+
+
 gp = functools.partial(sgp.GaussianProcess, rbf)
 coregion = K.Coregion(eye[:2, :1], eye[0, :2])
 Y = np.stack([y, y], axis=1)
@@ -852,6 +861,11 @@ LATENT: list[Row] = [
         lambda: sgp.ChevronNormal(y, y + 1, X).log_prob(0.0),
         r"`value` must have shape \(\.\.\., 6\), got \(\)",
     ),
+    ("no mesh", lambda: sgp.shard_rows("rows", X), "`mesh` must be a mesh of devices"),
+    ("rows apart", lambda: sgp.shard_rows(mesh(), X, y[:5]), "same number of rows.*(6, 1).*(5,)"),
+    ("no rows", lambda: sgp.shard_rows(mesh(), 1.0), r"same number of rows.*\[\(\)\]"),
+    ("few rows", lambda: sgp.shard_rows(mesh(8), X), "6 rows are too few for a mesh of 8 devices"),
+    ("explicit", lambda: Operator(rbf, explicit(), 0.1), "with explicit axes.*`X, y = sgp.shard_"),
     ("plate name", lambda: sgp.plate(3, 6), "`name` must be a string, got 3"),
     ("plate size", lambda: sgp.plate("p", 6.0), "`size` must be an integer, got 6.0"),
     ("empty plate", lambda: sgp.plate("p", 0), "`size` must be at least 1, got 0"),

@@ -57,6 +57,7 @@ def test_the_first_page_runs_as_pasted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 @pytest.mark.parametrize("where", ["--devices=3", "--processes=2"])
 def test_many_devices(where: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -11,11 +11,11 @@ from jaxtyping import Array, ArrayLike, Bool, Num
 
 def as_numpy(value: ArrayLike) -> np.ndarray:
     """The values of an array, of one that several processes hold the whole in each of them."""
-    is_spread = isinstance(value, jax.Array) and not (
-        value.is_fully_addressable or value.is_fully_replicated
-    )
-    if is_spread:
-        whole = NamedSharding(value.sharding.mesh, PartitionSpec())
+    sharding = value.sharding if isinstance(value, jax.Array) else None
+    if isinstance(sharding, NamedSharding) and not (
+        sharding.is_fully_addressable or sharding.is_fully_replicated
+    ):
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
         with jax.ensure_compile_time_eval():
             value = jax.jit(lambda array: array, out_shardings=whole)(value)
     return np.asarray(value)

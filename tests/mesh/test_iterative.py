@@ -21,7 +21,6 @@ from numpyro_scalegp.solvers import products
 KEY = jax.random.key(0)
 DEVICES = 8
 EVEN, UNEVEN = 96, 101
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 NOISE = 0.5  # well conditioned, so that rounding is not amplified
 
@@ -43,6 +42,11 @@ SOLVERS = {
     "auto": sgp.solvers.AutoSolver(1e-6),
     "cholesky": sgp.solvers.Cholesky(),
 }
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """To 1e-10, absolute where values are small."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), one, other)
 
 
 def kernel(scale: Any = 1.0) -> sgp.kernels.AbstractKernel:
@@ -97,9 +101,7 @@ def test_products_and_gradients_are_those_of_one_device(n, num, monkeypatch):
             H.quadratic_gradient(jnp.arange(4.0), V),
         )
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, **EXACT), *map(found, (one, several))
-    )
+    assert_same(found(one), found(several))
 
 
 @pytest.mark.usefixtures("x64")
@@ -109,7 +111,7 @@ def test_solutions_are_those_of_one_device(solver):
     B = data(n)[2]
     solve = jax.jit(lambda H: SOLVERS[solver].solve(H, B, guess=0.1 * B[::-1], key=KEY))
     one, several = map(solve, operators(n))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **EXACT), one, several)
+    assert_same(one, several)
 
 
 @pytest.mark.usefixtures("x64")
@@ -134,7 +136,7 @@ def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solv
 
     one = found(X, y, X[:7] + 0.1)
     several = found(*sgp.shard_rows(mesh(), X, y), X[:7] + 0.1)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **EXACT), one, several)
+    assert_same(one, several)
 
 
 @pytest.mark.parametrize("solver", ["projections", "pivoted"])
@@ -185,8 +187,7 @@ def test_warm_starts_go_on_through_svi(n, tmp_path):
         svi = SVI(model, AutoDelta(model), optax.adam(0.05), Trace_ELBO())
         results.append(svi.run(KEY, 4, X, y, progress_bar=False, stable_update=True))
     one, several = results
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, **EXACT),
+    assert_same(
         (one.params, one.losses, one.state.mutable_state["solver"].memory.solutions),
         (several.params, several.losses, several.state.mutable_state["solver"].memory.solutions),
     )
@@ -198,4 +199,4 @@ def test_warm_starts_go_on_through_svi(n, tmp_path):
         sgp.posterior(model, AutoDelta(model), result, X, y).mean(data(n)[0][:5])
         for result, (X, y) in zip(results, (data_on_one, data_on_mesh), strict=True)
     ]
-    np.testing.assert_allclose(*means, **EXACT)
+    assert_same(*means)
