@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.mesh import AnyMesh, divided, map_shares, mesh_of, sum_shares
+from numpyro_scalegp.core.mesh import AnyMesh, divided, filled, map_shares, mesh_of, sum_shares
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.solvers import products, ring
@@ -131,8 +131,12 @@ class KernelOperator(eqx.Module):
         def of_columns(X: Array, V: Array) -> Array:
             return kernel_matmul(self.kernel, rows, X, V, self.memory_budget)
 
-        mesh, columns = self.mesh, (self.X, V)
-        product = of_columns(*columns) if mesh is None else sum_shares(mesh, of_columns, *columns)
+        if (mesh := self.mesh) is None:
+            product = of_columns(self.X, V)
+        else:
+            # Rows that are added are rows of X, lest a kernel be evaluated out of its domain.
+            X = filled(mesh, self.X, repeat=True)
+            product = sum_shares(mesh, of_columns, X, filled(mesh, V, repeat=False))
         return product + self.noise()[index][:, None] * V[index]
 
     def columns_matmul(
