@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from numpyro_scalegp.core.mesh import AnyMesh, divided, filled, whole
+from numpyro_scalegp.core.mesh import AnyMesh, divided, filled, shares_of, whole
 
 T = TypeVar("T")
 
@@ -39,9 +39,7 @@ def rows_at(mesh: AnyMesh, tree: T, index: Int[Array, " b"]) -> T:
 def _from_shares(mesh: AnyMesh, tree: T, wanted: Int[Array, "p w"], size: int) -> T:
     """The rows that each device wants, one after the other, from shares of `size` rows."""
     device = jnp.arange(mesh.size, dtype=wanted.dtype)[:, None]
-    shares = divided(
-        jax.tree.map(lambda leaf: leaf.reshape(mesh.size, size, *leaf.shape[1:]), tree), mesh
-    )
+    shares = shares_of(mesh, tree)
 
     def at_home(wanted: Int[Array, "p v"]) -> T:
         """Of the rows wanted of each device those that it has, and zeros in place of others."""

@@ -28,16 +28,6 @@ def _of_each(
     return of_some(blocks) if mesh is None else map_shares(mesh, of_some, blocks)
 
 
-def _whitened_twice(
-    whiteners: Float[Array, "blocks b b"],
-    chosen: Int[Array, ""],
-    residual: Float[Array, "b k"],
-) -> Float[Array, "b k"]:
-    """W'W r for the whitener that is chosen, on a mesh each device with its rows of W."""
-    W = whiteners[chosen]
-    return matmul(W.T, matmul(W, residual))
-
-
 class _State(NamedTuple):
     value: Float[Array, "n k"]
     residual: Float[Array, "n k"]
@@ -103,8 +93,8 @@ class AlternatingProjections(AbstractSolver):
         def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
             chosen = jnp.argmax(jnp.sum(squares[blocks], axis=1))
-            rows = blocks[chosen]
-            change = _whitened_twice(whiteners, chosen, state.residual[rows])
+            rows, W = blocks[chosen], whiteners[chosen]
+            change = matmul(W.T, matmul(W, state.residual[rows]))
             value = state.value.at[rows].add(change)
             return _State(value, state.residual - operator.columns_matmul(rows, change))
 
