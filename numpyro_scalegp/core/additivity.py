@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import as_numpy
 
 # What a term may be off by: part of what it varies by, and of its size in units of rounding.
 _TOLERANCE = 1e-3
@@ -357,7 +358,9 @@ def standing_in(
         with jax.ensure_compile_time_eval(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             typed = [np.asarray(a, one.dtype) for a, one in zip(arrays, like, strict=True)]
-            found = jax.device_get([program(constants, *typed) for constants in choices])
+            found = [
+                [as_numpy(array) for array in program(constants, *typed)] for constants in choices
+            ]
             jax.effects_barrier()
         return [np.stack(leaves) for leaves in zip(*found, strict=True)]
 

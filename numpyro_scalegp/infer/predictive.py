@@ -15,6 +15,7 @@ from numpyro import handlers
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.additivity import combining_rows
+from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
@@ -167,7 +168,7 @@ class Predictive:
         for start in range(0, self.num_samples, self.chunk_size):
             part = slice(start, start + self.chunk_size)
             some = jax.tree.map(lambda leaf, part=part: leaf[part], samples)
-            chunks.append(jax.device_get(self._compiled(keys[part], some, *rest)))
+            chunks.append(jax.tree.map(as_numpy, self._compiled(keys[part], some, *rest)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
     def _chunk(

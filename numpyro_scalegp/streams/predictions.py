@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.saving.file import put_in_place
 from numpyro_scalegp.streams.extra import imported
@@ -94,13 +94,13 @@ def _padded(X: Num[np.ndarray, "m d"], size: int) -> Num[np.ndarray, "size d"]:
 
 def _on_host(columns: Columns, size: int) -> Columns:
     found = {}
-    for name, values in jax.device_get(columns).items():
+    for name, values in columns.items():
         if np.ndim(values) != 1:
             raise ValueError(
                 f"`{name}` must have one value for each row, got shape {np.shape(values)}: for "
                 "several functions or outputs pass a function that gives each a name."
             )
-        found[name] = values[:size]
+        found[name] = as_numpy(values)[:size]
     return found
 
 
