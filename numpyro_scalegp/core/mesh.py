@@ -6,11 +6,12 @@ array of each kind how it lies; what it would gather, such as a loop over rows, 
 work on each device's share.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+import functools
+import types
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +24,6 @@ from numpyro_scalegp.core import checks, precision
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
 
-_is_within_share = contextvars.ContextVar("_is_within_share", default=False)
-
 
 def mesh_of(*trees: Any) -> AnyMesh | None:
     """The mesh that arrays lie on; None on one device, and within the work on a share.
@@ -32,8 +31,6 @@ def mesh_of(*trees: Any) -> AnyMesh | None:
     Raises:
         ValueError: if the mesh has explicit axes.
     """
-    if _is_within_share.get():
-        return None
     for leaf in jax.tree.leaves(trees):
         if not isinstance(leaf, jax.Array):
             continue
@@ -152,23 +149,59 @@ def shares_of(mesh: AnyMesh, rows: T) -> T:
 
 
 def on_each(mesh: AnyMesh, function: Callable[..., T], *shares: Any) -> T:
-    """What a function makes of each device's share, along a leading axis as shares are."""
-    # As a batch with one member for each device, which XLA divides. (Within `jax.shard_map` JAX
-    # refuses functions that close over arrays on the mesh, such as hyperparameters after a step,
-    # and XLA fails on constants.)
-    with _within_share():
-        found = jax.vmap(function)(*divided(shares, mesh))
-    return divided(found, mesh)
+    """What a function makes of each device's share, along a leading axis as shares are.
+
+    Each device runs the function by itself, and takes its own branches. Arrays that the function
+    holds are whole on each: those of its closure, of functions in it, and of pytrees there.
+    """
+    arrays, rest = eqx.partition(_opened(function), eqx.is_array)
+
+    def of_share(arrays: Any, shares: Any) -> T:
+        function = eqx.combine(arrays, rest)
+        found = function(*jax.tree.map(lambda leaf: leaf[0], shares))
+        return jax.tree.map(lambda leaf: leaf[None], found)
+
+    rows = P(mesh.axis_names)
+    compute = jax.shard_map(
+        of_share, mesh=mesh, in_specs=(P(), rows), out_specs=rows, check_vma=False
+    )
+    # Outside of compiled programs JAX would go through its operations one by one.
+    return jax.jit(compute)(arrays, shares)
 
 
-@contextlib.contextmanager
-def _within_share() -> Iterator[None]:
-    """Have functions that divide rows leave those of a share together."""
-    token = _is_within_share.set(True)
-    try:
-        yield
-    finally:
-        _is_within_share.reset(token)
+class _Opened(eqx.Module):
+    """A function as a pytree of what its closure holds."""
+
+    function: Any = eqx.field(static=True)
+    held: list[Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        one = self.function
+        closure = tuple(map(types.CellType, self.held))
+        copy = types.FunctionType(
+            one.__code__, one.__globals__, one.__name__, one.__defaults__, closure
+        )
+        copy.__kwdefaults__ = one.__kwdefaults__
+        return copy(*args, **kwargs)
+
+
+def _opened(value: Any) -> Any:
+    """The same with functions as pytrees.
+
+    `jax.shard_map` wants all that lies on the mesh, such as hyperparameters after a step, as
+    arguments.
+    """
+    if isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        return _Opened(value, [_opened(cell.cell_contents) for cell in cells])
+    if isinstance(value, types.MethodType):
+        return eqx.Partial(_opened(value.__func__), _opened(value.__self__))
+    if isinstance(value, functools.partial):
+        function, args, kwargs = map(_opened, (value.func, value.args, value.keywords))
+        return eqx.Partial(function, *args, **kwargs)
+    if jax.tree_util.all_leaves([value]):
+        return value
+    return jax.tree.map(_opened, value)
 
 
 def filled(mesh: AnyMesh, rows: T, *, repeat: bool) -> T:

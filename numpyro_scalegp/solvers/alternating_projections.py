@@ -1,6 +1,5 @@
 """Alternating projections: exact solves of one block of rows after another."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -10,22 +9,35 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.core.mesh import AnyMesh, divided, map_shares
+from numpyro_scalegp.core.mesh import divided, map_shares
 from numpyro_scalegp.solvers.blocks import whitener
 from numpyro_scalegp.solvers.iteration import check_budget, descend
 from numpyro_scalegp.solvers.operator import KernelOperator
 from numpyro_scalegp.solvers.solver import AbstractSolver, Solution, System
 
 
-def _of_each(
-    mesh: AnyMesh | None, function: Callable[[Array], Array], blocks: Int[Array, "blocks b"]
-) -> Float[Array, "blocks b b"]:
-    """A matrix of each block, made one after the other, on a mesh each device's own."""
+def _in_blocks(rows: Array, size: int) -> Array:
+    """Rows in blocks of a size, the last of which begins earlier where it is no divisor."""
+    num_whole = len(rows) // size
+    blocks = rows[: num_whole * size].reshape(num_whole, size, *rows.shape[1:])
+    if len(rows) % size:
+        blocks = jnp.concatenate([blocks, rows[None, -size:]])
+    return blocks
 
-    def of_some(blocks: Array) -> Array:
-        return jax.lax.map(function, blocks)
 
-    return of_some(blocks) if mesh is None else map_shares(mesh, of_some, blocks)
+def _whiteners(operator: KernelOperator, size: int) -> Float[Array, "blocks size size"]:
+    """That of each diagonal block, made one after the other, on a mesh each device's own."""
+    kernel, mesh = operator.kernel, operator.mesh
+
+    def of_block(rows: tuple[Array, Array]) -> Array:
+        X, noise = rows
+        return whitener(KernelOperator(kernel, X, noise).rows(jnp.arange(size)), noise)
+
+    def of_some(*rows: Array) -> Array:
+        return jax.lax.map(of_block, rows)
+
+    rows = divided([_in_blocks(one, size) for one in (operator.X, operator.noise())], mesh)
+    return of_some(*rows) if mesh is None else map_shares(mesh, of_some, *rows)
 
 
 class _State(NamedTuple):
@@ -80,15 +92,10 @@ class AlternatingProjections(AbstractSolver):
         """Project on one block after another; see `AbstractSolver.run`."""
         n = operator.size
         size = min(self.block_size, n)
-        num_blocks = -(-n // size)
-        first = jnp.minimum(jnp.arange(num_blocks) * size, n - size)
-        blocks = first[:, None] + jnp.arange(size)[None, :]
-
-        def of_block(rows: Array) -> Array:
-            return whitener(operator.block(rows, rows), operator.noise()[rows])
+        blocks = _in_blocks(jnp.arange(n), size)
 
         # Made block by block; then each device takes its rows of all of them.
-        whiteners = divided(_of_each(operator.mesh, of_block, blocks), operator.mesh, axis=1)
+        whiteners = divided(_whiteners(operator, size), operator.mesh, axis=1)
 
         def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
