@@ -104,6 +104,16 @@ def test_products_and_gradients_are_those_of_one_device(n, num, monkeypatch):
     assert_same(found(one), found(several))
 
 
+def test_no_device_waits_for_the_branches_of_others():
+    X = jnp.tile(data(EVEN)[0], 2)  # distances of more than 3 columns are computed in several ways
+
+    def product(X: Array, V: Array) -> Array:
+        kernel = sgp.kernels.Matern32(jnp.full(X.shape[1], 0.5))
+        return sgp.solvers.KernelOperator(kernel, X, NOISE).matmul(V)
+
+    assert gathered(product, *sgp.shard_rows(mesh(), X, data(EVEN)[2])) == []
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solutions_are_those_of_one_device(solver):
@@ -182,11 +192,11 @@ def model(X: Array, y: Array) -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("n", [EVEN, UNEVEN])
-def test_warm_starts_go_on_through_svi(n, tmp_path):
+def test_warm_starts_go_on_through_svi(n):
     data_on_one, data_on_mesh = data(n)[:2], sgp.shard_rows(mesh(), *data(n)[:2])
-    results = []
+    results, guide = [], AutoDelta(model)
     for X, y in (data_on_one, data_on_mesh):
-        svi = SVI(model, AutoDelta(model), optax.adam(0.05), Trace_ELBO())
+        svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
         results.append(svi.run(KEY, 4, X, y, progress_bar=False, stable_update=True))
     one, several = results
     assert_same(
@@ -198,7 +208,7 @@ def test_warm_starts_go_on_through_svi(n, tmp_path):
         8 if n == EVEN else 1
     )
     means = [
-        sgp.posterior(model, AutoDelta(model), result, X, y).mean(data(n)[0][:5])
+        sgp.posterior(model, guide, result, X, y).mean(data(n)[0][:5])
         for result, (X, y) in zip(results, (data_on_one, data_on_mesh), strict=True)
     ]
     assert_same(*means)
