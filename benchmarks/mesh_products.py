@@ -300,9 +300,9 @@ def formula(name, n, p, d, k):
     """Bytes a device in float32: what n / p rows take, and what does not depend on n."""
     block = 4 * products._MAX_ROWS_ON_CPU**2
     if name == "product":
-        return 4 * (n / p * (14 * k + 4 * d) + block)
+        return 4 * (n / p * (13 * k + 4 * d) + block)
     rank = min(10 * math.sqrt(n), 2**26 / n)
-    columns = {"cg": 34 * (k + 16) + rank, "ap": 17 * k + 3 * BLOCK}[name]
+    columns = {"cg": 31 * (k + 16) + rank, "ap": 17 * k + 3 * BLOCK}[name]
     draws = 3 * min(2**24, n / p * 2000) + n / p * 5 * k
     return 4 * max(n / p * (columns + 4 * d) + block, draws)
 
