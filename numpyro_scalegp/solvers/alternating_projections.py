@@ -99,7 +99,7 @@ class AlternatingProjections(AbstractSolver):
 
         def project(state: _State, iteration: Int[Array, ""]) -> _State:
             squares = jnp.sum(jnp.square(state.residual), axis=1)
-            chosen = jnp.argmax(jnp.sum(squares[blocks], axis=1))
+            chosen = jnp.argmax(jnp.sum(_in_blocks(squares, size), axis=1))
             rows, W = blocks[chosen], whiteners[chosen]
             change = matmul(W.T, matmul(W, state.residual[rows]))
             value = state.value.at[rows].add(change)
