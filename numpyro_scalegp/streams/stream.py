@@ -2,9 +2,11 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from numpyro_scalegp.core import checks
@@ -57,7 +59,8 @@ class Stream:
 
         Args:
             function: from the arrays of a batch, as in `lambda X, y: (X / scale, y)`, to those of
-                another, with as many rows. `predict` applies it as well, to other numbers of rows.
+                another, with as many rows. `predict` applies it as well, to other numbers of rows,
+                and without y where the stream has no target: `lambda X, y=None: ...` is for both.
         """
         checks.function("function", function)
         return dataclasses.replace(self, functions=(*self.functions, function))
@@ -97,13 +100,27 @@ class Stream:
 
     def _mapped(self, dataset: Any) -> Any:
         for function in self.functions:
-            dataset = dataset.map(lambda batch, function=function: function(*parts_of(batch)))
+            dataset = dataset.map(functools.partial(_applied, function))
         return dataset
 
 
 def parts_of(batch: Batch) -> tuple[Any, ...]:
     """The arrays of a batch."""
     return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _applied(function: Callable[..., Batch], batch: Batch) -> Batch:
+    """What a function makes of a batch, in which the rows must stay."""
+    parts = parts_of(batch)
+    found = function(*parts)
+    found = tuple(found) if isinstance(found, list) else found
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(found)]
+    if not shapes or any(shape[:1] != parts[0].shape[:1] for shape in shapes):
+        raise ValueError(
+            f"a function of `map` must return arrays with the {len(parts[0])} rows that it is "
+            f"given, got shapes {shapes}: leave rows out where the data are written."
+        )
+    return found
 
 
 def _read_ahead(grain: Any) -> Any:

@@ -1,5 +1,6 @@
 """Batches from Parquet files and arrays."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_map_and_chunks(tmp_path: Path) -> None:
     chunks = [y for _, y in stream.chunks(300)]
     assert [len(one) for one in chunks] == [300, 300, 300, 100]
     np.testing.assert_array_equal(np.concatenate(chunks), np.arange(ROWS) - 1)
+    # A list is as good as a tuple; rows must stay.
+    assert isinstance(next(iter(stream.map(lambda X, y: [X, y]))), tuple)
+    for wrong in (lambda X, y: (X[:5], y[:5]), lambda X, y: None, lambda X, y: (X, y.mean())):
+        with pytest.raises(
+            ValueError, match="must return arrays with the 32 rows that it is given"
+        ):
+            next(iter(stream.map(wrong)))
 
 
 def test_a_memory_map_is_given_back(tmp_path: Path) -> None:
@@ -140,7 +148,11 @@ def test_a_memory_map_is_given_back(tmp_path: Path) -> None:
     X = np.load(tmp_path / "X.npy", mmap_mode="r")
     np.asarray(X).sum()
     assert resident() > 6000  # KiB
-    next(iter(sgp.streams.arrays(X, batch_size=8, seed=0, window=1000)))
+    batches = iter(sgp.streams.arrays(X, batch_size=8, seed=0, window=1000))
+    next(batches)
+    end = time.monotonic() + 10
+    while resident() > 2000 and time.monotonic() < end:  # a thread may be reading the next window
+        time.sleep(0.01)
     assert resident() < 2000
 
 
