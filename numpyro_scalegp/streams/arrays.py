@@ -41,8 +41,8 @@ def arrays(
 
     Raises:
         TypeError: if an array does not hold real numbers.
-        ValueError: if shapes do not fit or there is no row; from the stream, if an entry is NaN,
-            infinite or too large for `dtype`.
+        ValueError: if shapes do not fit, there is no row or entries of a masked array are missing;
+            from the stream, if an entry is NaN, infinite or too large for `dtype`.
         ImportError: if grain is not installed.
 
     Example:
@@ -74,6 +74,7 @@ class _ArrayRows(AbstractRows):
             checks.instance(name, array, np.ndarray, "an array of NumPy, such as a memory map")
             if array.dtype.kind not in "biuf":
                 raise TypeError(f"`{name}` must hold real numbers, got {array.dtype}.")
+            checks.not_masked(name, array)
         if X.ndim != 2 or 0 in X.shape:
             raise ValueError(f"`X` must have shape (n, d), with at least one row, got {X.shape}.")
         if y is not None and y.shape[:1] != X.shape[:1]:

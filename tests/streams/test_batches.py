@@ -211,12 +211,31 @@ def test_bad_files(tmp_path: Path) -> None:
         stream(good, dtype="float16")
     with pytest.raises(ValueError, match="`inputs` must name at least one column"):
         stream(good, inputs=[])
+    twice = pa.Table.from_arrays([pa.array([1.0]), pa.array([2.0])], names=["a", "a"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice.parquet` has several columns of the name \['a'\]"):
+        stream(tmp_path / "twice.parquet")
+    data = bytearray(good[2].read_bytes())
+    data[100:300] = bytes(200)
+    good[2].write_bytes(data)
+    with pytest.raises(OSError, match=r"part-2.parquet` cannot be read: it is damaged, or has"):
+        next(iter(stream(good, inputs=["b"], batch_size=ROWS)))
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="`inputs` must be a list of names"):
         parquet(tmp_path, inputs="a")
+    assert next(iter(parquet(tmp_path, inputs=iter("ab"))))[0].shape == (32, 2)
+    for wrong in (3, ["a", 3]):
+        with pytest.raises(TypeError, match="`target` must be a list of names of columns, got"):
+            parquet(tmp_path, target=wrong)
+    for wrong in (3, b"a.parquet", [3]):
+        with pytest.raises(TypeError, match=r"`files` must be a .*list of paths, got"):
+            sgp.streams.parquet(wrong, inputs=["a"], batch_size=2, seed=0)
+    with pytest.raises(ValueError, match="`y` has masked entries"):
+        y = np.ma.masked_array(np.ones(3), [False, True, False])
+        sgp.streams.arrays(np.ones((3, 1)), y, batch_size=2, seed=0)
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\)"):
         sgp.streams.arrays(np.ones(3), batch_size=2, seed=0)
     with pytest.raises(ValueError, match="at least one row, got"):
