@@ -288,7 +288,7 @@ def _rows_of_processes(arrays: Any) -> list[int]:
     except ValueError as error:
         refusal = str(error)
     kinds = [] if refusal else [_kind(leaf) for leaf in jax.tree.leaves(arrays)]
-    found = [json.loads(text) for text in _texts(json.dumps([num, refusal, kinds]))]
+    found = [json.loads(text) for text in texts_of_processes(json.dumps([num, refusal, kinds]))]
     for place, (_, why, _) in enumerate(found):
         if why:
             raise ValueError(why if why == refusal else f"in process {place}: {why}")
@@ -308,7 +308,7 @@ def _kind(leaf: Any) -> str:
     return f"{jnp.result_type(leaf).name}[{', '.join(map(str, ('n', *np.shape(leaf)[1:])))}]"
 
 
-def _texts(own: str) -> list[str]:
+def texts_of_processes(own: str) -> list[str]:
     """The texts of all processes."""
     data = np.frombuffer(own.encode(), np.uint8)
     sizes = _of_all_processes(np.array(len(data), np.int32))

@@ -63,8 +63,8 @@ def parquet(
     Raises:
         FileNotFoundError: if a file does not exist.
         TypeError: if a column does not hold real numbers.
-        ValueError: if a file is no Parquet file, lacks a column or has several of its name, or there
-            is no row; from the stream, if a value is missing, NaN, infinite or too large for
+        ValueError: if a file is no Parquet file, lacks a column or has several of its name, or
+            there is no row; from the stream, if a value is missing, NaN, infinite or too large for
             `dtype`, with its column.
         OSError: from the stream, if a file is damaged or has changed.
         ImportError: if grain or pyarrow is not installed.

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +71,7 @@ class Stream:
         windows = grain.MapDataset.range(self.order.num_windows).repeat()
         windows = windows.map_with_index(self._window).to_iter_dataset(_read_ahead(grain))
         batches = imported("grain.experimental").RebatchIterDataset(windows, self.batch_size)
-        return self._mapped(batches)
+        return batches.map(self.mapped)
 
     def __iter__(self) -> Any:
         return iter(self.dataset)
@@ -88,7 +87,7 @@ class Stream:
             return self.rows.read([(index * size, min(self.num_rows, (index + 1) * size))])
 
         numbers = grain.MapDataset.range(-(-self.num_rows // size))
-        return self._mapped(numbers.map(read).to_iter_dataset(_read_ahead(grain)))
+        return numbers.map(read).to_iter_dataset(_read_ahead(grain)).map(self.mapped)
 
     def _window(self, index: int, _: int) -> Batch:
         """All rows of a window, shuffled."""
@@ -98,10 +97,11 @@ class Stream:
         parts = tuple(np.take(part, shuffled, axis=0) for part in parts)
         return parts if isinstance(batch, tuple) else parts[0]
 
-    def _mapped(self, dataset: Any) -> Any:
+    def mapped(self, batch: Batch) -> Batch:
+        """A batch as it is read, after the stream's functions."""
         for function in self.functions:
-            dataset = dataset.map(functools.partial(_applied, function))
-        return dataset
+            batch = _applied(function, batch)
+        return batch
 
 
 def parts_of(batch: Batch) -> tuple[Any, ...]:

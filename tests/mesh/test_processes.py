@@ -80,6 +80,11 @@ if int(processes) > 1:
     with pytest.raises(OSError, match=["there is no folder", "the first process could not"][one]):
         sgp.save(file + ".nowhere/x.npz", X)
 
+    stream = sgp.streams.arrays(np.ones((8, 2)), batch_size=4, seed=one)
+    options = {"place": lambda batch: (X, y), "checkpoint": file + ".stream"}
+    with pytest.raises(ValueError, match="holds one position in the stream for all processes"):
+        sgp.streams.run(svi, jax.random.key(0), 2, stream, **options)
+
     def exact(X, y):
         scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
         numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(scale), X, 0.5), obs=y)
