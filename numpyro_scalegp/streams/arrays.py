@@ -33,7 +33,8 @@ def arrays(
         seed: of the order.
         window: rows that are shuffled at a time, about; more than a batch.
         num_ranges: contiguous ranges of the data that are read side by side.
-        dtype: of the batches, float32 or float64.
+        dtype: of the batches, float32 or float64. A warning says where rows of X that differ become
+            equal, as times in seconds since 1970 do.
 
     Returns:
         Batches (X, y) of shapes (batch_size, d) and (batch_size,) or (batch_size, p), without end:
@@ -90,6 +91,8 @@ class _ArrayRows(AbstractRows):
                 parts = [array[start:stop].astype(self.dtype) for start, stop in pieces]
             _finite(name, parts, pieces)
             found.append(np.concatenate(parts))
+            if name == "X" and not self.has_read:
+                self.warn_once(np.concatenate([array[a:b] for a, b in pieces]), found[0])
             _give_back(array)
         return tuple(found) if len(found) > 1 else found[0]
 

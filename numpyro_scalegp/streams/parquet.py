@@ -51,7 +51,8 @@ def parquet(
         seed: of the order.
         window: rows that are shuffled at a time, about; more than a batch.
         num_ranges: contiguous ranges of the data that are read side by side.
-        dtype: of the batches, float32 or float64.
+        dtype: of the batches, float32 or float64. A warning says where rows of X that differ become
+            equal, as times in seconds since 1970 do.
 
     Returns:
         Batches (X, y) of shapes (batch_size, d) and (batch_size,) or (batch_size, p), without end.
@@ -151,8 +152,11 @@ class ParquetRows(AbstractRows):
         """The rows of the pieces, by readers that go on where they can."""
         size = sum(stop - start for start, stop in pieces)
         width = [() if isinstance(part, str) else (len(part),) for part in self.parts]
-        found = tuple(np.empty((size, *shape), self.dtype) for shape in width)
-        views = [column for array in found for column in ([array] if array.ndim == 1 else array.T)]
+        found = [np.empty((size, *shape), self.dtype) for shape in width]
+        is_first = not self.has_read
+        if is_first:
+            found[0] = np.empty(found[0].shape)  # with the digits that `dtype` may lose
+        views = _columns_of(found)
         ends = np.cumsum([stop - start for start, stop in pieces]).tolist()
 
         def read_piece(piece: tuple[int, int], end: int) -> None:
@@ -166,8 +170,13 @@ class ParquetRows(AbstractRows):
             # Those that stood longest belong to ranges that have come to their end.
             for row in list(self._readers)[: -len(pieces)]:
                 del self._readers[row]
-        self._check(views, pieces)
-        return found if len(found) > 1 else found[0]
+        given = found[0]
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            found[0] = given.astype(self.dtype, copy=False)
+        self._check(_columns_of(found), pieces)
+        if is_first:
+            self.warn_once(given, found[0])
+        return tuple(found) if len(found) > 1 else found[0]
 
     def _read_piece(self, start: int, stop: int, views: list[np.ndarray]) -> None:
         at = start
@@ -197,6 +206,10 @@ class ParquetRows(AbstractRows):
         """The file of a row, and the number of the file's first row."""
         path = self.groups[int(np.searchsorted(self._stops, row, side="right"))].path
         return path, min(group.start for group in self.groups if group.path == path)
+
+
+def _columns_of(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    return [column for array in arrays for column in ([array] if array.ndim == 1 else array.T)]
 
 
 class _Reader:

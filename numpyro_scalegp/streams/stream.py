@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, precision
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.order import Order, Pieces
 
@@ -19,6 +19,16 @@ class AbstractRows(abc.ABC):
     """Rows that are read by their numbers."""
 
     num_rows: int
+    has_read: bool = False
+
+    def warn_once(self, given: np.ndarray, X: np.ndarray) -> None:
+        """Warn if inputs of the first rows that are read have lost digits in which they differ."""
+        if not self.has_read:
+            self.has_read = True
+            remedy = (
+                'Read them with `dtype="float64"`, and subtract an origin near the data in a `map`'
+            )
+            precision.warn_of_merged_rows("X", given, X, remedy)
 
     @abc.abstractmethod
     def read(self, pieces: Pieces) -> Batch:

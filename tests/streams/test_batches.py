@@ -187,6 +187,24 @@ def test_arrays_with_a_bad_value() -> None:
         next(iter(sgp.streams.arrays(np.ones((20, 3)), y, batch_size=20, seed=0)))
 
 
+def test_digits_that_a_type_loses_are_warned_of(tmp_path: Path) -> None:
+    seconds = 1_400_000_000 + np.arange(200)
+    pq.write_table(pa.table({"seconds": seconds}), tmp_path / "times.parquet")
+    options: dict[str, Any] = {"batch_size": 200, "seed": 0}
+    for make in (
+        lambda **more: sgp.streams.parquet(
+            tmp_path / "times.parquet", inputs=["seconds"], **options, **more
+        ),
+        lambda **more: sgp.streams.arrays(seconds[:, None], **options, **more),
+    ):
+        with pytest.warns(
+            RuntimeWarning, match=r"of which 3 are left in float32.*`dtype=\"float64"
+        ):
+            next(iter(make()))
+        exact = make(dtype="float64").map(lambda X: (X - 1_400_000_000).astype(np.float32))
+        assert len(np.unique(next(iter(exact)))) == 200
+
+
 def test_bad_files(tmp_path: Path) -> None:
     def stream(file: Any, **options: Any) -> Any:
         options = {"inputs": ["a"], "batch_size": 2, "seed": 0, **options}
