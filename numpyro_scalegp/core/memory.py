@@ -27,8 +27,8 @@ def warn_of_size(owner: str, n: int, dtype: jnp.dtype, remedy: str) -> None:
 
 
 def _device_memory() -> int | None:
-    """Bytes of the default device's memory, None where that is unknown."""
-    statistics = jax.devices()[0].memory_stats() or {}
+    """Bytes of memory of one of this process's devices, None where that is unknown."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return int(statistics["bytes_limit"])
     try:

@@ -7,6 +7,7 @@ work on each device's share.
 """
 
 import functools
+import json
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -245,7 +246,8 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
 
     Raises:
         TypeError: if `mesh` is no mesh.
-        ValueError: if the numbers of rows differ, or there are fewer rows than devices.
+        ValueError: if the numbers of rows differ, or there are fewer rows than devices; in several
+            processes also if these give different arrays, in each of them.
 
     Example:
         >>> import jax
@@ -258,21 +260,69 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
     """
     checks.instance("mesh", mesh, Mesh, "a mesh of devices, as `jax.make_mesh` makes it")
     arrays = array, *others
-    leaves = jax.tree.leaves(arrays)
-    shapes = [np.shape(leaf) for leaf in leaves]
+    counts = _rows_of_processes(arrays) if mesh.is_multi_process else [_num_rows(arrays)]
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    placed = jax.tree.map(_placer(automatic, counts), arrays)
+    return placed if others else placed[0]
+
+
+def _num_rows(arrays: Any) -> int:
+    """The number of rows that all arrays have."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
     if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
         raise ValueError(
             f"all arrays must have the same number of rows as their leading axis, got {shapes}."
         )
-    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-    placed = jax.tree.map(_placer(automatic, shapes[0][0] if shapes else 0), arrays)
-    return placed if others else placed[0]
+    return shapes[0][0] if shapes else 0
 
 
-def _placer(mesh: Mesh, num_own: int) -> Callable[[Any], Array]:
-    """What puts an array of `num_own` rows, this process's own, on a mesh."""
-    counts = _of_all_processes(np.array([num_own])).ravel() if mesh.is_multi_process else [num_own]
-    num = int(sum(counts))
+def _rows_of_processes(arrays: Any) -> list[int]:
+    """The number of rows of each process, all of which must have such arrays.
+
+    Arrays are exchanged only after all processes know that they fit: otherwise some would wait for
+    what does not come, or take the bytes of other types for their own.
+    """
+    num, refusal = 0, ""
+    try:
+        num = _num_rows(arrays)
+    except ValueError as error:
+        refusal = str(error)
+    kinds = [] if refusal else [_kind(leaf) for leaf in jax.tree.leaves(arrays)]
+    found = [json.loads(text) for text in texts_of_processes(json.dumps([num, refusal, kinds]))]
+    for place, (_, why, _) in enumerate(found):
+        if why:
+            raise ValueError(why if why == refusal else f"in process {place}: {why}")
+    if any(kinds != found[0][2] for _, _, kinds in found):
+        given = "; ".join(
+            f"{', '.join(kinds)} in process {place}" for place, (_, _, kinds) in enumerate(found)
+        )
+        raise ValueError(
+            "all processes must call `shard_rows` for the same arrays, in the same order, of which "
+            f"only the numbers of rows n may differ, got {given}."
+        )
+    return [count for count, _, _ in found]
+
+
+def _kind(leaf: Any) -> str:
+    """Type and shape of an array, whatever its number of rows."""
+    return f"{jnp.result_type(leaf).name}[{', '.join(map(str, ('n', *np.shape(leaf)[1:])))}]"
+
+
+def texts_of_processes(own: str) -> list[str]:
+    """The texts of all processes."""
+    data = np.frombuffer(own.encode(), np.uint8)
+    sizes = _of_all_processes(np.array(len(data), np.int32))
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(data)] = data
+    return [
+        row[:size].tobytes().decode()
+        for row, size in zip(_of_all_processes(padded), sizes, strict=True)
+    ]
+
+
+def _placer(mesh: Mesh, counts: list[int]) -> Callable[[Any], Array]:
+    """What puts an array on a mesh, of whose rows each process has so many."""
+    num = sum(counts)
     if num < mesh.size:
         raise ValueError(
             f"{num} rows are too few for a mesh of {mesh.size} devices: take a smaller mesh, or "

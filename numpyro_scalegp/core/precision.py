@@ -10,7 +10,13 @@ import numpy as np
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def warn_of_merged_rows(name: str, given: Any, rows: Any) -> None:
+REMEDY = (
+    "Subtract an origin near the data (X - X.min(axis=0)) or standardize first, or work in float64 "
+    "(numpyro.enable_x64())"
+)
+
+
+def warn_of_merged_rows(name: str, given: Any, rows: Any, remedy: str = REMEDY) -> None:
     """Warn if rows that differ in `given` are equal in `rows`, the matrix it was converted to.
 
     Such as times in seconds since 1970, which float32 holds to the nearest 128. A few of very many
@@ -21,6 +27,7 @@ def warn_of_merged_rows(name: str, given: Any, rows: Any) -> None:
         name: the argument.
         given: what the user passed, a matrix.
         rows: what it became, shape (n, d). O(n d + n log n).
+        remedy: what to do, the last sentence of the warning without its full stop.
     """
     # What it became is traced if any part of `given` is.
     if given is rows or isinstance(rows, jax.core.Tracer):
@@ -36,9 +43,7 @@ def warn_of_merged_rows(name: str, given: Any, rows: Any) -> None:
     if num_before - num_after > num_before * (0.01 + by_chance):
         warnings.warn(
             f"`{name}` has {num_before} distinct rows, of which {num_after} are left in "
-            f"{after.dtype}: the others are taken for repetitions. Subtract an origin near the "
-            "data (X - X.min(axis=0)) or standardize first, or work in float64 "
-            "(numpyro.enable_x64()).",
+            f"{after.dtype}: the others are taken for repetitions. {remedy}.",
             RuntimeWarning,
             stacklevel=1,
         )

@@ -162,7 +162,8 @@ class Predictive:
                 self._checked.add(shapes)
         # All that may be large is an argument: a constant would be compiled into the program.
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
-        rest = self.params, self.data, args, kwargs
+        first_run = {} if self.guide is None else data_of_first_run(self.guide)
+        rest = self.params, self.data, first_run, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
         chunks = []
         for start in range(0, self.num_samples, self.chunk_size):
@@ -172,14 +173,21 @@ class Predictive:
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
     def _chunk(
-        self, keys: Array, samples: dict, params: dict, data: Any, args: tuple, kwargs: dict
+        self,
+        keys: Array,
+        samples: dict,
+        params: dict,
+        data: Any,
+        first_run: dict,
+        args: tuple,
+        kwargs: dict,
     ) -> Draws:
         fixed = None
         if data is not None and self._is_fixed(params, data, kwargs):
             fixed = self._posteriors(keys[0], {}, params, data, kwargs)
 
         def one(item: tuple[Array, dict]) -> Draws:
-            return self._one(*item, params, data, fixed, args, kwargs)
+            return self._one(*item, params, data, fixed, first_run, args, kwargs)
 
         return jax.lax.map(one, (keys, samples))
 
@@ -231,6 +239,7 @@ class Predictive:
         params: dict,
         data: Any,
         fixed: dict[str, AbstractPosterior] | None,
+        first_run: dict,
         args: tuple,
         kwargs: dict,
     ) -> Draws:
@@ -241,7 +250,6 @@ class Predictive:
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
-            first_run = {} if self.guide is None else data_of_first_run(self.guide)
             model = FromPosteriors(model, posteriors, first_run, joint=self.joint)
         given = dict(sample)
         if self.guide is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from numpyro_scalegp.saving import file
@@ -55,10 +56,27 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
         structure = encoder.encode(fitted, "")
     except RecursionError as error:
         raise ValueError("cannot save what holds itself or is nested too deeply.") from error
-    if not encoder.is_shared or jax.process_index() == 0:
-        file.write(path, structure, encoder.arrays)
     if encoder.is_shared:
-        multihost_utils.sync_global_devices(f"saved {os.fspath(path)}")
+        _write_by_first(path, structure, encoder.arrays)
+    else:
+        file.write(path, structure, encoder.arrays)
+
+
+def _write_by_first(
+    path: str | os.PathLike[str], structure: Any, arrays: dict[str, np.ndarray]
+) -> None:
+    """Write the file in the first process, for which the others wait."""
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            file.write(path, structure, arrays)
+        except Exception as error:
+            failure = error
+    is_written = multihost_utils.broadcast_one_to_all(np.array(failure is None))
+    if failure is not None:
+        raise failure
+    if not is_written:
+        raise OSError(f"the first process could not write `{os.fspath(path)}`: see its error.")
 
 
 _NO_TEMPLATE = object()

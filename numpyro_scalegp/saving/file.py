@@ -80,15 +80,31 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     return array.reshape(shape, order="F" if fortran else "C")
 
 
+def place_of(path: str | os.PathLike[str]) -> str:
+    """Where a file is to lie, if there can be one.
+
+    Raises:
+        TypeError: if `path` is no path.
+        OSError: if it is a directory, or the folder is not there or cannot be written to.
+    """
+    target = os.path.realpath(os.fspath(path))
+    if os.path.isdir(target):
+        raise IsADirectoryError(f"`{os.fspath(path)}` is a directory: give the name of a file.")
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"there is no folder `{folder}` for `{os.fspath(path)}`: make it.")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(
+            f"the folder `{folder}` for `{os.fspath(path)}` cannot be written to."
+        )
+    return target
+
+
 @contextlib.contextmanager
 def put_in_place(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when it is whole and on the disk."""
-    target = os.path.realpath(path)
-    if os.path.isdir(target):
-        raise IsADirectoryError(f"`{os.fspath(path)}` is a directory: give the name of a file.")
+    target = place_of(path)
     folder, name = os.path.split(target)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"there is no folder `{folder}` for `{os.fspath(path)}`: make it.")
     beside = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
     # As `open` would make it: the user's umask holds, unlike with `tempfile`.
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)

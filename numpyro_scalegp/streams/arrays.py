@@ -33,7 +33,8 @@ def arrays(
         seed: of the order.
         window: rows that are shuffled at a time, about; more than a batch.
         num_ranges: contiguous ranges of the data that are read side by side.
-        dtype: of the batches, float32 or float64.
+        dtype: of the batches, float32 or float64. A warning says where rows of X that differ become
+            equal, as times in seconds since 1970 do.
 
     Returns:
         Batches (X, y) of shapes (batch_size, d) and (batch_size,) or (batch_size, p), without end:
@@ -41,8 +42,8 @@ def arrays(
 
     Raises:
         TypeError: if an array does not hold real numbers.
-        ValueError: if shapes do not fit or there is no row; from the stream, if an entry is NaN,
-            infinite or too large for `dtype`.
+        ValueError: if shapes do not fit, there is no row or entries of a masked array are missing;
+            from the stream, if an entry is NaN, infinite or too large for `dtype`.
         ImportError: if grain is not installed.
 
     Example:
@@ -74,6 +75,7 @@ class _ArrayRows(AbstractRows):
             checks.instance(name, array, np.ndarray, "an array of NumPy, such as a memory map")
             if array.dtype.kind not in "biuf":
                 raise TypeError(f"`{name}` must hold real numbers, got {array.dtype}.")
+            checks.not_masked(name, array)
         if X.ndim != 2 or 0 in X.shape:
             raise ValueError(f"`X` must have shape (n, d), with at least one row, got {X.shape}.")
         if y is not None and y.shape[:1] != X.shape[:1]:
@@ -89,6 +91,8 @@ class _ArrayRows(AbstractRows):
                 parts = [array[start:stop].astype(self.dtype) for start, stop in pieces]
             _finite(name, parts, pieces)
             found.append(np.concatenate(parts))
+            if name == "X" and not self.has_read:
+                self.warn_once(np.concatenate([array[a:b] for a, b in pieces]), found[0])
             _give_back(array)
         return tuple(found) if len(found) > 1 else found[0]
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -43,14 +43,16 @@ def parquet(
     `num_ranges`, and typically by that / sqrt(12 `num_ranges`).
 
     Args:
-        files: one file, or several with the same columns, whose rows follow one another.
+        files: one file, or several with the same columns, whose rows follow one another, such as
+            `sorted(Path("folder").glob("*.parquet"))`.
         inputs: names of the columns of X, in that order, which hold numbers or Booleans.
         target: name of the column of y, or names for a matrix y; None for inputs alone.
         batch_size: rows of a batch.
         seed: of the order.
         window: rows that are shuffled at a time, about; more than a batch.
         num_ranges: contiguous ranges of the data that are read side by side.
-        dtype: of the batches, float32 or float64.
+        dtype: of the batches, float32 or float64. A warning says where rows of X that differ become
+            equal, as times in seconds since 1970 do.
 
     Returns:
         Batches (X, y) of shapes (batch_size, d) and (batch_size,) or (batch_size, p), without end.
@@ -62,8 +64,10 @@ def parquet(
     Raises:
         FileNotFoundError: if a file does not exist.
         TypeError: if a column does not hold real numbers.
-        ValueError: if a file is no Parquet file or lacks a column, or there is no row; from the
-            stream, if a value is missing, NaN, infinite or too large for `dtype`, with its column.
+        ValueError: if a file is no Parquet file, lacks a column or has several of its name, or
+            there is no row; from the stream, if a value is missing, NaN, infinite or too large for
+            `dtype`, with its column.
+        OSError: from the stream, if a file is damaged or has changed.
         ImportError: if grain or pyarrow is not installed.
 
     Example:
@@ -79,7 +83,9 @@ def parquet(
         ((2, 1), (2,), 3)
     """
     imported("grain")
-    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+    paths = [files] if isinstance(files, str | os.PathLike) else _listed("files", files, "paths")
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise TypeError(f"`files` must be a path or a list of paths, got {paths}.")
     if not paths:
         raise ValueError("`files` must name at least one file, got none.")
     parts: list[str | list[str]] = [_names("inputs", inputs)]
@@ -89,14 +95,19 @@ def parquet(
     return Stream(rows, Order.checked(rows.num_rows, batch_size, window, num_ranges, seed))
 
 
-def _names(argument: str, value: Any) -> list[str]:
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
-        raise TypeError(
-            f"`{argument}` must be a list of names of columns, got {checks.described(value)}."
-        )
-    if not value:
-        raise ValueError(f"`{argument}` must name at least one column, got none.")
+def _listed(argument: str, value: Any, of: str) -> list[Any]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"`{argument}` must be a list of {of}, got {checks.described(value)}.")
     return list(value)
+
+
+def _names(argument: str, value: Any) -> list[str]:
+    names = _listed(argument, value, "names of columns")
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`{argument}` must be a list of names of columns, got {names}.")
+    if not names:
+        raise ValueError(f"`{argument}` must name at least one column, got none.")
+    return names
 
 
 class RowGroup(NamedTuple):
@@ -141,8 +152,11 @@ class ParquetRows(AbstractRows):
         """The rows of the pieces, by readers that go on where they can."""
         size = sum(stop - start for start, stop in pieces)
         width = [() if isinstance(part, str) else (len(part),) for part in self.parts]
-        found = tuple(np.empty((size, *shape), self.dtype) for shape in width)
-        views = [column for array in found for column in ([array] if array.ndim == 1 else array.T)]
+        found = [np.empty((size, *shape), self.dtype) for shape in width]
+        is_first = not self.has_read
+        if is_first:
+            found[0] = np.empty(found[0].shape)  # with the digits that `dtype` may lose
+        views = _columns_of(found)
         ends = np.cumsum([stop - start for start, stop in pieces]).tolist()
 
         def read_piece(piece: tuple[int, int], end: int) -> None:
@@ -156,8 +170,13 @@ class ParquetRows(AbstractRows):
             # Those that stood longest belong to ranges that have come to their end.
             for row in list(self._readers)[: -len(pieces)]:
                 del self._readers[row]
-        self._check(views, pieces)
-        return found if len(found) > 1 else found[0]
+        given = found[0]
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            found[0] = given.astype(self.dtype, copy=False)
+        self._check(_columns_of(found), pieces)
+        if is_first:
+            self.warn_once(given, found[0])
+        return tuple(found) if len(found) > 1 else found[0]
 
     def _read_piece(self, start: int, stop: int, views: list[np.ndarray]) -> None:
         at = start
@@ -189,6 +208,10 @@ class ParquetRows(AbstractRows):
         return path, min(group.start for group in self.groups if group.path == path)
 
 
+def _columns_of(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    return [column for array in arrays for column in ([array] if array.ndim == 1 else array.T)]
+
+
 class _Reader:
     """Goes through a row group, a few rows at a time."""
 
@@ -196,22 +219,32 @@ class _Reader:
         file = imported("pyarrow.parquet").ParquetFile(
             group.path, metadata=group.metadata, buffer_size=_BUFFER_SIZE, pre_buffer=False
         )
+        self.path = group.path
         self.columns = columns
         self.batches = file.iter_batches(
             _READ_ROWS, row_groups=[group.group], columns=columns, use_threads=False
         )
-        self.rest = next(self.batches)
+        self.rest = self._next()
         while skip >= len(self.rest):
             skip -= len(self.rest)
-            self.rest = next(self.batches)
+            self.rest = self._next()
         self.rest = self.rest.slice(skip)
+
+    def _next(self) -> Any:
+        try:
+            return next(self.batches)
+        except (OSError, imported("pyarrow").ArrowException, StopIteration) as error:
+            raise OSError(
+                f"`{self.path}` cannot be read: it is damaged, or has changed since the stream was "
+                f"made ({type(error).__name__}: {error})."
+            ) from error
 
     def read_into(self, views: list[np.ndarray]) -> None:
         """Fill arrays, one a column, with the next rows."""
         at, size = 0, len(views[0])
         while at < size:
             if len(self.rest) == 0:
-                self.rest = next(self.batches)
+                self.rest = self._next()
             taken = self.rest.slice(0, size - at)
             self.rest = self.rest.slice(len(taken))
             for name, view in zip(self.columns, views, strict=True):
@@ -241,6 +274,9 @@ def _metadata(path: str, columns: list[str]) -> Any:
             metadata, schema = file.metadata, file.schema_arrow
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"`{path}` is no Parquet file, or is damaged: {error}") from error
+    twice = [name for name in columns if schema.names.count(name) > 1]
+    if twice:
+        raise ValueError(f"`{path}` has several columns of the name {twice}: rename them.")
     missing = [name for name in columns if name not in schema.names]
     if missing:
         raise ValueError(f"`{path}` has no column {missing}: it has {schema.names}.")

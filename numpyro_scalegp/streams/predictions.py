@@ -41,10 +41,11 @@ def predict(
         stream: of which X is taken, through its `map`s.
         file: `*.parquet`, with the columns `mean` and `variance` and a row group for each chunk; or
             `*.npy`, an array of shape (n, 2) with these columns, for `numpy.load` with `mmap_mode`.
+            The columns of a function are in the order in which it gives them.
         chunk_size: rows worked on at a time.
 
     Raises:
-        TypeError: if `posterior` is neither.
+        TypeError: if `posterior` is neither, or returns something else.
         ValueError: if `file` has another ending, or an array another shape.
         ImportError: if grain is not installed or, for a Parquet file, pyarrow.
 
@@ -63,12 +64,14 @@ def predict(
     """
     checks.instance("stream", stream, Stream, "of `sgp.streams.parquet` or `sgp.streams.arrays`")
     checks.count("chunk_size", chunk_size)
-    compute = eqx.filter_jit(_columns(posterior))
+    # No more than there are, or a few rows would be padded to a large chunk.
+    size = min(chunk_size, stream.num_rows)
+    compute, function = eqx.filter_jit(_columns), _function(posterior)
     with put_in_place(file) as out, _writer(file, out, stream.num_rows) as write:
-        before: tuple[Columns, int] | None = None
-        for batch in stream.chunks(min(chunk_size, stream.num_rows)):
+        before: tuple[Any, int] | None = None
+        for batch in stream.chunks(size):
             X = parts_of(batch)[0]
-            now = compute(jnp.asarray(_padded(X, chunk_size))), len(X)
+            now = compute(function, jnp.asarray(_padded(X, size))), len(X)
             if before is not None:  # the device works on one chunk while the last one is written
                 write(_on_host(*before))
             before = now
@@ -76,9 +79,10 @@ def predict(
             write(_on_host(*before))
 
 
-def _columns(posterior: Any) -> Callable[[Array], Columns]:
+def _function(posterior: Any) -> Callable[[Array], Columns]:
     if isinstance(posterior, AbstractPosterior):
-        return lambda X: {"mean": posterior.mean(X), "variance": posterior.variance(X)}
+        # An argument of what is compiled, and not a constant in it.
+        return eqx.Partial(_moments, posterior)
     if callable(posterior) and not isinstance(posterior, type):
         return posterior
     raise TypeError(
@@ -87,21 +91,35 @@ def _columns(posterior: Any) -> Callable[[Array], Columns]:
     )
 
 
+def _moments(posterior: AbstractPosterior, X: Array) -> Columns:
+    return {"mean": posterior.mean(X), "variance": posterior.variance(X)}
+
+
+def _columns(function: Callable[[Array], Columns], X: Array) -> tuple[list[str], list[Array]]:
+    """Names and columns at rows, checked; not a dict, whose keys JAX would put in order."""
+    columns = function(X)
+    if not (isinstance(columns, dict) and columns and all(isinstance(n, str) for n in columns)):
+        raise TypeError(
+            "`posterior` must return a dict of arrays by the names of columns, such as "
+            f'{{"mean": posterior.mean(X)}}, got {checks.described(columns)}.'
+        )
+    for name, values in columns.items():
+        if np.shape(values) != (len(X),):
+            raise ValueError(
+                f"`{name}` must have one value for each row, got shape {np.shape(values)} for "
+                f"{len(X)} rows: for several functions or outputs pass a function that gives each "
+                "a name."
+            )
+    return list(columns), list(columns.values())
+
+
 def _padded(X: Num[np.ndarray, "m d"], size: int) -> Num[np.ndarray, "size d"]:
     """Rows repeated up to the size of a chunk, so that the last one compiles nothing."""
     return X if len(X) >= size else np.concatenate([X, np.repeat(X[-1:], size - len(X), axis=0)])
 
 
-def _on_host(columns: Columns, size: int) -> Columns:
-    found = {}
-    for name, values in columns.items():
-        if np.ndim(values) != 1:
-            raise ValueError(
-                f"`{name}` must have one value for each row, got shape {np.shape(values)}: for "
-                "several functions or outputs pass a function that gives each a name."
-            )
-        found[name] = as_numpy(values)[:size]
-    return found
+def _on_host(columns: tuple[list[str], list[Array]], size: int) -> Columns:
+    return {name: as_numpy(values)[:size] for name, values in zip(*columns, strict=True)}
 
 
 @contextlib.contextmanager

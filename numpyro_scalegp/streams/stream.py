@@ -5,9 +5,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, precision
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.order import Order, Pieces
 
@@ -18,6 +19,16 @@ class AbstractRows(abc.ABC):
     """Rows that are read by their numbers."""
 
     num_rows: int
+    has_read: bool = False
+
+    def warn_once(self, given: np.ndarray, X: np.ndarray) -> None:
+        """Warn if inputs of the first rows that are read have lost digits in which they differ."""
+        if not self.has_read:
+            self.has_read = True
+            remedy = (
+                'Read them with `dtype="float64"`, and subtract an origin near the data in a `map`'
+            )
+            precision.warn_of_merged_rows("X", given, X, remedy)
 
     @abc.abstractmethod
     def read(self, pieces: Pieces) -> Batch:
@@ -57,7 +68,8 @@ class Stream:
 
         Args:
             function: from the arrays of a batch, as in `lambda X, y: (X / scale, y)`, to those of
-                another, with as many rows. `predict` applies it as well, to other numbers of rows.
+                another, with as many rows. `predict` applies it as well, to other numbers of rows,
+                and without y where the stream has no target: `lambda X, y=None: ...` is for both.
         """
         checks.function("function", function)
         return dataclasses.replace(self, functions=(*self.functions, function))
@@ -69,7 +81,7 @@ class Stream:
         windows = grain.MapDataset.range(self.order.num_windows).repeat()
         windows = windows.map_with_index(self._window).to_iter_dataset(_read_ahead(grain))
         batches = imported("grain.experimental").RebatchIterDataset(windows, self.batch_size)
-        return self._mapped(batches)
+        return batches.map(self.mapped)
 
     def __iter__(self) -> Any:
         return iter(self.dataset)
@@ -85,7 +97,7 @@ class Stream:
             return self.rows.read([(index * size, min(self.num_rows, (index + 1) * size))])
 
         numbers = grain.MapDataset.range(-(-self.num_rows // size))
-        return self._mapped(numbers.map(read).to_iter_dataset(_read_ahead(grain)))
+        return numbers.map(read).to_iter_dataset(_read_ahead(grain)).map(self.mapped)
 
     def _window(self, index: int, _: int) -> Batch:
         """All rows of a window, shuffled."""
@@ -95,15 +107,30 @@ class Stream:
         parts = tuple(np.take(part, shuffled, axis=0) for part in parts)
         return parts if isinstance(batch, tuple) else parts[0]
 
-    def _mapped(self, dataset: Any) -> Any:
+    def mapped(self, batch: Batch) -> Batch:
+        """A batch as it is read, after the stream's functions."""
         for function in self.functions:
-            dataset = dataset.map(lambda batch, function=function: function(*parts_of(batch)))
-        return dataset
+            batch = _applied(function, batch)
+        return batch
 
 
 def parts_of(batch: Batch) -> tuple[Any, ...]:
     """The arrays of a batch."""
     return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _applied(function: Callable[..., Batch], batch: Batch) -> Batch:
+    """What a function makes of a batch, in which the rows must stay."""
+    parts = parts_of(batch)
+    found = function(*parts)
+    found = tuple(found) if isinstance(found, list) else found
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(found)]
+    if not shapes or any(shape[:1] != parts[0].shape[:1] for shape in shapes):
+        raise ValueError(
+            f"a function of `map` must return arrays with the {len(parts[0])} rows that it is "
+            f"given, got shapes {shapes}: leave rows out where the data are written."
+        )
+    return found
 
 
 def _read_ahead(grain: Any) -> Any:

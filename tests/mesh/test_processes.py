@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.slow
 
-WORKER = """
+WORKER = r"""
 import sys
 import jax
 import numpy as np
@@ -64,6 +64,36 @@ while done < int(steps):
     done += 1
     sgp.save(file, (state, done))
 print("at", repr(float(svi.get_params(state)["loc"])), flush=True)
+
+if int(processes) > 1:
+    import pytest
+    from numpyro.infer.autoguide import AutoDelta
+
+    # What one process gets wrong is an error in both, after which they go on together.
+    mesh, one = X.sharding.mesh, int(place)
+    with pytest.raises(ValueError, match=r"float64\[n, 2\] in .* 0; int64\[n, 3\] in process 1"):
+        sgp.shard_rows(mesh, np.ones((8, 2 + one), [float, int][one]))
+    with pytest.raises(ValueError, match=r"float64\[n\] in .* 0; float64\[n\], float64\[n\] in"):
+        sgp.shard_rows(mesh, *[np.ones(8)] * (1 + one))
+    with pytest.raises(ValueError, match=["in process 1: all arrays must", "^all arrays"][one]):
+        sgp.shard_rows(mesh, np.ones(8), np.ones(8 - one))
+    with pytest.raises(OSError, match=["there is no folder", "the first process could not"][one]):
+        sgp.save(file + ".nowhere/x.npz", X)
+
+    stream = sgp.streams.arrays(np.ones((8, 2)), batch_size=4, seed=one)
+    options = {"place": lambda batch: (X, y), "checkpoint": file + ".stream"}
+    with pytest.raises(ValueError, match="holds one position in the stream for all processes"):
+        sgp.streams.run(svi, jax.random.key(0), 2, stream, **options)
+
+    def exact(X, y):
+        scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(scale), X, 0.5), obs=y)
+
+    guide = AutoDelta(exact)
+    numpyro.handlers.seed(guide, jax.random.key(0))(X, y)
+    fitted = {"guide": guide, "params": {"scale_auto_loc": 1.0}}
+    predictive = sgp.infer.Predictive(exact, num_samples=2, **fitted)
+    assert np.isfinite(predictive(jax.random.key(1), np.zeros((3, 2)), None)["y"]).all()
 """
 
 

@@ -1,5 +1,6 @@
 """Batches from Parquet files and arrays."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_map_and_chunks(tmp_path: Path) -> None:
     chunks = [y for _, y in stream.chunks(300)]
     assert [len(one) for one in chunks] == [300, 300, 300, 100]
     np.testing.assert_array_equal(np.concatenate(chunks), np.arange(ROWS) - 1)
+    # A list is as good as a tuple; rows must stay.
+    assert isinstance(next(iter(stream.map(lambda X, y: [X, y]))), tuple)
+    for wrong in (lambda X, y: (X[:5], y[:5]), lambda X, y: None, lambda X, y: (X, y.mean())):
+        with pytest.raises(
+            ValueError, match="must return arrays with the 32 rows that it is given"
+        ):
+            next(iter(stream.map(wrong)))
 
 
 def test_a_memory_map_is_given_back(tmp_path: Path) -> None:
@@ -140,7 +148,11 @@ def test_a_memory_map_is_given_back(tmp_path: Path) -> None:
     X = np.load(tmp_path / "X.npy", mmap_mode="r")
     np.asarray(X).sum()
     assert resident() > 6000  # KiB
-    next(iter(sgp.streams.arrays(X, batch_size=8, seed=0, window=1000)))
+    batches = iter(sgp.streams.arrays(X, batch_size=8, seed=0, window=1000))
+    next(batches)
+    end = time.monotonic() + 10
+    while resident() > 2000 and time.monotonic() < end:  # a thread may be reading the next window
+        time.sleep(0.01)
     assert resident() < 2000
 
 
@@ -175,6 +187,24 @@ def test_arrays_with_a_bad_value() -> None:
         next(iter(sgp.streams.arrays(np.ones((20, 3)), y, batch_size=20, seed=0)))
 
 
+def test_digits_that_a_type_loses_are_warned_of(tmp_path: Path) -> None:
+    seconds = 1_400_000_000 + np.arange(200)
+    pq.write_table(pa.table({"seconds": seconds}), tmp_path / "times.parquet")
+    options: dict[str, Any] = {"batch_size": 200, "seed": 0}
+    for make in (
+        lambda **more: sgp.streams.parquet(
+            tmp_path / "times.parquet", inputs=["seconds"], **options, **more
+        ),
+        lambda **more: sgp.streams.arrays(seconds[:, None], **options, **more),
+    ):
+        with pytest.warns(
+            RuntimeWarning, match=r"of which 3 are left in float32.*`dtype=\"float64"
+        ):
+            next(iter(make()))
+        exact = make(dtype="float64").map(lambda X: (X - 1_400_000_000).astype(np.float32))
+        assert len(np.unique(next(iter(exact)))) == 200
+
+
 def test_bad_files(tmp_path: Path) -> None:
     def stream(file: Any, **options: Any) -> Any:
         options = {"inputs": ["a"], "batch_size": 2, "seed": 0, **options}
@@ -199,12 +229,31 @@ def test_bad_files(tmp_path: Path) -> None:
         stream(good, dtype="float16")
     with pytest.raises(ValueError, match="`inputs` must name at least one column"):
         stream(good, inputs=[])
+    twice = pa.Table.from_arrays([pa.array([1.0]), pa.array([2.0])], names=["a", "a"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice.parquet` has several columns of the name \['a'\]"):
+        stream(tmp_path / "twice.parquet")
+    data = bytearray(good[2].read_bytes())
+    data[100:300] = bytes(200)
+    good[2].write_bytes(data)
+    with pytest.raises(OSError, match=r"part-2.parquet` cannot be read: it is damaged, or has"):
+        next(iter(stream(good, inputs=["b"], batch_size=ROWS)))
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="`inputs` must be a list of names"):
         parquet(tmp_path, inputs="a")
+    assert next(iter(parquet(tmp_path, inputs=iter("ab"))))[0].shape == (32, 2)
+    for wrong in (3, ["a", 3]):
+        with pytest.raises(TypeError, match="`target` must be a list of names of columns, got"):
+            parquet(tmp_path, target=wrong)
+    for wrong in (3, b"a.parquet", [3]):
+        with pytest.raises(TypeError, match=r"`files` must be a .*list of paths, got"):
+            sgp.streams.parquet(wrong, inputs=["a"], batch_size=2, seed=0)
+    with pytest.raises(ValueError, match="`y` has masked entries"):
+        y = np.ma.masked_array(np.ones(3), [False, True, False])
+        sgp.streams.arrays(np.ones((3, 1)), y, batch_size=2, seed=0)
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\)"):
         sgp.streams.arrays(np.ones(3), batch_size=2, seed=0)
     with pytest.raises(ValueError, match="at least one row, got"):

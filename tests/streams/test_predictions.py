@@ -57,11 +57,35 @@ def test_a_function_and_a_map(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table["sign"].to_numpy(), inputs()[:, 0] > 0)
 
 
+def test_columns_are_in_the_order_of_the_function_and_chunks_no_larger_than_the_data(
+    tmp_path: Path,
+) -> None:
+    file, sizes = tmp_path / "columns.npy", []
+
+    def columns(X: Any) -> dict[str, Any]:
+        sizes.append(len(X))
+        return {"b": X[:, 0], "a": X[:, 0] + 1}
+
+    sgp.streams.predict(columns, stream(tmp_path), file)
+    np.testing.assert_array_equal(np.load(file), inputs() + np.array([0, 1], np.float32))
+    assert sizes == [ROWS]
+
+
 def test_what_fails_leaves_the_old_file(tmp_path: Path) -> None:
     file = tmp_path / "predictions.npy"
     file.write_text("old")
     with pytest.raises(ValueError, match=r"`both` must have one value for each row, got shape"):
         sgp.streams.predict(lambda X: {"both": jnp.stack([X, X])}, stream(tmp_path), file)
+    with pytest.raises(ValueError, match=r"`one` must have one .* got shape \(1,\) for 250 rows"):
+        sgp.streams.predict(lambda X: {"one": X[:1, 0]}, stream(tmp_path), file)
+    for returns in (lambda X: X[:, 0], lambda X: {}, lambda X: {0: X[:, 0]}):
+        with pytest.raises(
+            TypeError, match="`posterior` must return a dict of arrays by the names"
+        ):
+            sgp.streams.predict(returns, stream(tmp_path), file)
+    fewer = stream(tmp_path).map(lambda X: X[X[:, 0] > 0])
+    with pytest.raises(ValueError, match="function of `map` must return arrays with the 250 rows"):
+        sgp.streams.predict(posterior(), fewer, file)
     assert file.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs.parquet", "predictions.npy"]
 

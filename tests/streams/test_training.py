@@ -1,5 +1,6 @@
 """Training on a stream: the steps of `update`, and the same after a kill."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -185,6 +186,21 @@ def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
         sgp.streams.run(sparse(), KEY, 8, stream(seed=1), checkpoint=file, progress_bar=False)
     with pytest.raises(ValueError, match="cannot load"):
         train(rows(), 8, file)
+    # As many rows, in the same order, of another target.
+    X, y = stream().rows.read([(0, ROWS)])
+    other = dataclasses.replace(stream(), rows=sgp.streams.arrays(X, -y, batch_size=1, seed=0).rows)
+    with pytest.raises(ValueError, match=r"checkpoint.npz` belongs to another stream: it began"):
+        sgp.streams.run(sparse(), KEY, 4, other, checkpoint=file, progress_bar=False)
+
+
+def test_where_no_checkpoint_can_be_is_known_before_the_first_step(tmp_path: Path) -> None:
+    def put(*arrays: Any) -> Any:
+        raise AssertionError
+
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        train(sparse(), 4, tmp_path / "none" / "checkpoint.npz", place=put)
+    with pytest.raises(IsADirectoryError, match="is a directory: give the name of a file"):
+        train(sparse(), 4, tmp_path, place=put)
 
 
 @pytest.mark.usefixtures("unchecked")
