@@ -71,11 +71,18 @@ def whole(tree: T, mesh: AnyMesh | None) -> T:
 
 def _placed(leaf: Array, mesh: AnyMesh, spec: P) -> Array:
     if not checks.is_concrete(leaf):
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        return _constrained(leaf, NamedSharding(mesh, spec))
     # With an abstract mesh it is a constant of what is compiled.
     return (
         leaf if isinstance(mesh, AbstractMesh) else jax.device_put(leaf, NamedSharding(mesh, spec))
     )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _constrained(leaf: Array, sharding: NamedSharding) -> Array:
+    # A program of its own where derivatives are taken outside of one: there, JAX takes equal shares
+    # alone, also of a cotangent.
+    return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
 def placed_like(array: Array, like: Any) -> Array:
