@@ -252,7 +252,8 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
 
     Raises:
         TypeError: if `mesh` is no mesh.
-        ValueError: if the numbers of rows differ, or there are fewer rows than devices.
+        ValueError: if the numbers of rows differ, there are fewer rows than devices, or a number
+            stands by itself, as in a list of numbers.
 
     Example:
         >>> import jax
@@ -267,7 +268,12 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
     arrays = array, *others
     leaves = jax.tree.leaves(arrays)
     shapes = [np.shape(leaf) for leaf in leaves]
-    if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
+    if () in shapes:
+        raise ValueError(
+            "all arrays must have rows as their leading axis, got a number by itself: a list is a "
+            "pytree of what it holds; for one of numbers give `np.asarray` of it."
+        )
+    if len({shape[:1] for shape in shapes}) > 1:
         raise ValueError(
             f"all arrays must have the same number of rows as their leading axis, got {shapes}."
         )
