@@ -72,11 +72,18 @@ def whole(tree: T, mesh: AnyMesh | None) -> T:
 
 def _placed(leaf: Array, mesh: AnyMesh, spec: P) -> Array:
     if not checks.is_concrete(leaf):
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        return _constrained(leaf, NamedSharding(mesh, spec))
     # With an abstract mesh it is a constant of what is compiled.
     return (
         leaf if isinstance(mesh, AbstractMesh) else jax.device_put(leaf, NamedSharding(mesh, spec))
     )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _constrained(leaf: Array, sharding: NamedSharding) -> Array:
+    # A program of its own where derivatives are taken outside of one: there, JAX takes equal shares
+    # alone, also of a cotangent.
+    return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
 def placed_like(array: Array, like: Any) -> Array:
@@ -246,8 +253,9 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
 
     Raises:
         TypeError: if `mesh` is no mesh.
-        ValueError: if the numbers of rows differ, or there are fewer rows than devices; in several
-            processes also if these give different arrays, in each of them.
+        ValueError: if the numbers of rows differ, there are fewer rows than devices, or a number
+            stands by itself, as in a list of numbers; in several processes also if these give
+            different arrays, in each of them.
 
     Example:
         >>> import jax
@@ -269,7 +277,12 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
 def _num_rows(arrays: Any) -> int:
     """The number of rows that all arrays have."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
-    if len({shape[:1] for shape in shapes}) > 1 or () in shapes:
+    if () in shapes:
+        raise ValueError(
+            "all arrays must have rows as their leading axis, got a number by itself: a list is a "
+            "pytree of what it holds; for one of numbers give `np.asarray` of it."
+        )
+    if len({shape[:1] for shape in shapes}) > 1:
         raise ValueError(
             f"all arrays must have the same number of rows as their leading axis, got {shapes}."
         )

@@ -151,6 +151,19 @@ def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solv
     assert_same(one, several)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("n", [EVEN, UNEVEN])
+def test_derivatives_outside_of_a_program_are_those_of_one_device(n):
+    def found(X: Array, y: Array) -> Any:
+        def log_prob(X: Array) -> Array:
+            return sgp.GaussianProcess(kernel(), X, NOISE).log_prob(y)
+
+        return jax.grad(log_prob)(X), jax.jvp(log_prob, (X,), (X,))[1]
+
+    X, y, _ = data(n)
+    assert_same(found(X, y), found(*sgp.shard_rows(mesh(), X, y)))
+
+
 @pytest.mark.parametrize("solver", ["projections", "pivoted"])
 def test_no_gradient_gathers_rows(solver):
     n, num_probes = 800, 15
