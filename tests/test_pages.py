@@ -1,0 +1,71 @@
+"""The code of each page, block after block, as a reader would paste it.
+
+A page's blocks run in order in one namespace, in an empty folder. One thing is made small: training
+takes few steps, and samplers few draws, by `_few` below. A block that cannot run by itself, such as
+one for a cluster, is fenced as `py` instead of `python`.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from numpyro.infer import MCMC, SVI
+
+from numpyro_scalegp.infer import RowSVI
+from tests.test_examples import ROOT, blocks
+
+STEPS = 3
+DRAWS = 10
+
+ALL = [str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+# Pages whose blocks are parts of programs still.
+INCOMPLETE = {
+    f"docs/{name}.md"
+    for name in ("bayesian", "choosing", "decoupled", "families", "feature_space", "inspecting")
+    + ("iterative", "streams", "weight_space")
+}
+PAGES = sorted(page for page in ALL if blocks(page) and page not in INCOMPLETE)
+
+
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have training and sampling end after a few steps."""
+    for kind in (SVI, RowSVI):
+        if "run" in vars(kind):
+            monkeypatch.setattr(kind, "run", _with_few_steps(kind.run))
+    begin = MCMC.__init__
+
+    def init(self: MCMC, kernel: Any, *, num_warmup: int, num_samples: int, **options: Any) -> None:
+        few = {"num_warmup": min(num_warmup, DRAWS), "num_samples": min(num_samples, DRAWS)}
+        begin(self, kernel, **few, **options)
+
+    monkeypatch.setattr(MCMC, "__init__", init)
+
+
+def _with_few_steps(run: Any) -> Any:
+    def few(self: SVI, key: Any, num_steps: int, *args: Any, **options: Any) -> Any:
+        return run(self, key, min(num_steps, STEPS), *args, **options)
+
+    return few
+
+
+# The first steps of a sampler go far.
+@pytest.mark.filterwarnings("ignore:a covariance matrix was not positive:RuntimeWarning")
+@pytest.mark.slow
+@pytest.mark.one_interpreter
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_as_pasted(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    _few(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "")  # what a page sets must not stay
+    was_x64 = jax.config.read("jax_enable_x64")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for number, block in enumerate(blocks(page)):
+            exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+    finally:
+        jax.config.update("jax_enable_x64", was_x64)
+    assert not re.search(r"\bnan\b", capsys.readouterr().out)
