@@ -1,4 +1,4 @@
-"""Import every public name of the installed package and run the example of the page that is given."""
+"""Import every public name of the installed package and run the example of the given page."""
 
 import importlib
 import pkgutil
