@@ -16,10 +16,10 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format types docs bench clean
+.PHONY: help test demo lint format types docs build installed bench clean
 
 help: ## print this list
-	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(VENV)/.stamp-test ## run the tests and the docstrings' examples, one process per core
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
@@ -42,6 +42,14 @@ types: $(VENV)/.stamp-test ## check types
 docs: $(VENV)/.stamp-docs ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+build: $(VENV)/.stamp-build ## build the sdist and the wheel into dist/ and check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+installed: build ## try the wheel with the newest and with the lowest dependencies
+	PATH="$(abspath $(BIN)):$$PATH" .ci/installed
+
 bench: ## say how to run the benchmarks (they take long, so nothing runs them by itself)
 	@echo "$(INSTALL) --editable '.[bench,examples]'"
 	@for script in benchmarks/*.py; do [ ! -e "$$script" ] || echo "$(BIN)/python $$script"; done
@@ -62,6 +70,10 @@ $(VENV)/.stamp-examples: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.stamp-test: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) --editable '.[test]'
 	@touch $(VENV)/.stamp-examples $@
+
+$(VENV)/.stamp-build: pyproject.toml | $(VENV)/bin/python
+	$(INSTALL) build twine uv
+	@touch $@
 
 $(VENV)/.stamp-docs: pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) --editable '.[docs]'

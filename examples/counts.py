@@ -81,9 +81,10 @@ def main(num_rows=None, num_inducing=100, num_steps=1500, folder="outputs/counts
             likelihood_model, train, test, num_inducing, num_steps
         )
     A, B = sm.add_constant(np.asarray(train[0])), sm.add_constant(np.asarray(test[0]))
-    linear = sm.Poisson(train[1], A).fit(disp=0)
+    visits = np.asarray(train[1])
+    linear = sm.Poisson(visits, A).fit(disp=0)
     scores["Poisson linear"] = dist.Poisson(linear.predict(B)).log_prob(test[1]).mean()
-    linear = sm.NegativeBinomial(train[1], A).fit(disp=0)
+    linear = sm.NegativeBinomial(visits, A).fit(disp=0)
     likelihood = dist.NegativeBinomial2(linear.predict(B), 1.0 / linear.params[-1])
     scores["negative binomial linear"] = likelihood.log_prob(test[1]).mean()
     scores["Poisson constant"] = dist.Poisson(train[1].mean()).log_prob(test[1]).mean()

@@ -1,0 +1,34 @@
+"""Import every public name of the installed package and run the example of the given page."""
+
+import importlib
+import pkgutil
+import re
+import sys
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import numpyro_scalegp
+
+root = Path(numpyro_scalegp.__file__).parent
+if not root.is_relative_to(sys.prefix):
+    sys.exit(f"`numpyro_scalegp` must be the installed one, got {root}.")
+if not (root / "py.typed").exists():
+    sys.exit("The wheel has no `py.typed`.")
+
+declared = [
+    re.split(r"[<>=!~; ]", each)[0] for each in requires("numpyro_scalegp") if ";" not in each
+]
+print("  " + " ".join(f"{name}=={version(name)}" for name in sorted([*declared, "jaxlib"])))
+
+num_names = 0
+for found in pkgutil.walk_packages(numpyro_scalegp.__path__, "numpyro_scalegp."):
+    module = importlib.import_module(found.name)
+    for name in getattr(module, "__all__", ()):
+        getattr(module, name)
+        num_names += 1
+for name in numpyro_scalegp.__all__:
+    getattr(numpyro_scalegp, name)
+print(f"  {num_names + len(numpyro_scalegp.__all__)} public names")
+
+(example,) = re.findall(r"^```python\n(.*?)^```", Path(sys.argv[1]).read_text(), re.M | re.S)
+exec(compile(example, sys.argv[1], "exec"), {"__name__": "__main__"})
