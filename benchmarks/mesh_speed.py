@@ -22,6 +22,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from iterative import seconds
 from numpyro.infer import SVI, Trace_ELBO
 
 import numpyro_scalegp as sgp
@@ -40,12 +41,10 @@ def operator(X):
     return sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.ones(X.shape[1])), X, 0.1)
 
 
-@jax.jit
 def product(X, V):
     return operator(X).matmul(V)
 
 
-@jax.jit
 def gradient(X, V):
     return operator(X).quadratic_gradient(jnp.ones(V.shape[1]), V)
 
@@ -68,15 +67,9 @@ def guide(X, y, num_probes):
     numpyro.sample("noise", dist.Delta(jnp.exp(numpyro.param("log_noise", jnp.asarray(-1.0)))))
 
 
-def seconds(function, *arguments, repeats=5):
-    """The median of a compiled function's seconds."""
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+def median(function, *arguments):
+    """The median of a function's seconds, compiled."""
+    return float(np.median(seconds(jax.jit(function), *arguments)))
 
 
 def training_step(X, y, num_probes):
@@ -102,7 +95,7 @@ def devices(arguments):
         arguments.rows = n
         try:
             X, V = inputs(arguments)
-            once, back = seconds(product, X, V), seconds(gradient, X, V)
+            once, back = median(product, X, V), median(gradient, X, V)
             print(
                 f"n = {n}: product {once:.2f} s, {n * n / once:.2e} entries a second; gradient "
                 f"{back:.2f} s",
@@ -121,7 +114,7 @@ def worker(arguments):
     if arguments.num > 1:
         jax.distributed.initialize(arguments.address, arguments.num, arguments.place)
     X, V = inputs(arguments, arguments.place, arguments.num)
-    print("seconds", seconds(product, X, V), seconds(gradient, X, V), flush=True)
+    print("seconds", median(product, X, V), median(gradient, X, V), flush=True)
 
 
 def started(arguments, num, cores):

@@ -92,7 +92,7 @@ class _ArrayRows(AbstractRows):
             _finite(name, parts, pieces)
             found.append(np.concatenate(parts))
             if name == "X" and not self.has_read:
-                self.warn_once(np.concatenate([array[a:b] for a, b in pieces]), found[0])
+                self.warn_of_first(np.concatenate([array[a:b] for a, b in pieces]), found[0])
             _give_back(array)
         return tuple(found) if len(found) > 1 else found[0]
 

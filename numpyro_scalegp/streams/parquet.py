@@ -175,7 +175,7 @@ class ParquetRows(AbstractRows):
             found[0] = given.astype(self.dtype, copy=False)
         self._check(_columns_of(found), pieces)
         if is_first:
-            self.warn_once(given, found[0])
+            self.warn_of_first(given, found[0])
         return tuple(found) if len(found) > 1 else found[0]
 
     def _read_piece(self, start: int, stop: int, views: list[np.ndarray]) -> None:

@@ -21,14 +21,11 @@ class AbstractRows(abc.ABC):
     num_rows: int
     has_read: bool = False
 
-    def warn_once(self, given: np.ndarray, X: np.ndarray) -> None:
+    def warn_of_first(self, given: np.ndarray, X: np.ndarray) -> None:
         """Warn if inputs of the first rows that are read have lost digits in which they differ."""
-        if not self.has_read:
-            self.has_read = True
-            remedy = (
-                'Read them with `dtype="float64"`, and subtract an origin near the data in a `map`'
-            )
-            precision.warn_of_merged_rows("X", given, X, remedy)
+        self.has_read = True
+        remedy = 'Read them with `dtype="float64"`, and subtract an origin near the data in a `map`'
+        precision.warn_of_merged_rows("X", given, X, remedy)
 
     @abc.abstractmethod
     def read(self, pieces: Pieces) -> Batch:
