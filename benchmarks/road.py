@@ -1,4 +1,4 @@
-"""From data to posterior by the defaults: the ten lines of docs/iterative.md on UCI sets.
+"""From data to posterior by the defaults: the ten lines of docs/methods/iterative.md on UCI sets.
 
     python benchmarks/road.py --data pol elevators bike kin40k keggdirected --splits 3
     python benchmarks/road.py --data flights --rows 100000    # random rows of New York's flights

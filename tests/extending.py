@@ -1,4 +1,4 @@
-"""The classes of docs/extending.md, as the page defines them."""
+"""The classes of docs/develop/extending.md, as the page defines them."""
 
 import re
 from pathlib import Path

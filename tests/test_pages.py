@@ -19,11 +19,16 @@ from tests.test_examples import ROOT, blocks
 STEPS = 3
 DRAWS = 10
 
-ALL = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")}
+ALL = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
 # Runs in a process of its own in `test_the_first_page_runs_as_pasted`, as README's example.
 ALL.remove("docs/index.md")
 # Pages whose blocks are parts of programs still.
-INCOMPLETE = {f"docs/{name}.md" for name in ("choosing", "decoupled", "inspecting", "iterative")}
+INCOMPLETE = {
+    "docs/choosing.md",
+    "docs/howto/inspecting.md",
+    "docs/methods/decoupled.md",
+    "docs/methods/iterative.md",
+}
 PAGES = sorted(page for page in ALL if blocks(page) and page not in INCOMPLETE)
 
 
