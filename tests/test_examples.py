@@ -32,10 +32,9 @@ def blocks(page: str) -> list[str]:
 
 
 def test_the_first_pages_show_the_same_example() -> None:
-    (readme,) = blocks("README.md")
-    (index,) = blocks("docs/index.md")
-    assert readme == index
-    assert len([line for line in readme.splitlines() if line.strip()]) <= 20
+    example, picture = blocks("README.md")
+    assert blocks("docs/index.md") == [example, picture]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 20
 
 
 def run(*arguments: str, folder: Path) -> str:
@@ -55,11 +54,12 @@ def run(*arguments: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_the_first_page_runs_as_pasted(tmp_path: Path) -> None:
     script = tmp_path / "pasted.py"
-    script.write_text(blocks("README.md")[0])
+    script.write_text("\n".join(blocks("README.md")))
     printed = run("-W", "error:::numpyro_scalegp", str(script), folder=tmp_path)
     mean, variance = (float(number) for number in re.findall(r"\[([^]]+)\]", printed))
     assert 0.0 < variance < 0.05
     assert abs(mean - np.sin(1.6)) < 4 * variance**0.5
+    assert "posterior mean" in (tmp_path / "fit.svg").read_text()
 
 
 @pytest.mark.slow
