@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs/kernels.md"
 KEY = jax.random.key(0)
 X = jnp.array([[0.0, 1.0], [1.0, 1.0]])
 
-# Of each row two kernels: one whose parts have what the columns ask for, and one whose parts have not.
+# Of a row: a kernel whose parts have what the columns ask for, and one whose parts have not.
 KERNELS: dict[str, list[AbstractKernel]] = {
     "RBF": [K.RBF(1.0)],
     "Matern12": [K.Matern12(1.0)],
