@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -28,7 +29,10 @@ def load(name: str) -> ModuleType:
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    """The code of a page, also where it is indented, as in a tab."""
+    fenced = r"^( *)```python\n(.*?)^\1```"
+    found = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def test_the_first_pages_show_the_same_example() -> None:
