@@ -6,7 +6,7 @@ and told apart by `observed`. Each airline has a Gaussian process with a level a
 its own, drawn from distributions that all share, so that those with few flights borrow from the
 others. NUTS integrates over all of it.
 
-Look at the airlines with few flights, in the last panels: their curves follow the shape that the
+Look at the airlines with few flights, in the first panels: their curves follow the shape that the
 others share, with wide bands. The area of a dot grows with the number of flights behind it.
 """
 

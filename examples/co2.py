@@ -8,7 +8,7 @@ years (n = 180). The ten years after them are held out.
 Look at the band of the forecast, which widens as the years go on and holds most of the held-out
 months. A straight line with a sine wave forecasts the mean about as well: what the GP adds is the
 band. The second figure shows the three parts that the record is taken apart into, each with a band
-of its own.
+of its own. Those of trend and cycle are wide, since a constant may stand in either.
 """
 
 import argparse

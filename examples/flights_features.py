@@ -1,4 +1,4 @@
-"""Flights with random features: 100,000 of them, 2,000 of which a step sees.
+"""Flights with random features: a step sees 2,000 of 100,000 features.
 
 The flights of New York in 2013 under a Matern-3/2 kernel and a normal likelihood. A step takes
 1,000 of 295,000 flights and two random sets of 2,000 features, so that its cost depends on the

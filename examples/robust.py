@@ -7,7 +7,8 @@ others together. Under a Student t, whose degrees of freedom are learned, it har
 nobody has to find it first. A normal model without that reading shows what there is to reach.
 
 One reading among 502 is enough to lose the function: compare the three errors on the hidden hours,
-and the nearly flat curve in the figure with the other two.
+and the curve in the figure that is nearly flat, but for a spike at that reading, with the other
+two. Amplitudes and noise are printed in standardized units, lengthscales in hours.
 """
 
 import argparse

@@ -8,8 +8,8 @@ that. The inducing points are the training airports themselves, so that the guid
 distribution over the function there.
 
 Every fourth airport is held out, and predicted with and without the process; `--fold` takes the
-other three quarters. Look at how much the log density gains by the map: rates are low in the
-north-east and highest in the south-west.
+other three quarters. Look at how much the log density gains by the map, where rates are low in the
+north-east and rise to the west.
 
 The kernel takes points in space, whose distance is the straight line through the earth. Degrees of
 latitude and longitude would stretch the north, and a Matern-3/2 kernel of distances along the

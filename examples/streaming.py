@@ -6,7 +6,7 @@ of them. The last 40 batches are held, and now and then the mean is solved for o
 are forgotten.
 
 Look at the test error as the stream goes on: that of a sparse GP with the same 64 inducing points
-stays far above, since 64 points cannot hold the function.
+falls slowly and stays far above, since 64 points hold little of the function.
 """
 
 import argparse
