@@ -6,9 +6,8 @@ is unbiased: random probes for the trace, conjugate gradients under Russian roul
 On a few hundred rows NUTS on the exact density shows what they are worth; then the same code goes
 on with thousands of rows.
 
-The table compares means and standard deviations of the logarithms with those of NUTS; the figure
-has the intervals of all methods beside each other. By default the script goes on with 2,000 rows,
-and draws a second figure.
+The table compares means and standard deviations of the logarithms with those of NUTS; the figures
+have the intervals of all methods beside each other, first of the few rows, then of the many.
 """
 
 import argparse
