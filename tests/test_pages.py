@@ -22,14 +22,7 @@ DRAWS = 10
 ALL = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
 # Runs in a process of its own in `test_the_first_page_runs_as_pasted`, as README's example.
 ALL.remove("docs/index.md")
-# Pages whose blocks are parts of programs still.
-INCOMPLETE = {
-    "docs/choosing.md",
-    "docs/howto/inspecting.md",
-    "docs/methods/decoupled.md",
-    "docs/methods/iterative.md",
-}
-PAGES = sorted(page for page in ALL if blocks(page) and page not in INCOMPLETE)
+PAGES = sorted(page for page in ALL if blocks(page))
 
 
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +49,7 @@ def _with_few_steps(run: Any) -> Any:
 # The first steps of a sampler go far.
 @pytest.mark.filterwarnings("ignore:a covariance matrix was not positive:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:a covariance matrix is not positive:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:Laplace.s approximation found no mode:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.one_interpreter
