@@ -55,8 +55,8 @@ PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 class Run:
     """A declared run: what is called for each unit, and what that needs.
 
-    `minutes` is a rough figure for two cores at 400 GFLOP/s. `needs` has words of "data" (the folder
-    in SCALEGP_DATA), "gpytorch" and "gpu". A method named "gpytorch..." alone needs the peer.
+    `minutes` is a rough figure for two cores at 400 GFLOP/s. `needs` has words of "data" (the
+    folder in SCALEGP_DATA), "gpytorch" and "gpu". Methods named "gpytorch..." need the peer.
     """
 
     name: str
