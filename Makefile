@@ -8,6 +8,9 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GALLERY_ARGS ?=
+RUNS ?=
+MINUTES ?=
+EVIDENCE_ARGS ?=
 WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -18,7 +21,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format types docs gallery build installed bench clean
+.PHONY: help test demo lint format types docs gallery build installed bench evidence clean
 
 help: ## print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +61,10 @@ installed: build ## try the wheel with the newest and with the lowest dependenci
 bench: ## say how to run the benchmarks (they take long, so nothing runs them by itself)
 	@echo "$(INSTALL) --editable '.[bench,examples]'"
 	@for script in benchmarks/*.py; do [ ! -e "$$script" ] || echo "$(BIN)/python $$script"; done
+
+evidence: $(VENV)/.stamp-test ## run the benchmarks whose results are missing: RUNS="name ...", MINUTES=10
+	@$(BIN)/python -c "import gpytorch" 2>/dev/null || echo "Without the peer: $(INSTALL) --editable '.[bench]'"
+	$(BIN)/python benchmarks/evidence.py $(RUNS) $(if $(MINUTES),--minutes $(MINUTES)) $(EVIDENCE_ARGS)
 
 clean: ## remove environments, caches and outputs
 	rm -rf .venv .venv-* outputs site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -95,28 +95,50 @@ def exact_peer(data, seconds):
     return found.rmse, found.nll, elapsed
 
 
-def run(name, split, arguments):
-    """One set and split: a row of the table, printed with what was picked and reached."""
-    data = load(name, split, arguments.rows)
+def fit(name, split, seed, rows, epochs, options):
+    """One set and split by the road: what is scored, and the parts of it that say why."""
+    data = load(name, split, rows)
     parts = data.X_train, data.y_train, data.X_test, data.y_test
     X, y, X_test, y_test = (jnp.array(part, jnp.float32) for part in parts)
-    key, num_refinements = jax.random.key(arguments.seed), arguments.refinements
     start = time.perf_counter()
-    values = sgp.infer.initial_hyperparameters(
-        key, model, X, y, num_refinements=num_refinements, **arguments.subsets
-    )
+    values = sgp.infer.initial_hyperparameters(jax.random.key(seed), model, X, y, **options)
     fitting = time.perf_counter() - start
     start = time.perf_counter()
-    posterior = sgp.posterior(model, values, X, y, max_epochs=arguments.epochs)
+    posterior = sgp.posterior(model, values, X, y, max_epochs=epochs)
     solving = time.perf_counter() - start
     predictive = posterior.predictive(X_test)
-    rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
-    nll = -float(jnp.mean(predictive.log_prob(y_test)))
-    print(f"{name}, split {split}, {X.shape}: {values.report}; noise {float(values['noise']):.3g}")
+    found = {
+        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
+        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        "seconds": fitting + solving,
+        "hyperparameters_seconds": fitting,
+        "solve_seconds": solving,
+        "epochs": float(posterior.diagnostics.get("epochs", 0)),
+        "noise": float(values["noise"]),
+        "rows": len(X),
+        "columns": X.shape[1],
+    }
+    return data, values, posterior, found
+
+
+def record(data, split, seed, method, *, rows=None, epochs=None, **options):
+    """The record of a unit, for benchmarks/evidence.py; `options` go to the hyperparameters."""
+    return fit(data, split, seed, rows, epochs, options)[-1]
+
+
+def run(name, split, arguments):
+    """One set and split: a row of the table, printed with what was picked and reached."""
+    options = {"num_refinements": arguments.refinements, **arguments.subsets}
+    data, values, posterior, found = fit(
+        name, split, arguments.seed, arguments.rows, arguments.epochs, options
+    )
+    fitting, solving = found["hyperparameters_seconds"], found["solve_seconds"]
+    rmse, nll, shape = found["rmse"], found["nll"], (found["rows"], found["columns"])
+    print(f"{name}, split {split}, {shape}: {values.report}; noise {found['noise']:.3g}")
     reached = {key: round(float(value), 4) for key, value in posterior.diagnostics.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"  {reached}; RMSE {rmse:.4f}, NLL {nll:.4f}; peak {peak:.2f} GiB", flush=True)
-    row = rmse, nll, fitting, solving, float(posterior.diagnostics["epochs"])
+    row = rmse, nll, fitting, solving, found["epochs"]
     if arguments.peer:
         row += peer(data)
     if arguments.exact_peer:

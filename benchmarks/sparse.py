@@ -28,6 +28,8 @@ from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_scalegp as sgp
 
+NUM_INDUCING, BATCH_SIZE, LEARNING_RATE, EPOCHS = 512, 1024, 0.04, 50
+
 
 class Score(NamedTuple):
     """Test error and negative log predictive density, in standardized units."""
@@ -200,6 +202,31 @@ class GPyTorch:
         return score(mean, variance, self.test.y_test)
 
 
+def record(
+    data,
+    split,
+    seed,
+    method,
+    *,
+    steps=None,
+    num_inducing=NUM_INDUCING,
+    batch_size=BATCH_SIZE,
+    learning_rate=LEARNING_RATE,
+):
+    """The record of a unit, for benchmarks/evidence.py: seconds of all steps but one."""
+    loaded = sgp.datasets.load_uci(data, split=split)
+    X = jnp.asarray(loaded.X_train, jnp.float32)
+    total = steps or EPOCHS * -(-len(X) // batch_size)
+    num_inducing, batch_size = min(num_inducing, len(X)), min(batch_size, len(X))
+    points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, num_inducing)
+    kind = {"adam": Ours, "natural": Natural, "gpytorch": GPyTorch}[method]
+    one = kind(loaded, points, batch_size, total, learning_rate)
+    start = time.perf_counter()
+    one.run(total - 1)
+    seconds = time.perf_counter() - start
+    return {**one.score()._asdict(), "seconds": seconds, "steps": total, "rows": len(X)}
+
+
 TIMED = 10  # steps of a block, where they are timed beforehand
 
 
@@ -227,10 +254,10 @@ def main():
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--made-up-rows", type=int, help="this many made-up rows, d = 8, instead")
     parser.add_argument("--irrelevant", type=int, default=0, help="more columns of made-up rows")
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=0.04)
-    parser.add_argument("--num-inducing", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--num-inducing", type=int, default=NUM_INDUCING)
     parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
     parser.add_argument("--equal-seconds", action="store_true")
     arguments = parser.parse_args()

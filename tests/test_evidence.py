@@ -1,0 +1,84 @@
+"""Benchmarks as data: stored units are kept, tables are right, and pages show declared runs."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks" / "evidence.py")
+assert spec is not None and spec.loader is not None
+evidence = importlib.util.module_from_spec(spec)
+sys.modules["evidence"] = evidence
+spec.loader.exec_module(evidence)
+
+SESSION = {
+    "command": "python x.py",
+    "date": "2026-01-02T03:04:05+00:00",
+    "cpu": "a processor",
+    "cores": 2,
+    "gflops": 180,
+    "versions": {"jax": "0.10.0"},
+    "commit": "0123456789abcdef",
+    "clean": True,
+}
+RUN = evidence.Run("toy", "toy", 1, ("a", "b"), ("ours", "gpytorch"), splits=(0, 1))
+
+
+def test_mean_and_standard_error_are_known_values():
+    assert evidence.mean_and_error([1.0, 2.0, 3.0]) == "2.00 ± 0.58"
+    assert evidence.mean_and_error([100.0, 140.0]) == "120 ± 20"
+    assert evidence.mean_and_error([0.25]) == "0.25"
+    assert evidence.mean_and_error([0.5, 0.5]) == "0.5 ± 0"
+    assert evidence.mean_and_error([1.0, float("nan")]) == "not finite"
+
+
+def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path):
+    path = tmp_path / "toy.json"
+    called: list[tuple] = []
+
+    def call(data, split, seed, method):
+        if len(called) == 3:
+            raise KeyboardInterrupt
+        called.append((data, split, seed, method))
+        return {"rmse": 1.0}
+
+    with pytest.raises(KeyboardInterrupt):
+        evidence.complete(RUN, path, call, lambda: SESSION)
+    assert len(json.loads(path.read_text())["records"]) == 3
+    stored = set(called)
+    later: list[tuple] = []
+
+    def go_on(**unit):
+        later.append(tuple(unit.values()))
+        return {}
+
+    again = evidence.complete(RUN, path, go_on, lambda: SESSION)
+    assert len(again) == 8 and len(later) == 5 and not set(later) & stored
+    evidence.complete(RUN, path, go_on, lambda: SESSION)
+    assert len(later) == 5
+    evidence.complete(RUN, path, go_on, lambda: SESSION, force=True, skip=("gpytorch",))
+    assert len(later) == 9
+
+
+def test_a_marker_becomes_a_table_with_its_origin(tmp_path):
+    def call(data, split, seed, method):
+        return {"rmse": 1.0 + split}
+
+    evidence.complete(RUN, tmp_path / "toy.json", call, lambda: SESSION)
+    shown = evidence.replace_markers("<!-- evidence: toy columns=rmse -->", tmp_path)
+    assert "| a | ours | 2 | 1.50 ± 0.50 |" in shown
+    for part in ("python x.py", "180 GFLOP/s", "jax 0.10.0", "commit 012345678"):
+        assert part in shown
+    with pytest.raises(FileNotFoundError, match="no stored results of the run `other`"):
+        evidence.replace_markers("<!-- evidence: other -->", tmp_path)
+
+
+def test_each_marker_of_a_page_names_a_declared_run_with_results():
+    names = {run.name for run in evidence.RUNS}
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        assert {match[1] for match in evidence.MARKER.finditer(text)} <= names, page
+        evidence.replace_markers(text)
