@@ -2,10 +2,12 @@
 # virtual environment $(VENV) and installs what it needs, once.
 #   make test PYTHON=python3.12 VENV=.venv-py312     another interpreter, in its own environment
 #   make test PYTEST_ARGS="-m 'not slow'"            further arguments for pytest
+#   make gallery GALLERY_ARGS="--quick --all"        the quick examples, also those unchanged
 
 VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+GALLERY_ARGS ?=
 WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format types docs build installed bench clean
+.PHONY: help test demo lint format types docs gallery build installed bench clean
 
 help: ## print this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +29,9 @@ test: $(VENV)/.stamp-test ## run the tests and the docstrings' examples, one pro
 demo: $(VENV)/.stamp-examples ## train a GP on the New York flights; figures go to outputs/flights/
 	@mkdir -p outputs/flights
 	$(BIN)/python examples/flights.py $(DEMO_ARGS)
+
+gallery: $(VENV)/.stamp-test ## run the examples whose code has changed, for their pages in docs/gallery/
+	$(BIN)/python docs/gallery_pages.py $(GALLERY_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style and formatting
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Import every public name of the installed package and run the example of the given page."""
+"""Import every public name of the installed package and run the first example of the given page."""
 
 import importlib
 import pkgutil
@@ -30,5 +30,5 @@ for name in numpyro_scalegp.__all__:
     getattr(numpyro_scalegp, name)
 print(f"  {num_names + len(numpyro_scalegp.__all__)} public names")
 
-(example,) = re.findall(r"^```python\n(.*?)^```", Path(sys.argv[1]).read_text(), re.M | re.S)
+example, _picture = re.findall(r"^```python\n(.*?)^```", Path(sys.argv[1]).read_text(), re.M | re.S)
 exec(compile(example, sys.argv[1], "exec"), {"__name__": "__main__"})

@@ -1,4 +1,4 @@
-"""Delays over the day, one curve for each airline: a hierarchical model of groups.
+"""Delays over the day, by airline: a hierarchical model of sixteen curves.
 
 The flights of New York's airports in 2013, as the mean arrival delay of each airline in each hour
 of the day. Airlines fly at different hours, so that their groups have unequal sizes, padded to 24
@@ -6,7 +6,8 @@ and told apart by `observed`. Each airline has a Gaussian process with a level a
 its own, drawn from distributions that all share, so that those with few flights borrow from the
 others. NUTS integrates over all of it.
 
-    python examples/carriers.py
+Look at the airlines with few flights, in the first panels: their curves follow the shape that the
+others share, with wide bands. The area of a dot grows with the number of flights behind it.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def main(num_warmup=300, num_samples=300, folder="outputs/carriers"):
 def draw(folder, names, data, grid, mean, sd):
     """The airlines' mean delays, and their curves with bands of two deviations."""
     hour, count, delay, observed = data
-    figure, axes = plt.subplots(4, 4, figsize=(11, 8), sharex=True, sharey=True)
+    figure, axes = plt.subplots(4, 4, figsize=(10, 7.5), sharex=True, sharey=True)
     for place, axis in enumerate(axes.flat[: len(names)]):
         shown = observed[place]
         size = np.clip(np.sqrt(count[place][shown]), 2.0, 30.0)
@@ -100,7 +101,7 @@ def draw(folder, names, data, grid, mean, sd):
     figure.supylabel("mean arrival delay (minutes)")
     figure.tight_layout()
     Path(folder).mkdir(parents=True, exist_ok=True)
-    figure.savefig(Path(folder) / "carriers.png", dpi=120)
+    figure.savefig(Path(folder) / "carriers.svg")
     plt.close(figure)
 
 

@@ -1,10 +1,9 @@
-"""A training that is killed and goes on, bit for bit.
+"""Killed and resumed: a training goes on from its checkpoint, bit for bit.
 
-    python examples/checkpoint.py [--steps 2000] [--every 200] [--output outputs/checkpoint]
-
-Starts the training of a sparse GP in a process of its own, which saves a checkpoint every
-`--every` steps, and kills it in the middle. Then it goes on here, in another process, from the last
-checkpoint, and compares the parameters with those of a training without interruption.
+The training of a sparse GP starts in a process of its own, which saves a checkpoint every 200
+steps, and is killed in the middle by SIGKILL. Then it goes on in another process, from the last
+checkpoint, and the parameters at the end are compared with those of a training without
+interruption: they are the same to the last bit.
 """
 
 import argparse

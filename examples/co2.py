@@ -1,12 +1,14 @@
-"""CO2 over Mauna Loa: an exact GP with a composed kernel, sampled by NUTS, forecasts ten years.
+"""CO2 over Mauna Loa: a composed kernel, sampled by NUTS, forecasts ten years.
 
 The kernel is a sum of four parts, each with priors on its hyperparameters: a smooth trend, a yearly
 cycle that slowly changes its shape, deviations that last for months, and noise. NUTS needs many
-gradients and each costs O(n^3), so the data are cut: the monthly means of the last `--years`
-training years (15 by default, n = 180). The ten years after them are held out. Two figures: the
-forecast, and the three parts that the record is taken apart into, each with its own band.
+gradients and each costs O(n^3), so the data are cut: the monthly means of the last 15 training
+years (n = 180). The ten years after them are held out.
 
-    python examples/co2.py
+Look at the band of the forecast, which widens as the years go on and holds most of the held-out
+months. A straight line with a sine wave forecasts the mean about as well: what the GP adds is the
+band. The second figure shows the three parts that the record is taken apart into, each with a band
+of its own. Those of trend and cycle are wide, since a constant may stand in either.
 """
 
 import argparse
@@ -106,7 +108,7 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     axes.set(xlabel="year", ylabel="CO2 in ppm")
     axes.legend(loc="upper left")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    figure.savefig(Path(folder) / "forecast.png", dpi=150, bbox_inches="tight")
+    figure.savefig(Path(folder) / "forecast.svg", bbox_inches="tight")
 
     months = np.linspace(X[0], X[-1], 24 * years)
     figure, axes = plt.subplots(3, 1, figsize=(9, 7), sharex=True, layout="constrained")
@@ -119,7 +121,7 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
         panel.fill_between(data.unstandardize_X(months)[:, 0], *shown[1:], color="C2", alpha=0.3)
         panel.set_ylabel(f"{name}, ppm")
     axes[-1].set_xlabel("year")
-    figure.savefig(Path(folder) / "parts.png", dpi=150)
+    figure.savefig(Path(folder) / "parts.svg")
     return scores
 
 

@@ -1,11 +1,11 @@
-"""Odd or even: handwritten digits classified by a GP with 100,000 random Fourier features.
-
-    python examples/digits.py [--num-features 100000] [--num-steps 1500]
+"""Odd or even: digits classified with 100,000 random Fourier features.
 
 A step of `QuadruplyStochasticELBO` takes 256 of the images and 4,000 of the features, so its cost
 does not depend on how many there are of either. The logistic likelihood has no unbiased estimate,
-but is log-concave: the `"plug_in"` bound does for it. Prints accuracy and mean negative log
-probability on held-out images, and draws those that it gets most wrong.
+but is log-concave: the `"plug_in"` bound does for it.
+
+Printed are accuracy and mean negative log probability on held-out images. The figure shows the
+images that the model gets most wrong, with the probability that it gives to an odd digit.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main(num_features=100_000, num_steps=1500, num_drawn=4000, seed=0, folder="o
     for ax, i in zip(axes.ravel(), np.argsort(right), strict=False):
         ax.imshow(X_test[i].reshape(8, 8), cmap="gray_r")
         ax.set(xticks=[], yticks=[], title=f"p(odd) = {odd[i]:.2f}")
-    figure.savefig(Path(folder) / "most_wrong.png", dpi=150)
+    figure.savefig(Path(folder) / "most_wrong.svg")
     return {name: float(score) for name, score in scores.items()}
 
 

@@ -72,19 +72,18 @@ def hour_grid(data, num_flights=200):
 
 
 def draw_figures(folder, data, losses, lengthscales, replicates, hours, rows=None):
-    """Write loss.png, lengthscales.png, calibration.png and hour.png."""
-    plt.rcParams.update({"figure.dpi": 130, "axes.spines.top": False, "axes.spines.right": False})
-    blue, light = "#22577a", "#a9c8dd"
+    """Write loss.svg, lengthscales.svg, calibration.svg and hour.svg."""
+    blue, light = "C0", "C5"
 
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     losses = np.asarray(losses) / len(data.y_train[:rows])
     window = max(1, len(losses) // 100)
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-    axes.plot(losses, color=light, lw=0.4)
+    axes.plot(losses, color=light, lw=0.4, rasterized=True)
     axes.plot(np.arange(len(smooth)) + window / 2, smooth, color=blue)
     low, high = np.quantile(losses[len(losses) // 20 :], [0.001, 0.999])
     axes.set(xlabel="step", ylabel="negative ELBO a row", ylim=(low, high))
-    figure.savefig(folder / "loss.png")
+    figure.savefig(folder / "loss.svg")
 
     figure, axes = plt.subplots(figsize=(6, 4.4), layout="constrained")
     low, middle, high = np.quantile(lengthscales, [0.05, 0.5, 0.95], axis=0)
@@ -94,7 +93,7 @@ def draw_figures(folder, data, losses, lengthscales, replicates, hours, rows=Non
     axes.set_yticks(range(len(order)), [data.columns[i].replace("_", " ") for i in order])
     axes.set(xscale="log", xlabel="lengthscale in standard deviations (short: matters), 90 %")
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(folder / "lengthscales.png")
+    figure.savefig(folder / "lengthscales.svg")
 
     figure, axes = plt.subplots(figsize=(4.2, 4), layout="constrained")
     rank = np.mean(replicates < data.y_test[None, :rows], axis=0)
@@ -102,7 +101,7 @@ def draw_figures(folder, data, losses, lengthscales, replicates, hours, rows=Non
     axes.plot([0, 1], [0, 1], color="0.7", lw=1)
     axes.plot(levels, [np.mean(rank <= level) for level in levels], color=blue)
     axes.set(xlabel="predicted probability", ylabel="share of test flights below", aspect=1)
-    figure.savefig(folder / "calibration.png")
+    figure.savefig(folder / "calibration.svg")
 
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     minutes = data.unstandardize_y(hours.reshape(len(hours), len(HOURS), -1))
@@ -115,5 +114,5 @@ def draw_figures(folder, data, losses, lengthscales, replicates, hours, rows=Non
     axes.axhline(0, color="0.6", lw=0.8)
     axes.set(xlabel="scheduled hour of departure", ylabel="arrival delay [min]")
     axes.legend(frameon=False, loc="upper left")
-    figure.savefig(folder / "hour.png")
+    figure.savefig(folder / "hour.svg")
     plt.close("all")

@@ -1,11 +1,11 @@
-"""An exact and a sparse GP on several devices, or in several processes, compared with one device.
+"""Several devices: an exact and a sparse GP on a mesh, compared with one device.
 
-    python examples/many_devices.py --devices 8     # virtual ones on a CPU, or the real ones
-    python examples/many_devices.py --processes 2   # on this host, each with its part of the data
+The model is the same everywhere: its data are put on a mesh of devices, and that is all. The
+devices are virtual ones on a CPU, or real ones. With `--processes 2` there are two processes on
+this host instead, each of which reads its own part of the data.
 
-The model is the same everywhere: its data are put on a mesh of devices, and that is all. Prints how
-far values, gradients and posteriors are from those of one device, and ends with an error if that is
-more than 1e-8.
+Printed is how far values, gradients and posteriors are from those of one device; the script ends
+with an error if that is more than 1e-8.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""A file that need not fit in memory: training that is killed and goes on, and predictions.
+"""A file larger than memory: training that is killed, resumed, and predicts.
 
-    python examples/more_than_memory.py [--rows 300000] [--output outputs/more_than_memory]
-
-Writes a Parquet file of eight inputs and a target, sorted by the first input, and trains a sparse
-GP on it for one epoch, in mini-batches that are read while steps run. A process that trains is
-killed in the middle; training goes on here from its last checkpoint, and the parameters are
-compared with those of a training without interruption. Then predictions for all rows are written to
-another file. Host memory does not depend on `--rows`.
+The script writes a Parquet file of eight inputs and a target, sorted by the first input, and trains
+a sparse GP on it for one epoch, in mini-batches that are read while steps run. A process that
+trains is killed in the middle by SIGKILL; training goes on from its last checkpoint, and the
+parameters are compared with those of a training without interruption. Then predictions for all rows
+are written to another file. Memory does not depend on `--rows`, so that the file may be larger. It
+needs the extra `streams`.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""A relevance vector machine: a noisy sinc from a dozen of 500 kernel functions.
+"""A relevance vector machine: a noisy sinc from a dozen of 500 functions.
 
-    python examples/relevance_vectors.py [--seed 0] [--num-steps 20000]
+There is a kernel function at each of 500 rows, and its weight has a prior precision of its own,
+learned with the rest: most go to infinity, which switches their functions off. A step takes 100 of
+the rows and all functions.
 
-Each kernel function's weight has a prior precision of its own, learned with the rest: most go to
-infinity, which switches their functions off. A step takes 100 of the rows and all functions. Prints
-how many are left, and how far their posterior mean is from the function.
+Printed are how many functions are left, and how far the posterior mean is from the true function.
+Large dots in the figure are the rows whose functions are left.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def main(
     print(f"  RMSE to the function {rmse:.4f}")
 
     figure, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    ax.plot(X[:, 0], y, "k.", markersize=2, label="data")
+    ax.plot(X[:, 0], y, "k.", markersize=2, label="data", rasterized=True)
     ax.plot(X[active, 0], y[active], "ko", markersize=7, label="relevance vectors")
     ax.plot(x, mean, label="mean")
     total = jnp.hypot(sd, noise)
@@ -74,7 +75,7 @@ def main(
     ax.set(xlabel="x", ylabel="y")
     ax.legend(frameon=False)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    figure.savefig(Path(folder) / "fit.png", dpi=150)
+    figure.savefig(Path(folder) / "fit.svg")
     return int(active.sum()), rmse
 
 

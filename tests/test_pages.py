@@ -55,6 +55,7 @@ def _with_few_steps(run: Any) -> Any:
 
 # The first steps of a sampler go far.
 @pytest.mark.filterwarnings("ignore:a covariance matrix was not positive:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:a covariance matrix is not positive:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:Laplace.s approximation found no mode:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.one_interpreter

@@ -165,7 +165,8 @@ def _check_positive(P: Float[Array, "*batch M M"]) -> None:
         warnings.warn(
             f"`{PRECISION}` has the eigenvalue {least.min():.3g}, and what observations add to a "
             "precision has none below zero: natural parameters take the steps of "
-            "sgp.infer.natural_gradients(optimizer), and no other optimizer's, nor changed ones.",
+            "sgp.infer.natural_gradients(optimizer), and no other optimizer's, nor changed ones. "
+            "Train again with it, and clipping and the like inside, around the optimizer.",
             RuntimeWarning,
             stacklevel=2,
         )
