@@ -74,7 +74,8 @@ def draw(path):
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.minorticks_off()
     axes.legend(fontsize=12)
-    figure.savefig(FIGURE, metadata={"Date": None})
+    # README is shown on pages of any color.
+    figure.savefig(FIGURE, metadata={"Date": None}, transparent=False, facecolor="white")
 
 
 def _within(value, limits):
