@@ -113,7 +113,7 @@ def fit(name, split, seed, rows, epochs, options):
         "seconds": fitting + solving,
         "hyperparameters_seconds": fitting,
         "solve_seconds": solving,
-        "epochs": float(posterior.diagnostics.get("epochs", 0)),
+        "epochs": float(posterior.diagnostics["epochs"]),
         "noise": float(values["noise"]),
         "rows": len(X),
         "columns": X.shape[1],

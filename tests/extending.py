@@ -1,11 +1,10 @@
 """The classes of docs/develop/extending.md, as the page defines them."""
 
-import re
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent.parent / "docs/develop/extending.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+from tests.files import blocks
+
+BLOCKS = blocks("docs/develop/extending.md")
 
 
 def _run() -> dict[str, Any]:

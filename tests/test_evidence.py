@@ -1,18 +1,12 @@
 """Benchmarks as data: stored units are kept, tables are right, and pages show declared runs."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks" / "evidence.py")
-assert spec is not None and spec.loader is not None
-evidence = importlib.util.module_from_spec(spec)
-sys.modules["evidence"] = evidence
-spec.loader.exec_module(evidence)
+from tests.files import ROOT, load
+
+evidence = load("benchmarks/evidence.py")
 
 SESSION = {
     "command": "python x.py",

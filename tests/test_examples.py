@@ -1,11 +1,9 @@
 """The examples, run small, and the code on the first pages, run as it stands."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -13,32 +11,19 @@ import numpy as np
 import pytest
 
 import numpyro_scalegp as sgp
-
-ROOT = Path(__file__).parent.parent
+from tests.files import ROOT, blocks, load
 
 pytest.importorskip("matplotlib")
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / f"examples/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def blocks(page: str) -> list[str]:
-    """The code of a page, also where it is indented, as in a tab."""
-    fenced = r"^( *)```python\n(.*?)^\1```"
-    found = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
-    return [textwrap.dedent(block) for _, block in found]
+def example(name: str) -> ModuleType:
+    return load(f"examples/{name}.py")
 
 
 def test_the_first_pages_show_the_same_example() -> None:
-    example, picture = blocks("README.md")
-    assert blocks("docs/index.md") == [example, picture]
-    assert len([line for line in example.splitlines() if line.strip()]) <= 20
+    idea, picture = blocks("README.md")
+    assert blocks("docs/index.md") == [idea, picture]
+    assert len([line for line in idea.splitlines() if line.strip()]) <= 20
 
 
 def run(*arguments: str, folder: Path) -> str:
@@ -81,7 +66,7 @@ def test_many_devices(where: str, tmp_path: Path) -> None:
 def test_co2(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("statsmodels")
     pytest.importorskip("arviz")
-    scores = load("co2").main(5, num_warmup=40, num_samples=30, num_chains=1, folder=tmp_path)
+    scores = example("co2").main(5, num_warmup=40, num_samples=30, num_chains=1, folder=tmp_path)
     # Ten years after five of training: a forecast that falls back to the mean is off by 8 ppm.
     assert scores["rmse"] < 5.0
     assert scores["coverage"] > 0.5
@@ -92,7 +77,7 @@ def test_co2(tmp_path: Path, x64: None) -> None:
 @pytest.mark.slow
 def test_seasons(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
-    spread = load("seasons").main(30, 6, folder=tmp_path, num_steps=20)
+    spread = example("seasons").main(30, 6, folder=tmp_path, num_steps=20)
     # In January the days are as different as the hours within them, and the weather more so.
     assert 0.3 < spread["daily cycle"] < spread["weather"]
     assert (tmp_path / "parts.svg").stat().st_size > 0
@@ -100,7 +85,7 @@ def test_seasons(tmp_path: Path, x64: None) -> None:
 
 @pytest.mark.slow
 def test_thompson(tmp_path: Path) -> None:
-    found, largest = load("thompson").main(2, num_first=20, folder=tmp_path)
+    found, largest = example("thompson").main(2, num_first=20, folder=tmp_path)
     assert found > 0.8 * largest
     assert (tmp_path / "yield.svg").stat().st_size > 0
 
@@ -109,7 +94,7 @@ def test_thompson(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:a covariance matrix")  # of a step that is too long
 def test_carriers(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
-    mean, sd, draws = load("carriers").main(60, 30, folder=tmp_path)
+    mean, sd, draws = example("carriers").main(60, 30, folder=tmp_path)
     assert mean.shape == sd.shape == (16, 80)
     # Airlines are in the order of their numbers of flights, and delays grow over the day.
     assert np.all(sd[0] > sd[-1])
@@ -121,7 +106,7 @@ def test_carriers(tmp_path: Path, x64: None) -> None:
 @pytest.mark.slow
 def test_weather(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
-    scores = load("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
+    scores = example("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
     assert scores["all airports"] < 2.5
     assert scores["all airports"] < 0.7 * scores["this airport alone"]
     assert (tmp_path / "gaps.svg").stat().st_size > 0
@@ -130,7 +115,7 @@ def test_weather(tmp_path: Path, x64: None) -> None:
 @pytest.mark.slow
 def test_latent_inputs(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("sklearn")
-    scores, noises = load("latent_inputs").main(200, 80, folder=tmp_path)
+    scores, noises = example("latent_inputs").main(200, 80, folder=tmp_path)
     assert scores["GP"] > scores["principal components"]
     assert noises["noisy inputs"] < 0.7 * noises["exact inputs"]
     assert (tmp_path / "maps.svg").stat().st_size > 0
@@ -139,7 +124,7 @@ def test_latent_inputs(tmp_path: Path, x64: None) -> None:
 @pytest.mark.slow
 def test_counts(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
-    scores = load("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)
+    scores = example("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)
     assert scores["Poisson GP"] > scores["Poisson constant"] + 0.1
     assert scores["negative binomial GP"] > scores["Poisson GP"] + 0.3
     assert (tmp_path / "replicates.svg").stat().st_size > 0
@@ -148,7 +133,7 @@ def test_counts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_space(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
-    scores = load("space").main(num_steps=200, num_draws=100, folder=tmp_path)
+    scores = example("space").main(num_steps=200, num_draws=100, folder=tmp_path)
     assert scores["airlines and a GP"] > scores["airlines only"] + 0.1
     # One rate for all pairs has -3.62.
     assert scores["airlines only"] > -3.62
@@ -158,7 +143,7 @@ def test_space(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_deep_kernel(tmp_path: Path) -> None:
     pytest.importorskip("flax")
-    errors = load("deep_kernel").main(folder=tmp_path)
+    errors = example("deep_kernel").main(folder=tmp_path)
     # Against a step of height 1 and a wave of amplitude 0.5.
     assert errors["plain"] < 0.15
     assert errors["deep"] < 0.75 * errors["plain"]
@@ -170,14 +155,14 @@ def test_network_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("flax")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
     # Of standardized observations, a tenth of whose scale is noise.
-    assert load("network_features").main(epochs=10, folder=tmp_path) < 0.4
+    assert example("network_features").main(epochs=10, folder=tmp_path) < 0.4
     assert (tmp_path / "training.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
 def test_heteroscedastic(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
-    scores = load("heteroscedastic").main(10, num_draws=200, folder=tmp_path)
+    scores = example("heteroscedastic").main(10, num_draws=200, folder=tmp_path)
     assert scores["one noise level"] > 0.8
     assert scores["two GP sites"] > scores["one noise level"] + 0.05
     assert (tmp_path / "bands.svg").stat().st_size > 0
@@ -186,7 +171,7 @@ def test_heteroscedastic(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_robust(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
-    scores = load("robust").main(60, num_steps=200, num_draws=100, folder=tmp_path)
+    scores = example("robust").main(60, num_steps=200, num_draws=100, folder=tmp_path)
     # Without the function the error is 4.9 miles an hour.
     assert scores["Student t"]["error"] < min(2.5, 0.7 * scores["normal"]["error"])
     assert scores["Student t"]["error"] < 1.1 * scores["normal, cleaned by hand"]["error"]
@@ -199,7 +184,7 @@ def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
     small = {"subset_size": 100, "num_subsets": 1, "num_steps": 40, "num_refinements": 4}
-    scores, posterior = load("exact_large").main(500, 50, folder=tmp_path, **small)
+    scores, posterior = example("exact_large").main(500, 50, folder=tmp_path, **small)
     assert max(scores["first"]["rmse"], scores["all"]["rmse"]) < scores["rmse of the mean"]
     assert posterior.diagnostics["converged"] and posterior.X.shape[0] == 500
     X = posterior.X[:3]
@@ -215,7 +200,7 @@ def test_bayesian_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("pandas")
     pytest.importorskip("arviz")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
-    table, _ = load("bayesian_hyperparameters").main(60, 100, 60, large_rows=0, folder=tmp_path)
+    table, _ = example("bayesian_hyperparameters").main(60, 100, 60, large_rows=0, folder=tmp_path)
     assert list(table) == ["AutoNormal", "AutoMultivariateNormal", "SGLD"]
     for shifts, ratios in table.values():
         # Short runs: near, not exact.
@@ -226,7 +211,7 @@ def test_bayesian_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_streaming(tmp_path: Path) -> None:
-    errors = load("streaming").main(
+    errors = example("streaming").main(
         40, every=20, held=10, num_inducing=30, num_residual=256, output=tmp_path
     )
     # Thirty points cannot follow the function; a few hundred for the mean do better.
@@ -239,7 +224,7 @@ def test_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert load("checkpoint").main(300, 5, rows=50, output=tmp_path)
+    assert example("checkpoint").main(300, 5, rows=50, output=tmp_path)
     resumed = re.search(r"killed\ngoing on from step (\d+)\n", capsys.readouterr().out)
     assert resumed is not None
     assert 10 <= int(resumed[1]) < 300
@@ -249,7 +234,7 @@ def test_checkpoint(
 def test_more_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("grain")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    same, error = load("more_than_memory").main(30_000, 512, 10, output=tmp_path)
+    same, error = example("more_than_memory").main(30_000, 512, 10, output=tmp_path)
     assert same
     # The function's standard deviation is 0.8.
     assert error < 0.2
@@ -259,7 +244,7 @@ def test_more_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
-    score = load("flights").main(steps=150, rows=4000, num_inducing=20, output=str(tmp_path))
+    score = example("flights").main(steps=150, rows=4000, num_inducing=20, output=str(tmp_path))
     # A normal distribution around the mean has about -1.4: the likelihood must do better.
     assert score.log_density > -1.2
     assert 0.8 < score.coverage[1] < 0.97
@@ -271,14 +256,14 @@ def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flights_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
-    error, linear = load("flights_features").main(300, 2000, rows=4000, folder=tmp_path)
+    error, linear = example("flights_features").main(300, 2000, rows=4000, folder=tmp_path)
     assert error < linear
     assert (tmp_path / "hours.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
 def test_relevance_vectors(tmp_path: Path) -> None:
-    number, error = load("relevance_vectors").main(200, num_steps=10_000, folder=tmp_path)
+    number, error = example("relevance_vectors").main(200, num_steps=10_000, folder=tmp_path)
     # One function cannot follow the sinc; those of all 200 rows do not make a sparse model.
     assert 5 <= number <= 20
     assert error < 0.05
@@ -288,7 +273,7 @@ def test_relevance_vectors(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    scores = load("digits").main(2000, num_steps=300, num_drawn=500, folder=tmp_path)
+    scores = example("digits").main(2000, num_steps=300, num_drawn=500, folder=tmp_path)
     # A linear logistic regression has 0.92 and 0.21.
     assert scores["accuracy"] > 0.94
     assert scores["mnlp"] < 0.2
@@ -298,7 +283,7 @@ def test_digits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_digits_classes(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    scores = load("digits_classes").main(50, num_steps=200, num_draws=50, folder=tmp_path)
+    scores = example("digits_classes").main(50, num_steps=200, num_draws=50, folder=tmp_path)
     assert scores["accuracy"] > 0.97
     assert scores["mnlp"] < 0.3
     assert (tmp_path / "most_wrong.svg").stat().st_size > 0

@@ -1,24 +1,12 @@
 """The gallery has every example, as it stands today."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.files import ROOT, load
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gallery_pages", ROOT / "docs/gallery_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gallery = load()
+gallery = load("docs/gallery_pages.py")
 EXAMPLES = gallery.listed()
 RENDERED = {name for name, example in EXAMPLES.items() if not example.pending}
 HELPERS = {helper for example in EXAMPLES.values() for helper in example.helpers}

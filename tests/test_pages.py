@@ -14,7 +14,7 @@ import pytest
 from numpyro.infer import MCMC, SVI
 
 import numpyro_scalegp as sgp
-from tests.test_examples import ROOT, blocks
+from tests.files import ROOT, blocks
 
 STEPS = 3
 DRAWS = 10

@@ -1,0 +1,29 @@
+"""Files of the repository beside the package: scripts as modules, and the code of pages."""
+
+import importlib.util
+import re
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(path: str) -> ModuleType:
+    """A script as a module, which its classes can find under its name."""
+    name = path.removesuffix(".py").replace("/", "_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: str) -> list[str]:
+    """The code of a page, also where it is indented, as in a tab."""
+    fenced = r"^( *)```python\n(.*?)^\1```"
+    found = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in found]
