@@ -1,22 +1,20 @@
-"""A hybrid GP with a solved mean beside GPyTorch's SVGP; and what a step costs as the mean grows.
+"""A hybrid GP with a solved mean, streams, and what a step costs as the mean grows.
 
-    python benchmarks/decoupled.py compare --data kin40k --num-residual 6000 --steps 1200
+    python benchmarks/evidence.py decoupled decoupled-kin40k
     python benchmarks/decoupled.py steps
     python benchmarks/decoupled.py stream --data kin40k
     python benchmarks/decoupled.py sinc
 
 `sinc` draws shared bases of 10 and of 100 points, and 100 points for the mean with 10 for the
-covariance. `compare`: GPyTorch 1.15 trains an SVGP of 512 points for 50 epochs. Then, in the same
-process, a sparse GP here for some steps, then residual points for the mean: their weights by
-`solve_mean`, the noise at its optimum given the mean and the variances, twice over. With
-`--subset`, all hyperparameters come from an exact GP on as many neighboring rows, and stay: then
-there is one solve.
+covariance. The declared runs train a sparse GP of 512 points for some steps, then add residual
+points for the mean: their weights by `solve_mean`, the noise at its optimum given the mean and the
+variances, twice over. With `subset`, all hyperparameters come from an exact GP on as many
+neighboring rows, and stay: then there is one solve.
 
 `stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points grow
 holds the last batches and solves for its mean on them now and then, its hyperparameters from an
 exact fit of the first batch; beside it a sparse GP that starts from the same values and
-trains them, on the same stream. Times include compilation.
-Needs SCALEGP_DATA; the peer needs the `bench` extra.
+trains them, on the same stream. Times include compilation. `stream` and the runs need SCALEGP_DATA.
 """
 
 import argparse
@@ -33,7 +31,15 @@ import optax
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_value
-from sparse import GPyTorch, Ours, hyperparameters, made_up, model, score
+from sparse import (
+    LEARNING_RATE,
+    NUM_INDUCING,
+    Ours,
+    hyperparameters,
+    made_up,
+    model,
+    score,
+)
 
 import numpyro_scalegp as sgp
 
@@ -69,7 +75,7 @@ class Hybrid:
         self.guide = sgp.guides.AutoHybridGP(
             fit.guide.model,
             rest=fit.guide.rest,
-            inducing_points=fit.guide.inducing_points,
+            inducing_points=fit.points,
             residual_points=fit.X[rows],
         )
         self.params = {
@@ -108,37 +114,33 @@ class Hybrid:
         return score(np.asarray(posterior.mean(Xs)), np.asarray(variance), fit.test.y_test)
 
 
-def compare(arguments):
-    """Train the peer and ours, and print what they reached after what time."""
-    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
-    n, d = data.X_train.shape
-    X = jnp.asarray(data.X_train, jnp.float32)
-    print(f"{data.name}: n = {n}, d = {d}, device {jax.devices()[0]}")
-    if arguments.peer == "gpytorch":
-        points = sgp.features.kmeans_points(jax.random.key(1), X, 512)
-        total = arguments.epochs * -(-n // 1024)
-        began = time.perf_counter()
-        peer = GPyTorch(data, points, 1024, total, arguments.learning_rate)
-        peer.run(total - 1)
-        spent = time.perf_counter() - began
-        print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
+def record(data, split, seed, method, *, steps=500, num_residual=4000, subset=None):
+    """The record of a unit, for benchmarks/evidence.py: a sparse fit, then solves for its mean.
+
+    What is reached before the solves and after the first one is beside it. With `subset`, all
+    hyperparameters come from an exact fit of as many rows, and stay: then there is one solve.
+    """
+    loaded = sgp.datasets.load_uci(data, split)
+    X = jnp.asarray(loaded.X_train, jnp.float32)
     began = time.perf_counter()
-    points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
+    points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, NUM_INDUCING)
     start, noise = model, None
-    if arguments.subset:
-        hyper = fit_exactly(X, jnp.asarray(data.y_train, jnp.float32), arguments.subset)
+    if subset:
+        hyper = fit_exactly(X, jnp.asarray(loaded.y_train, jnp.float32), subset)
         start, noise = numpyro.handlers.condition(model, data=hyper), hyper["noise"]
-    fit = Ours(data, points, 1024, arguments.steps, arguments.learning_rate, start, noise)
-    fit.run(arguments.steps - 1)
-    spent = time.perf_counter() - began
-    print(f"sparse, {arguments.steps} steps: {spent:6.1f} s, {fit.score()}", flush=True)
-    began = time.perf_counter() - spent
-    hybrid = Hybrid(fit, arguments.num_residual, noise)
-    for _ in range(1 if arguments.subset else 2):
+    fit = Ours(loaded, points, 1024, steps, LEARNING_RATE, start, noise)
+    fit.run(steps - 1)
+    seconds = time.perf_counter() - began
+    reached = [{"seconds": seconds, **fit.score()._asdict()}]
+    hybrid = Hybrid(fit, num_residual, noise, seed)
+    for _ in range(1 if subset else 2):
+        began = time.perf_counter()
         hybrid.refine()
-        spent = time.perf_counter() - began
-        print(f"hybrid, {arguments.num_residual}: {spent:6.1f} s, {hybrid.score()}", flush=True)
-        began += time.perf_counter() - began - spent
+        seconds += time.perf_counter() - began
+        reached.append({"seconds": seconds, **hybrid.score()._asdict()})
+    found = {f"sparse_{name}": value for name, value in reached[0].items()}
+    found |= {f"first_{name}": value for name, value in reached[1].items()}
+    return found | reached[-1]
 
 
 def steps(arguments):
@@ -304,22 +306,19 @@ def sinc(arguments):
 def main():
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["compare", "steps", "stream", "sinc"])
+    parser.add_argument("what", choices=["steps", "stream", "sinc"])
     parser.add_argument("--data", default="kin40k")
     parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=50, help="of the peer")
     parser.add_argument("--steps", type=int, default=1200, help="of the sparse GP")
-    parser.add_argument("--learning-rate", type=float, default=0.04)
-    parser.add_argument("--num-inducing", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--num-inducing", type=int, default=NUM_INDUCING)
     parser.add_argument("--num-residual", type=int, default=6000)
-    parser.add_argument("--subset", type=int, help="rows of the exact fit of `compare`")
     parser.add_argument("--batch-size", type=int, default=1024, help="of `stream`")
     parser.add_argument("--held", type=int, default=32, help="batches that `stream` holds")
     parser.add_argument("--solve-every", type=int, default=500, help="batches of `stream`")
-    parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
     parser.add_argument("--output", help="the figure; by default in docs/figures")
     arguments = parser.parse_args()
-    {"compare": compare, "steps": steps, "stream": stream, "sinc": sinc}[arguments.what](arguments)
+    {"steps": steps, "stream": stream, "sinc": sinc}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@
 
 A unit is one data set, split, seed and method of a run. Each is stored as soon as it is done, in
 docs/evidence/results/NAME.json, so an interrupted run goes on with what is missing. A script takes
-part by a function `record(data, split, seed, method, **options)` that returns a dict of numbers. A
-page shows a run where it says `<!-- evidence: NAME by=data,method columns=rmse,nll -->`; mkdocs
-replaces that by a table, since this file is one of its hooks. Only running needs more than Python's
-standard library.
+part by a function `record(data, split, seed, method, **options)` that returns a dict of numbers, or
+of a mean with its standard error; a list of another length is for `draw(path)`, which makes the
+script's figure from a file of results. A page shows runs where it says
+`<!-- evidence: NAME,OTHER by=data,method columns=rmse,nll -->`, or, for a cell for each method,
+`<!-- evidence: NAME by=data across=method columns=epochs -->`; mkdocs replaces that by a table,
+since this file is one of its hooks. Only running needs more than Python's standard library.
 """
 
 import argparse
@@ -35,17 +37,26 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "evidence" / "results"
 UNIT = ("data", "split", "seed", "method")
 HEADS = {
-    "data": "data",
-    "split": "split",
-    "seed": "seed",
-    "method": "method",
     "rmse": "RMSE",
     "nll": "NLL",
-    "seconds": "seconds",
-    "steps": "steps",
-    "epochs": "epochs of the solve",
+    "nlml": "NLML a row",
+    "solve_epochs": "epochs of the solve",
     "hyperparameters_seconds": "seconds for hyperparameters",
     "solve_seconds": "seconds for the solve",
+    "residual": "residual of y",
+    "probe_residual": "of the probes, mean",
+    "noise_variance": "noise variance",
+    "above": "steps above tolerance",
+    "best_epoch": "best epoch",
+    "best_nlml": "its NLML a row",
+    "best_rmse": "its RMSE",
+    "best_nll": "its NLL",
+    "sparse_rmse": "RMSE before",
+    "sparse_nll": "NLL before",
+    "sparse_seconds": "seconds before",
+    "ratio": "lengthscale / exact",
+    "log_determinant": "log\\|H\\|",
+    "quadratic_form": "y'H⁻¹y",
 }
 PEERS = ("gpytorch", "torch")
 PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
@@ -55,8 +66,8 @@ PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 class Run:
     """A declared run: what is called for each unit, and what that needs.
 
-    `minutes` is a rough figure for two cores at 400 GFLOP/s. `needs` has words of "data" (the
-    folder in SCALEGP_DATA), "gpytorch" and "gpu". Methods named "gpytorch..." need the peer.
+    `minutes` is a rough figure for two cores at 400 GFLOP/s. Runs whose data are not `made_up` need
+    the folder in SCALEGP_DATA. Methods whose names have "gpytorch" need the peer.
     """
 
     name: str
@@ -67,7 +78,8 @@ class Run:
     splits: tuple[int, ...] = (0,)
     seeds: tuple[int, ...] = (0,)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    needs: tuple[str, ...] = ("data",)
+    function: str = "record"
+    made_up: bool = False
 
     def units(self) -> Iterator[dict[str, Any]]:
         """Each unit, in the order in which they run."""
@@ -76,6 +88,49 @@ class Run:
 
 
 SMALL = ("yacht", "energy", "concrete", "airfoil", "wine", "skillcraft", "parkinsons")
+LARGE = ("pol", "elevators", "bike")
+LARGER = ("kin40k", "keggdirected")
+SPLITS = (0, 1, 2)
+SPARSE = ("adam", "natural", "gpytorch")
+STARTS = tuple(
+    f"{kind}, {start}"
+    for kind in ("standard", "pathwise")
+    for start in ("cold", "warm", "extrapolated")
+)
+SOLVERS = (
+    "CG, greedy 100",
+    "CG, random 500",
+    "CG, random, default rank",
+    "CG, Nystrom 500",
+    "AP 1000",
+    "SGD",
+    "SDD",
+    "ADASAP, rank 100",
+    "ADASAP",
+    "AutoSolver (default)",
+)
+BIASES = (
+    *(f"CG {number}" for number in (3, 4, 6, 8, 10, 12)),
+    *(f"RR-CG {number}" for number in (4, 6, 8)),
+    *(f"RFF {number}" for number in (20, 40, 80, 160)),
+    *(f"SS-RFF {number}" for number in (20, 40, 80)),
+)
+LENGTHSCALES = (
+    *(f"CG {number}" for number in (3, 4, 5, 6)),
+    *(f"RR-CG {number}" for number in (6, 8)),
+    *(f"RFF {number}" for number in (20, 40, 80, 160)),
+)
+ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
+TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
+
+
+def starts(name: str, minutes: float, **options: Any) -> Run:
+    """A run of `record_epochs`: what warm starts save of a solver's epochs."""
+    return Run(
+        name, "iterative", minutes, ("pol", "elevators"), STARTS, SPLITS, options=options,
+        function="record_epochs",
+    )  # fmt: skip
+
 
 RUNS = (
     Run(
@@ -84,21 +139,63 @@ RUNS = (
         5,
         ("pol",),
         ("sparse", "gpytorch", "road-quick", "road"),
-        needs=("data", "gpytorch"),
     ),
+    Run("gpytorch-svgp", "sparse", 10, (*LARGE, *LARGER), ("gpytorch",), SPLITS),
+    Run("road", "road", 20, LARGE, ("road-quick", "road"), SPLITS),
+    Run("road-large", "road", 30, LARGER, ("road-quick", "road"), SPLITS),
+    Run("road-small", "road", 10, SMALL, ("road",), SPLITS),
+    Run("sparse", "sparse", 10, LARGE, SPARSE, SPLITS, options={"epochs": 30}),
+    Run("sparse-large", "sparse", 10, LARGER, SPARSE, SPLITS, options={"epochs": 15}),
     Run(
         "sparse-small",
         "sparse",
         10,
         SMALL,
-        ("adam", "natural", "gpytorch"),
-        splits=(0, 1, 2),
+        SPARSE,
+        SPLITS,
         options={"steps": 500, "num_inducing": 128, "batch_size": 256},
-        needs=("data", "gpytorch"),
     ),
-    Run("road-small", "road", 10, SMALL, ("road",), splits=(0, 1, 2)),
-    Run("road", "road", 25, ("pol", "elevators", "bike"), ("road",), splits=(0, 1, 2)),
-)
+    Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
+    starts("warm-starts", 10, block_size=250),
+    starts("warm-starts-sgd", 6, solver="sgd"),
+    starts("warm-starts-cg", 3, solver="cg", rank=0, group_size=1),
+    starts("warm-starts-block-cg", 2, solver="cg"),
+    Run(
+        "pathwise-training", "iterative", 15, LARGE, ("pathwise, warm",),
+        function="record_training",
+    ),
+    Run(
+        "truncation-bias", "truncation", 2, ("made up",), BIASES, function="record_bias",
+        options={"draws": 600}, made_up=True,
+    ),
+    Run(
+        "truncation-lengthscale", "truncation", 5, ("made up",), LENGTHSCALES,
+        function="record_lengthscale", options={"draws": 40_000}, made_up=True,
+    ),
+    Run(
+        "truncation-errors", "truncation", 8, (*LARGE, "kin40k"), ERRORS, SPLITS,
+        function="record_errors",
+    ),
+    Run("finite-rkhs", "feature_space", 15, (*LARGE[1:], "kin40k"), TREATMENTS, seeds=(0, 1, 2)),
+    Run("finite-rkhs-minimax", "feature_space", 4, (*LARGE[1:], "kin40k"), ("minimax",)),
+    Run("many-features", "quadruply_stochastic", 10, LARGE, ("10,000 features",), SPLITS),
+    Run(
+        "many-features-kin40k", "quadruply_stochastic", 5, ("kin40k",), ("10,000 features",),
+        SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
+                         "dense_rate": 1e-3, "start_rows": 0},
+    ),
+    Run(
+        "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),
+        ("100,000 features, 10,000 a step",), SPLITS,
+        options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
+                 "learning_rate": 0.01, "dense_rate": 0.0},
+    ),
+    Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
+    Run(
+        "decoupled-kin40k", "decoupled", 4, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
+        options={"steps": 1200, "num_residual": 6000},
+    ),
+)  # fmt: skip
 
 
 def unit_of(record: dict[str, Any]) -> tuple:
@@ -183,13 +280,10 @@ def cpu_model() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def mean_and_error(values: list[float]) -> str:
-    """A mean +- its standard error, rounded to two digits of the error; of one value, itself."""
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
+def rounded(mean: float, error: float | None) -> str:
+    """A mean +- its standard error, rounded to two digits of the error."""
+    if error is None:
         return f"{mean:.4g}"
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    error = math.sqrt(squares / (len(values) - 1) / len(values))
     if not math.isfinite(error):
         return "not finite"
     if error == 0:
@@ -198,20 +292,43 @@ def mean_and_error(values: list[float]) -> str:
     return f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
-def table(stored: dict[str, Any], by: list[str], columns: list[str]) -> str:
-    """Stored records as a table: a row for each value of `by`, means over the other units."""
+def mean_and_error(values: list[Any]) -> str:
+    """The mean of numbers with its standard error; of one value, itself, or the pair that it is."""
+    if len(values) == 1:
+        pair = values[0] if isinstance(values[0], list) else (values[0], None)
+        return rounded(*pair)
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return rounded(mean, math.sqrt(squares / (len(values) - 1) / len(values)))
+
+
+def table(
+    stored: list[dict[str, Any]], by: list[str], columns: list[str], across: str | None = None
+) -> str:
+    """Stored runs as a table: a row for each value of `by`, means over the other units.
+
+    With `across`, there is one column, and a cell for each value of `across`.
+    """
+    records = [{"run": run["name"], **record} for run in stored for record in run["records"]]
     groups: dict[tuple, list[dict[str, Any]]] = {}
-    for record in stored["records"]:
+    for record in records:
         groups.setdefault(tuple(record[name] for name in by), []).append(record)
-    lines = ["| " + " | ".join(HEADS.get(name, name) for name in [*by, "runs", *columns]) + " |"]
-    lines.append("|" + "---|" * (len(by) + 1 + len(columns)))
-    for group, records in groups.items():
-        cells = [*map(str, group), str(len(records))]
-        for name in columns:
-            values = [record[name] for record in records if name in record]
-            cells.append(mean_and_error(values) if values else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", footer(stored)])
+    if across is None:
+        heads = ["runs", *(HEADS.get(name, name.replace("_", " ")) for name in columns)]
+    else:
+        (column,) = columns
+        heads = list(dict.fromkeys(str(record[across]) for record in records))
+    lines = ["| " + " | ".join([*by, *heads]) + " |", "|" + "---|" * (len(by) + len(heads))]
+    for group, some in groups.items():
+        if across is None:
+            cells = [str(len(some))]
+            found = [[one[name] for one in some if name in one] for name in columns]
+        else:
+            cells = []
+            found = [[one[column] for one in some if str(one[across]) == head] for head in heads]
+        cells += [mean_and_error(values) if values else "" for values in found]
+        lines.append("| " + " | ".join([*map(str, group), *cells]) + " |")
+    return "\n".join([*lines, "", *map(footer, stored)])
 
 
 def footer(stored: dict[str, Any]) -> str:
@@ -238,16 +355,24 @@ def footer(stored: dict[str, Any]) -> str:
 MARKER = re.compile(r"<!-- evidence: (\S+)((?: \w+=\S+)*) -->")
 
 
+def names_of(match: re.Match) -> list[str]:
+    """The runs that a marker names."""
+    return match[1].split(",")
+
+
 def replace_markers(text: str, results: Path = RESULTS) -> str:
     """A page with each marker replaced by the table of its run."""
 
     def shown(match: re.Match) -> str:
         given = dict(part.split("=") for part in match[2].split())
-        path = results / f"{match[1]}.json"
-        if not path.exists():
-            raise FileNotFoundError(f"no stored results of the run `{match[1]}`: `make evidence`")
+        stored = []
+        for name in names_of(match):
+            path = results / f"{name}.json"
+            if not path.exists():
+                raise FileNotFoundError(f"no stored results of the run `{name}`: `make evidence`")
+            stored.append(json.loads(path.read_text()))
         by, columns = given.get("by", "data,method"), given.get("columns", "rmse,nll")
-        return table(json.loads(path.read_text()), by.split(","), columns.split(","))
+        return table(stored, by.split(","), columns.split(","), given.get("across"))
 
     return MARKER.sub(shown, text)
 
@@ -281,15 +406,18 @@ def main() -> None:
         return
     peers = util.find_spec("gpytorch") is not None
     for run in chosen:
-        if "data" in run.needs and "SCALEGP_DATA" not in os.environ:
+        if not run.made_up and "SCALEGP_DATA" not in os.environ:
             print(f"{run.name}: skipped, since SCALEGP_DATA is not set", flush=True)
             continue
-        skip = () if peers else tuple(m for m in run.methods if m.startswith("gpytorch"))
+        skip = () if peers else tuple(one for one in run.methods if "gpytorch" in one)
         script = importlib.import_module(run.script)
 
-        def call(script: Any = script, **unit: Any) -> dict[str, Any]:
-            found = script.record(**unit)
-            print(unit, {k: v for k, v in found.items() if k != "curve"}, flush=True)
+        record = getattr(script, run.function)
+
+        def call(record: Callable = record, **unit: Any) -> dict[str, Any]:
+            found = record(**unit)
+            shown = {name: value for name, value in found.items() if not isinstance(value, list)}
+            print(unit, shown, flush=True)
             return found
 
         path = given.json or RESULTS / f"{run.name}.json"
@@ -297,6 +425,9 @@ def main() -> None:
         described = lambda command=command: session(command)  # noqa: E731
         complete(run, path, call, described, force=given.force, skip=skip)
         if hasattr(script, "draw"):
+            import matplotlib
+
+            matplotlib.rc_file(ROOT / "docs" / "figures" / "matplotlibrc")
             script.draw(path)
 
 

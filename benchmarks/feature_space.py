@@ -1,24 +1,25 @@
 """A GP on the features of a network, trained by its marginal likelihood from mini-batches.
 
-    python benchmarks/feature_space.py fit --data bike --batch-size 32
+    python benchmarks/evidence.py finite-rkhs finite-rkhs-minimax
     python benchmarks/feature_space.py steps
     python benchmarks/feature_space.py bias --steps 5000
 
-`fit` is the setting of Shoham and Avron (2025): two layers of 128 rectified linear units, and a
-linear kernel on top, or an RBF kernel by random Fourier features (`--rbf 1000`). For each treatment
-of the log-determinant it trains with Adam, at a rate of 0.01 (b / 32)^(1/2) for batches of b,
-decayed by a cosine, and prints the exact negative log marginal likelihood of all training rows per
-row, and errors at the test rows, in standardized units: at the last step, and after the epoch whose
-likelihood is best (it is measured after each). `sparse` is a sparse GP with as many inducing points
-as the batch has rows, on the linear kernel, whose hyperparameters are scored in the same way
-(`loss` is its own bound; it needs `--learning-rate 0.002`). `steps` times a step against b and d,
-alternating between treatments. `bias` measures the mean eigenvalue of E[A^-1] F in the steady
-state, for rows of similar and of very different lengths. Needs SCALEGP_DATA for `fit`.
+The declared runs are the setting of Shoham and Avron (2025): two layers of 128 rectified linear
+units, and a linear kernel on top, or an RBF kernel by random Fourier features (`rbf`). Each
+treatment of the log-determinant trains with Adam, at a rate of 0.01 (b / 32)^(1/2) for batches of
+b, decayed by a cosine; stored are the exact negative log marginal likelihood of all training rows
+per row, and errors at the test rows, in standardized units: at the last step, and after the epoch
+whose likelihood is best (it is measured after each). `sparse` is a sparse GP with as many inducing
+points as the batch has rows, on the linear kernel, whose hyperparameters are scored in the same way
+(at a rate of 0.002, since it fails at 0.01). `steps` times a step against b and d, alternating
+between treatments. `bias` measures the mean eigenvalue of E[A^-1] F in the steady state, for rows
+of similar and of very different lengths. The declared runs need SCALEGP_DATA.
 """
 
 import argparse
 import functools
 import itertools
+import math
 import time
 
 import jax
@@ -42,7 +43,6 @@ TREATMENTS = {
     "minimax": sgp.log_determinants.Minimax(),
     "mini-batch": sgp.log_determinants.MiniBatch(),
 }
-METHODS = [*TREATMENTS, "sparse"]
 
 
 def network(num_in, width=WIDTH):
@@ -132,44 +132,31 @@ def exact(params, data, rbf):
     return nlml, score(at_test.T @ white, variance, data.y_test)
 
 
-def fit(arguments):
-    """Train with each treatment, and print what was reached."""
-    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
-    X, y = jnp.asarray(data.X_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
-    n, b = len(X), arguments.batch_size
-    per_epoch = -(-n // b)
-    num_steps = arguments.epochs * per_epoch
-    rate = arguments.learning_rate or 0.01 * (b / 32) ** 0.5
-    chosen = functools.partial(model, rbf=arguments.rbf)
-    print(f"{data.name}: n = {n}, batches of {b}, {num_steps} steps, {jax.devices()[0]}")
-    for name in arguments.logdet:
-        optimizer = optax.adam(optax.cosine_decay_schedule(rate, num_steps))
-        if name == "sparse":
-            guide = sgp.guides.AutoSparseGP(sparse_model, num_inducing=b)
-            svi = SVI(sparse_model, guide, optimizer, sgp.infer.QuadratureELBO(2))
-        else:
-            svi = SVI(chosen, nothing, optimizer, Trace_ELBO())
-        logdet = TREATMENTS.get(name)
-        state = svi.init(jax.random.key(arguments.seed), X, y, batch_size=b, logdet=logdet)
-        spent, reached = 0.0, []
-        for epoch in range(arguments.epochs):
-            began = time.perf_counter()
-            state, losses = trained(svi, per_epoch, state, X, y, b, logdet)
-            params = jax.block_until_ready(svi.get_params(state))
-            spent += time.perf_counter() - began
-            nlml, at_test = exact(params, data, arguments.rbf)
-            reached.append((nlml, epoch + 1, at_test, float(params["noise"])))
-        fitted = sgp.infer.log_determinant_diagnostics(state).values()
-        of_fit = [f", A^-1 F {one.mean_eigenvalue:.3f}, spread {one.spread:.1f}" for one in fitted]
-        loss = float(losses[-500:].mean()) / n
-        print(f"{name:18s} {spent:6.1f} s, loss {loss:.4f}{''.join(of_fit)}")
-        best = min(reached, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
-        for which, (nlml, epoch, at_test, noise) in (("last", reached[-1]), ("best", best)):
-            print(
-                f"    {which}, epoch {epoch}: NLML {nlml:.4f} a row, RMSE {at_test.rmse:.4f}, "
-                f"NLL {at_test.nll:.4f}, noise {noise:.4f}",
-                flush=True,
-            )
+def record(data, split, seed, method, *, batch_size=32, epochs=30, rbf=0):
+    """The record of a unit, for benchmarks/evidence.py: the last step, and the best epoch."""
+    loaded = sgp.datasets.load_uci(data, split)
+    X, y = jnp.asarray(loaded.X_train, jnp.float32), jnp.asarray(loaded.y_train, jnp.float32)
+    per_epoch = -(-len(X) // batch_size)
+    rate = 0.002 if method == "sparse" else 0.01 * (batch_size / 32) ** 0.5
+    optimizer = optax.adam(optax.cosine_decay_schedule(rate, epochs * per_epoch))
+    if method == "sparse":
+        guide = sgp.guides.AutoSparseGP(sparse_model, num_inducing=batch_size)
+        svi = SVI(sparse_model, guide, optimizer, sgp.infer.QuadratureELBO(2))
+    else:
+        svi = SVI(functools.partial(model, rbf=rbf), nothing, optimizer, Trace_ELBO())
+    logdet = TREATMENTS.get(method)
+    state = svi.init(jax.random.key(seed), X, y, batch_size=batch_size, logdet=logdet)
+    seconds, reached = 0.0, []
+    for epoch in range(epochs):
+        start = time.perf_counter()
+        state, _ = trained(svi, per_epoch, state, X, y, batch_size, logdet)
+        params = jax.block_until_ready(svi.get_params(state))
+        seconds += time.perf_counter() - start
+        nlml, at_test = exact(params, loaded, rbf)
+        reached.append({"nlml": nlml, **at_test._asdict(), "epoch": epoch + 1})
+    best = min(reached, key=lambda one: one["nlml"] if one["nlml"] == one["nlml"] else math.inf)
+    last = reached[-1] | {"noise": float(params["noise"]), "seconds": seconds}
+    return last | {f"best_{name}": value for name, value in best.items()}
 
 
 def steps(arguments):
@@ -249,17 +236,9 @@ def bias(arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["fit", "steps", "bias"])
-    parser.add_argument("--data", default="bike")
-    parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--logdet", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--rbf", type=int, default=0, help="random Fourier features on top")
+    parser.add_argument("command", choices=["steps", "bias"])
     parser.add_argument("--steps", type=int, default=100, help="timed, or averaged over")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=6, help="of `bias`")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    {"fit": fit, "steps": steps, "bias": bias}[arguments.command](arguments)
+    {"steps": steps, "bias": bias}[arguments.command](arguments)

@@ -1,16 +1,13 @@
-"""The iterative marginal likelihood: products, gradient steps, speed-ups, budgets and accuracy.
+"""The iterative marginal likelihood: products, gradient steps, warm starts, solvers and accuracy.
 
-    python benchmarks/iterative.py product                      # K V beside a resident matrix
-    python benchmarks/iterative.py step --data elevators        # one gradient beside GPyTorch
-    python benchmarks/iterative.py ratios --data pol            # epochs: estimators and warm starts
-    python benchmarks/iterative.py plot a.npz b.npz --out figure.svg  # what ratios wrote
-    python benchmarks/iterative.py value --data pol             # log p(y) beside Cholesky's
-    python benchmarks/iterative.py fit --data   elevators       # test error after training
-    python benchmarks/iterative.py solve --data bike --splits 3 # all solvers, hyperparameters given
+    python benchmarks/evidence.py solvers warm-starts pathwise-training
+    python benchmarks/iterative.py product                 # K V beside a resident matrix
+    python benchmarks/iterative.py step --data elevators   # one gradient beside GPyTorch
+    python benchmarks/iterative.py value --data pol        # log p(y) beside Cholesky's
 
 Matern-3/2 with ARD throughout, as in Lin et al. (2024), trained by Adam with a learning rate of 0.1
-from hyperparameters of 1.0; `solve` takes those of published_hyperparameters.json, which lies
-beside the data sets. Needs SCALEGP_DATA; `step` needs the `bench` extra.
+from hyperparameters of 1.0; the run `solvers` takes those of published_hyperparameters.json, which
+lies beside the data sets. Needs SCALEGP_DATA; `step` needs the `bench` extra.
 """
 
 import argparse
@@ -29,15 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import optax
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
-from numpyro.optim import optax_to_numpyro
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 
-COMMANDS = ["product", "step", "ratios", "value", "fit", "solve", "plot"]
+COMMANDS = ["product", "step", "value"]
 SOLVERS = {
     "ap": sgp.solvers.AlternatingProjections,
     "cg": sgp.solvers.ConjugateGradients,
@@ -112,28 +108,25 @@ def make_model(estimator):
     return model
 
 
-def train(X, y, estimator, num_steps, *, rate=0.1, cold=False, each=None):
-    """Train by stock SVI; returns parameters, the state and seconds, compilation apart.
+def train(X, y, estimator, num_steps, *, cold=False, seed=0):
+    """Train by stock SVI; returns the state, and seconds of compilation and of steps.
 
     With `cold`, the state's solution is set to zero before each step: the probes stay the same.
     """
-    svi = SVI(make_model(estimator), lambda X, y: None, optax.adam(rate), Trace_ELBO())
-    state = svi.init(jax.random.key(0), X, y)
+    svi = SVI(make_model(estimator), lambda X, y: None, optax.adam(0.1), Trace_ELBO())
+    state = svi.init(jax.random.key(seed), X, y)
     start = time.perf_counter()
     update = jax.jit(svi.update).lower(state, X, y).compile()
     compiling = time.perf_counter() - start
     start = time.perf_counter()
-    for step in range(num_steps):
+    for _ in range(num_steps):
         if cold:
             memory = state.mutable_state["solver"].memory
             memory = memory._replace(solutions=jnp.zeros_like(memory.solutions))
             state = state._replace(mutable_state={"solver": sgp.estimators.SolverState(memory)})
-        state, loss = update(state, X, y)
-        if each is not None:
-            jax.block_until_ready(loss)
-            each(step, state, loss, time.perf_counter() - start)
+        state, _ = update(state, X, y)
     jax.block_until_ready(state)
-    return svi.get_params(state), state, compiling, time.perf_counter() - start
+    return state, compiling, time.perf_counter() - start
 
 
 def product(arguments):
@@ -198,36 +191,32 @@ def show_ratio(name, times, unit, words):
     print(f"  {name}: {min(times):.3f} s, {low:.2f} {words} (medians {middle:.2f})", flush=True)
 
 
-def ratios(arguments):
-    """Solver epochs to tolerance, summed over steps, for both estimators, cold and warm."""
+@jax.enable_x64(True)
+def record_epochs(data, split, seed, method, *, steps=30, n=2000, max_epochs=10_000, **options):
+    """Solver epochs to tolerance, summed over steps, for an estimator and a start, in float64.
+
+    A method is the estimator, "standard" or "pathwise", and the start, "cold", "warm" (from the
+    best multiple of the last solution) or "extrapolated" (the best combination of the last two).
+    `curve` has the sums after each step.
+    """
+    given = {"data": data, "split": split, "n": n, "max_epochs": max_epochs, **options}
+    arguments = argparse.Namespace(**{**vars(make_parser().parse_args(["value"])), **given})
     X, y, *_ = load(arguments)
-    epochs = {}
-    for kind in ("standard", "pathwise"):
-        for start, num_solutions in (("cold", 1), ("warm", 1), ("extrapolated", 2)):
-            if arguments.ends and (kind == "standard") != (start == "cold"):
-                continue
-            family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
-            options = {"num_logdet_probes": 0, "num_solutions": num_solutions}
-            estimator = family(make_solver(arguments), **options)
-            cold = start == "cold"
-            _, state, _, elapsed = train(X, y, estimator, arguments.steps, cold=cold)
-            history = state.mutable_state["solver"].history()
-            # A cold start needs no product for the residual of its guess.
-            each = np.asarray(history["epochs"]) - cold
-            epochs[f"{kind}, {start}"] = np.cumsum(each)
-            unsolved = int(np.sum(~np.asarray(history["converged"])))
-            print(
-                f"{kind}, {start}: {each.sum():9.1f} epochs, {elapsed:6.1f} s, "
-                f"{unsolved} steps above tolerance",
-                flush=True,
-            )
-    base = epochs["standard, cold"]
-    for step in (10, 30, 60, 100):
-        if step <= arguments.steps:
-            gains = (f"{name} {base[step - 1] / v[step - 1]:.1f}" for name, v in epochs.items())
-            print(f"after {step} steps, standard and cold over: " + "; ".join(gains))
-    if arguments.out:
-        np.savez(arguments.out, **epochs)
+    kind, start = method.split(", ")
+    family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
+    number = 2 if start == "extrapolated" else 1
+    estimator = family(make_solver(arguments), num_logdet_probes=0, num_solutions=number)
+    cold = start == "cold"
+    state, _, elapsed = train(X, y, estimator, steps, cold=cold, seed=seed)
+    history = state.mutable_state["solver"].history()
+    # A cold start needs no product for the residual of its guess.
+    curve = np.cumsum(np.asarray(history["epochs"]) - cold)
+    return {
+        "epochs": float(curve[-1]),
+        "above": int(np.sum(~np.asarray(history["converged"]))),
+        "seconds": elapsed,
+        "curve": curve.tolist(),
+    }
 
 
 def value(arguments):
@@ -345,58 +334,29 @@ def gpytorch_step(arguments, X, y):
         )
 
 
-def fit(arguments):
-    """Train, then score the test rows from the last solution's pathwise posterior."""
+def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
+    """Test error after training from 1.0 on a budget, predictions from the last step's solutions.
+
+    Alternating projections, pathwise gradients and warm starts, as in Lin et al. (2024).
+    """
+    given = {"data": data, "split": split, "max_epochs": max_epochs}
+    arguments = argparse.Namespace(**{**vars(make_parser().parse_args(["value"])), **given})
     X, y, X_test, y_test = load(arguments)
-    family = sgp.estimators.Hutchinson if arguments.standard else sgp.estimators.Pathwise
-    estimator = family(make_solver(arguments), num_logdet_probes=arguments.num_logdet_probes)
-
-    def show(number, state, loss, elapsed):
-        if (number + 1) % arguments.every == 0:
-            h = state.mutable_state["solver"].history()
-            print(
-                f"step {number + 1}: loss {float(loss):.5g}, {float(h['epochs'][-1]):.1f} epochs, "
-                f"residuals {float(h['residual'][-1]):.4f} and "
-                f"{float(h['probe_residual'][-1]):.4f}, {elapsed:.0f} s",
-                flush=True,
-            )
-            if (number + 1) % arguments.score_every == 0:
-                score(svi_params(state), state)
-
-    def svi_params(state):
-        optimizer = optax_to_numpyro(optax.adam(arguments.rate))
-        raw = optimizer.get_params(state.optim_state)
-        positive = biject_to(constraints.softplus_positive)
-        return {name: positive(value) for name, value in raw.items()}
-
-    def score(params, state):
-        start = time.perf_counter()
-        # Predictions need no solve: the state's own hyperparameters are those it was solved for.
-        memory = state.mutable_state["solver"].memory
-        with numpyro.handlers.substitute(data=state.mutable_state):
-            gp = sgp.GaussianProcess(
-                memory.kernel, X, memory.noise_variance, estimator=estimator, state="solver"
-            )
-        posterior = gp.condition(y)
-        predictive = posterior.predictive(X_test)
-        rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
-        nll = -float(jnp.mean(predictive.log_prob(y_test)))
-        print(
-            f"  test RMSE {rmse:.4f}, NLL {nll:.4f}; conditioning took "
-            f"{float(posterior.diagnostics['epochs']):.0f} epochs, "
-            f"{time.perf_counter() - start:.1f} s",
-            flush=True,
+    estimator = sgp.estimators.Pathwise(make_solver(arguments), num_logdet_probes=0)
+    state, compiling, elapsed = train(X, y, estimator, steps, seed=seed)
+    # Predictions need no solve: the state's own hyperparameters are those it was solved for.
+    memory = state.mutable_state["solver"].memory
+    with numpyro.handlers.substitute(data=state.mutable_state):
+        gp = sgp.GaussianProcess(
+            memory.kernel, X, memory.noise_variance, estimator=estimator, state="solver"
         )
-
-    params, state, compiling, elapsed = train(
-        X, y, estimator, arguments.steps, rate=arguments.rate, each=show
-    )
-    print(
-        f"{arguments.data}, n = {len(y)}, {arguments.steps} steps: {elapsed:.0f} s, compiled in "
-        f"{compiling:.1f} s, peak {peak_memory():.2f} GiB; noise {float(params['noise']):.4f}, "
-        f"variance {float(params['variance']):.3f}"
-    )
-    score(params, state)
+    predictive = gp.condition(y).predictive(X_test)
+    return {
+        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
+        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        "noise": float(jnp.sqrt(memory.noise_variance)),
+        "seconds": compiling + elapsed,
+    }
 
 
 def compared_solvers(options):
@@ -408,7 +368,7 @@ def compared_solvers(options):
     cg = functools.partial(sgp.solvers.ConjugateGradients, **options)
     return {
         "CG, greedy 100": cg(preconditioner=greedy(100)),
-        **{f"CG, random {rank}": cg(preconditioner=random(rank)) for rank in (100, 500, 1000)},
+        "CG, random 500": cg(preconditioner=random(500)),
         "CG, random, default rank": cg(preconditioner=random()),
         "CG, Nystrom 500": cg(preconditioner=sgp.preconditioners.Nystrom(500)),
         "AP 1000": sgp.solvers.AlternatingProjections(1000, **options),
@@ -420,93 +380,81 @@ def compared_solvers(options):
     }
 
 
-def solve(arguments):
-    """All solvers on the same right-hand sides, those of a pathwise posterior."""
+def record_solve(data, split, seed, method, *, tolerance=0.01, max_epochs=50):
+    """A solver on the right-hand sides of a pathwise posterior, at published hyperparameters."""
     file = Path(os.environ["SCALEGP_DATA"]) / "published_hyperparameters.json"
-    published = json.loads(file.read_text())["sets"][arguments.data]
-    options = {"tolerance": arguments.tolerance, "max_epochs": arguments.max_epochs}
-    rows = {}
-    for split in range(arguments.split, arguments.split + arguments.splits):
-        arguments.split = split
-        X, y, X_test, y_test = load(arguments)
-        found = published[str(split)]
-        kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
-        H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
-        draws = PriorDraws.from_key(jax.random.key(split), 64, 2000)
-        B = jnp.concatenate([y[:, None], draws.observations(kernel, X, H.noise())], axis=1)
-        print(f"{arguments.data}, split {split}, n = {len(y)}, noise {found['noise'] ** 2:.2g}")
-        for name, solver in compared_solvers(options).items():
-            if arguments.only and not any(part in name for part in arguments.only):
-                continue
-            run = jax.jit(lambda H, B, solver=solver: solver.solve(
-                H, B, key=jax.random.key(0), num_averaged=64
-            )).lower(H, B).compile()  # fmt: skip
-            start = time.perf_counter()
-            solution = jax.block_until_ready(run(H, B))
-            elapsed = time.perf_counter() - start
-            posterior = PathwisePosterior(
-                kernel, X, y, H.noise_variance, sgp.GaussianProcess(kernel, X, 1.0).mean_function,
-                solver, solution, draws,
-            )  # fmt: skip
-            predictive = posterior.predictive(X_test)
-            rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
-            nll = -float(jnp.mean(predictive.log_prob(y_test)))
-            residuals = float(solution.residual[0]), float(jnp.mean(solution.residual[1:]))
-            row = [float(solution.epochs), elapsed, *residuals, rmse, nll]
-            rows.setdefault(name, []).append(row)
-            show_solve(name, [row])
-    print("\n| solver | epochs | seconds | residual | of probes | RMSE | NLL |")
-    for name, values in rows.items():
-        show_solve(name, values)
+    found = json.loads(file.read_text())["sets"][data][str(split)]
+    loaded = sgp.datasets.load_uci(data, split)
+    parts = loaded.X_train, loaded.y_train, loaded.X_test, loaded.y_test
+    X, y, X_test, y_test = (jnp.asarray(part, jnp.float32) for part in parts)
+    kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
+    H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
+    draws = PriorDraws.from_key(jax.random.key(split), 64, 2000)
+    B = jnp.concatenate([y[:, None], draws.observations(kernel, X, H.noise())], axis=1)
+    solver = compared_solvers({"tolerance": tolerance, "max_epochs": max_epochs})[method]
+
+    def run(H, B):
+        return solver.solve(H, B, key=jax.random.key(seed), num_averaged=64)
+
+    compiled = jax.jit(run).lower(H, B).compile()
+    start = time.perf_counter()
+    solution = jax.block_until_ready(compiled(H, B))
+    seconds = time.perf_counter() - start
+    zero_mean = sgp.GaussianProcess(kernel, X, 1.0).mean_function
+    posterior = PathwisePosterior(
+        kernel, X, y, H.noise_variance, zero_mean, solver, solution, draws
+    )
+    predictive = posterior.predictive(X_test)
+    return {
+        "epochs": float(solution.epochs),
+        "seconds": seconds,
+        "residual": float(solution.residual[0]),
+        "probe_residual": float(jnp.mean(solution.residual[1:])),
+        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
+        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+    }
 
 
-def show_solve(name, rows):
-    """Means and standard errors over splits."""
-    mean = np.mean(rows, axis=0)
-    error = np.std(rows, axis=0, ddof=1) / len(rows) ** 0.5 if len(rows) > 1 else None
-    formats = (".1f", ".1f", ".2g", ".2g", ".4f", ".4f")
-    cells = [format(value, form) for value, form in zip(mean, formats, strict=True)]
-    if error is not None:
-        both = zip(cells, error, strict=True)
-        cells = [f"{cell} ± {e:.1g}" for cell, e in both]
-    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "warm_starts.svg"
 
 
-def plot(arguments):
-    """Draw the files that `ratios` wrote: epochs spent up to each step."""
+def draw(path):
+    """The figure of `warm-starts`: epochs spent up to each step, of the first split."""
     from matplotlib.figure import Figure
 
+    run = json.loads(path.read_text())
+    if run["name"] != "warm-starts":
+        return
     colors = {"standard": "C0", "pathwise": "C1"}
     styles = {"cold": ":", "warm": "--", "extrapolated": "-"}
-    figure = Figure(figsize=(3.2 * len(arguments.files), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(arguments.files), squeeze=False)[0]
-    for panel, file in zip(panels, arguments.files, strict=True):
-        with np.load(file) as epochs:
-            for name, values in epochs.items():
-                kind, start = name.split(", ")
-                steps = np.arange(1, len(values) + 1)
-                panel.semilogy(steps, values, styles[start], color=colors[kind], label=name)
-        panel.set_title(Path(file).stem.replace("_", ", "))
-        panel.set_xlabel("step")
-    panels[0].set_ylabel("epochs so far")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(arguments.out)
+    records = [one for one in run["records"] if one["split"] == 0]
+    sets = list(dict.fromkeys(one["data"] for one in records))
+    figure = Figure(figsize=(4.4 * len(sets), 4.4), layout="constrained")
+    panels = dict(zip(sets, figure.subplots(1, len(sets), squeeze=False)[0], strict=True))
+    for one in records:
+        kind, start = one["method"].split(", ")
+        steps = np.arange(1, len(one["curve"]) + 1)
+        panels[one["data"]].semilogy(
+            steps, one["curve"], styles[start], color=colors[kind], label=one["method"]
+        )
+    for name, panel in panels.items():
+        panel.set(title=name, xlabel="step")
+    panel = panels[sets[0]]
+    panel.set_ylabel("epochs so far")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.savefig(FIGURE, metadata={"Date": None})
 
 
-def main():
-    """Run a benchmark."""
+def make_parser():
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("files", nargs="*", help="of plot: what ratios wrote, one panel each")
     parser.add_argument("--data", default="pol")
     parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--splits", type=int, default=1, help="of solve, from `--split` on")
-    parser.add_argument("--only", nargs="*", help="of solve: solvers whose names have such a part")
     parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
     parser.add_argument("--solver", choices=SOLVERS, default="ap")
-    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--max-epochs", type=float, default=100)
     parser.add_argument("--block-size", type=int, default=1000)
@@ -514,18 +462,17 @@ def main():
     parser.add_argument("--rank", type=int, default=100, help="preconditioner of cg; 0 for none")
     parser.add_argument("--group-size", type=int, default=128, help="of cg; 1 for textbook CG")
     parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--lengthscale", type=float, default=1.0, help="of value and step")
-    parser.add_argument("--noise", type=float, default=0.01, help="variance, of value and step")
+    parser.add_argument("--lengthscale", type=float, default=1.0)
+    parser.add_argument("--noise", type=float, default=0.01, help="variance")
     parser.add_argument("--num-logdet-probes", type=int, default=8)
     parser.add_argument("--draws", type=int, default=2, help="of value")
     parser.add_argument("--peer", action="store_true", help="GPyTorch beside step")
-    parser.add_argument("--standard", action="store_true", help="Hutchinson's estimator in fit")
-    parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--every", type=int, default=10, help="steps between lines of fit")
-    parser.add_argument("--score-every", type=int, default=50)
-    parser.add_argument("--ends", action="store_true", help="ratios: the two ends alone")
-    parser.add_argument("--out", help="file for epochs of each step, or for the plot")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main():
+    """Run a benchmark."""
+    arguments = make_parser().parse_args()
     jax.config.update("jax_enable_x64", arguments.float64)
     globals()[arguments.what](arguments)
 

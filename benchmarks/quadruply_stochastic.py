@@ -1,20 +1,14 @@
 """Weight-space GPs: what a step costs, what control variates save, and what a fit reaches.
 
+    python benchmarks/evidence.py many-features many-features-sets
     python benchmarks/quadruply_stochastic.py cost
     python benchmarks/quadruply_stochastic.py variance
-    python benchmarks/quadruply_stochastic.py fit --data kin40k --rank 100
-    python benchmarks/quadruply_stochastic.py fit --num-features 100000 --start-rows 5000
-    python benchmarks/quadruply_stochastic.py fit --data bike --learn-kernel --peer gpytorch
 
 `cost` times steps of `RowSVI` against the number of features and of rows, alternating between
 them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
 the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
-hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). `fit`
-starts from the hyperparameters of an exact GP on 1000 neighboring rows, which it holds but for the
-noise unless it is to learn them, and from a mean that fits some of the rows if asked to. It trains
-with lazy Adam; with `--peer gpytorch`, beside GPyTorch's SVGP of 512 points after 50 epochs. Times
-include compilation.
-Needs SCALEGP_DATA; the peer needs the `bench` extra.
+hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). The
+declared runs are fits; their times include compilation. All need SCALEGP_DATA.
 """
 
 import argparse
@@ -32,7 +26,7 @@ import optax
 from decoupled import fit_exactly
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_value
-from sparse import GPyTorch, made_up, score
+from sparse import made_up, score
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.chevron import Chevron, views, weight_rows
@@ -75,71 +69,68 @@ def scaled(schedule):
     return choose
 
 
-def fit(arguments):
-    """Train, and print what was reached after what time."""
-    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
-    n, d = data.X_train.shape
-    X, y, Xs = (
-        jnp.asarray(array, jnp.float32) for array in (data.X_train, data.y_train, data.X_test)
-    )
-    print(f"{data.name}: n = {n}, d = {d}, device {jax.devices()[0]}")
-    if arguments.peer == "gpytorch":
-        points = sgp.features.kmeans_points(jax.random.key(1), X, 512)
-        total = 50 * -(-n // 1024)
-        began = time.perf_counter()
-        peer = GPyTorch(data, points, 1024, total, arguments.peer_rate)
-        peer.run(total - 1)
-        spent = time.perf_counter() - began
-        print(f"GPyTorch SVGP {total} steps: {spent:6.1f} s, {peer.score()}", flush=True)
+def record(
+    data,
+    split,
+    seed,
+    method,
+    *,
+    num_features=10_000,
+    num_set=10_000,
+    rank=0,
+    steps=3000,
+    learning_rate=0.02,
+    noise=0.1,
+    dense_rate=0.003,
+    learn_kernel=True,
+    start_rows=5000,
+):
+    """The record of a unit, for benchmarks/evidence.py: training with lazy Adam.
+
+    It starts from the hyperparameters of an exact GP on 1000 neighboring rows, which it holds but
+    for the noise unless it is to `learn_kernel`, and from a mean that fits `start_rows` random
+    rows. Where a step has all features, `num_set` of them, there is no control variate.
+    """
+    loaded = sgp.datasets.load_uci(data, split)
+    parts = loaded.X_train, loaded.y_train, loaded.X_test
+    X, y, Xs = (jnp.asarray(part, jnp.float32) for part in parts)
+    n, d = X.shape
     began = time.perf_counter()
     start = fit_exactly(X, y, 1000)
-    held = () if arguments.learn_kernel else (start["lengthscale"], start["variance"])
-    phi = features(d, arguments.num_features, start["lengthscale"])
-    values = {**start, "noise": jnp.float32(arguments.noise)}
+    held = () if learn_kernel else (start["lengthscale"], start["variance"])
+    phi = features(d, num_features, start["lengthscale"])
+    values = {**start, "noise": jnp.float32(noise)}
     rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=values))
-    guide = sgp.guides.AutoChevronGP(regression, rest=rest, rank=arguments.rank)
-    schedule = optax.cosine_decay_schedule(arguments.learning_rate, arguments.steps)
-    loss = sgp.infer.QuadruplyStochasticELBO(
-        arguments.set, arguments.control_variate_rank, num_columns=arguments.num_columns
-    )
+    guide = sgp.guides.AutoChevronGP(regression, rest=rest, rank=rank)
     svi = sgp.infer.RowSVI(
         regression,
         guide,
-        optax.adam(optax.cosine_decay_schedule(arguments.dense_rate, arguments.steps)),
-        loss,
-        row_optim=scaled(schedule),
-        warmup_steps=arguments.warmup_steps,
+        optax.adam(optax.cosine_decay_schedule(dense_rate, steps)),
+        sgp.infer.QuadruplyStochasticELBO(num_set, 0 if num_set == num_features else 500),
+        row_optim=scaled(optax.cosine_decay_schedule(learning_rate, steps)),
     )
-    state = svi.init(jax.random.key(0), X, y, phi, arguments.batch_size, *held)
+    state = svi.init(jax.random.key(seed), X, y, phi, BATCH, *held)
     solve = jax.jit(guide.solve_diagonal, static_argnums=4)
     params = solve(svi.get_params(state), X, y, phi, min(n, 5000), *held)
-    if arguments.start_rows:
-        some = jax.random.permutation(jax.random.key(1), n)[: arguments.start_rows]
-        params = jax.jit(guide.solve_mean, static_argnums=4)(
-            params, X[some], y[some], phi, None, *held
-        ).params
+    if start_rows:
+        some = jax.random.permutation(jax.random.key(1 + seed), n)[:start_rows]
+        solve = jax.jit(guide.solve_mean, static_argnums=4)
+        params = solve(params, X[some], y[some], phi, None, *held).params
     state = sgp.infer.replace_params(svi, state, params)
-    for part in range(arguments.parts):
-        result = svi.run(
-            jax.random.key(part),
-            arguments.steps // arguments.parts,
-            *(X, y, phi, arguments.batch_size, *held),
-            init_state=state,
-            progress_bar=False,
-        )
-        state = result.state
-        posterior = guide.posterior(result.params, X[:10], y[:10], phi, None, *held)
-        noise = guide.median(result.params)["noise"]
-        predicted = np.asarray(posterior.mean(Xs)), np.asarray(posterior.variance(Xs) + noise**2)
-        spent = time.perf_counter() - began
-        steps = (part + 1) * (arguments.steps // arguments.parts)
-        reached = score(*predicted, data.y_test)
-        bound = float(result.losses[-200:].mean()) / n
-        print(
-            f"{steps:6d} steps: {spent:6.1f} s, RMSE {reached.rmse:.4f}, NLL {reached.nll:.4f}, "
-            f"noise {float(noise):.3f}, loss per row {bound:.4f}",
-            flush=True,
-        )
+    result = svi.run(
+        jax.random.key(seed),
+        steps,
+        *(X, y, phi, BATCH, *held),
+        init_state=state,
+        progress_bar=False,
+    )
+    jax.block_until_ready(result.losses)
+    seconds = time.perf_counter() - began
+    posterior = guide.posterior(result.params, X[:10], y[:10], phi, None, *held)
+    sd = guide.median(result.params)["noise"]
+    predicted = np.asarray(posterior.mean(Xs)), np.asarray(posterior.variance(Xs) + sd**2)
+    found = score(*predicted, loaded.y_test)
+    return {**found._asdict(), "noise": float(sd), "seconds": seconds}
 
 
 class Steps:
@@ -283,26 +274,10 @@ def save(figure, name, arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["cost", "variance", "fit"])
-    parser.add_argument("--data", default="kin40k")
-    parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--num-features", type=int, default=10_000, help="m")
+    parser.add_argument("command", choices=["cost", "variance"])
     parser.add_argument("--set", type=int, default=2000, help="features in a set; m takes all")
-    parser.add_argument("--control-variate-rank", type=int, default=500)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--num-columns", type=int, help="dense columns that a step draws")
-    parser.add_argument("--batch-size", type=int, default=BATCH)
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--start-rows", type=int, default=0, help="of the first mean")
-    parser.add_argument("--parts", type=int, default=4, help="reports on the way")
-    parser.add_argument("--learning-rate", type=float, default=0.05)
-    parser.add_argument("--noise", type=float, default=0.1, help="where the noise starts")
-    parser.add_argument("--dense-rate", type=float, default=1e-3, help="of hyperparameters")
-    parser.add_argument("--learn-kernel", action="store_true", help="not the noise alone")
-    parser.add_argument("--warmup-steps", type=int, default=0, help="before hyperparameters move")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--peer", choices=["none", "gpytorch"], default="none")
-    parser.add_argument("--peer-rate", type=float, default=0.04)
     parser.add_argument("--figures", default="outputs", help="the folder of figures")
     arguments = parser.parse_args()
-    {"cost": cost, "variance": variance, "fit": fit}[arguments.command](arguments)
+    {"cost": cost, "variance": variance}[arguments.command](arguments)

@@ -90,7 +90,7 @@ class Ours:
             jnp.asarray(data.X_train, jnp.float32),
             jnp.asarray(data.y_train, jnp.float32),
         )
-        self.batch_size, self.test = batch_size, data
+        self.batch_size, self.test, self.points = batch_size, data, points
         self.guide = sgp.guides.AutoSparseGP(
             model, rest=AutoDelta, inducing_points=points, natural=self.natural
         )
@@ -209,6 +209,7 @@ def record(
     method,
     *,
     steps=None,
+    epochs=EPOCHS,
     num_inducing=NUM_INDUCING,
     batch_size=BATCH_SIZE,
     learning_rate=LEARNING_RATE,
@@ -216,7 +217,7 @@ def record(
     """The record of a unit, for benchmarks/evidence.py: seconds of all steps but one."""
     loaded = sgp.datasets.load_uci(data, split=split)
     X = jnp.asarray(loaded.X_train, jnp.float32)
-    total = steps or EPOCHS * -(-len(X) // batch_size)
+    total = steps or epochs * -(-len(X) // batch_size)
     num_inducing, batch_size = min(num_inducing, len(X)), min(batch_size, len(X))
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, num_inducing)
     kind = {"adam": Ours, "natural": Natural, "gpytorch": GPyTorch}[method]

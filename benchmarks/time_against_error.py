@@ -19,15 +19,13 @@ import sparse
 
 import numpyro_scalegp as sgp
 
-QUICK = {"num_refinements": 0, "subset_size": 1000, "num_subsets": 1}
 FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "time_against_error.svg"
 
 
 def record(data, split, seed, method):
     """Seconds, RMSE and NLL of a method, with those on the way as `curve`."""
     if method.startswith("road"):
-        options = QUICK if method == "road-quick" else {}
-        found = road.record(data, split, seed, method, **options)
+        found = road.record(data, split, seed, method)
         return found | {"curve": [[found["seconds"], found["rmse"], found["nll"]]]}
     loaded = sgp.datasets.load_uci(data, split=split)
     X = jnp.asarray(loaded.X_train, jnp.float32)
@@ -57,9 +55,6 @@ LABELS = {
 
 def draw(path):
     """The figure, from stored results."""
-    import matplotlib
-
-    matplotlib.rc_file(FIGURE.parent / "matplotlibrc")
     from matplotlib import pyplot as plt
 
     records = json.loads(path.read_text())["records"]

@@ -1,24 +1,24 @@
 """Russian-roulette conjugate gradients beside exact gradients and beside a plain cut.
 
+    python benchmarks/evidence.py truncation-bias truncation-lengthscale truncation-errors
     python benchmarks/truncation.py pol --out pol.npz         # training on a subset of pol
     python benchmarks/truncation.py plot pol.npz --out figure.svg  # what pol wrote
     python benchmarks/truncation.py step --data pol           # a gradient step beside plain CG
-    python benchmarks/truncation.py errors --data pol --expected 20    # test errors after training
-    python benchmarks/truncation.py bias --out figure.svg     # log|H| and y'H^-1 y, by the audit
-    python benchmarks/truncation.py toy --out figure.svg      # the lengthscale that each one learns
 
-`pol` trains an RBF kernel with ARD by Adam from hyperparameters of 1.0, in float64, and scores each
-method by the exact log marginal likelihood at the hyperparameters that it has reached. Plain CG
-makes as many iterations a step as Russian roulette did in the mean. `errors` trains in the same
-way on `--splits` splits, in float32, and predicts the test rows from a solve to a tolerance, exact
-training and solve on up to 5,000 rows: tables S1 and S2 of Potapczynski et al. (2021). `pol`,
-`step` and `errors` need SCALEGP_DATA; `bias` and `toy` make up y = x sin(5 pi x) + noise, as in
-the paper.
+The declared runs: biases of log|H| and y'H^-1 y by the audit, and the lengthscale that each
+estimator learns, both for y = x sin(5 pi x) + noise, as in the paper; and test errors after 100
+steps of each in float32, from a posterior by Cholesky, as in tables S1 and S2 of Potapczynski et
+al. (2021). `pol` trains an RBF kernel with ARD by Adam from hyperparameters of 1.0, in float64, and
+scores each method by the exact log marginal likelihood at the hyperparameters that it has reached.
+Plain CG makes as many iterations a step as Russian roulette did in the mean. `pol`, `step` and the
+errors need SCALEGP_DATA.
 """
 
 import argparse
+import json
 import time
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ import optax
 from matplotlib.figure import Figure
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.estimators.audit import TERMS, Audit, AuditRow
+
+FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 
 def load(arguments):
@@ -154,41 +157,32 @@ def pol(arguments):
         print(f"{name:20s} below exact training: {gaps}")
 
 
-def errors(arguments):
-    """Train by all methods, and print RMSE and NLL of the test rows and seconds of training."""
-    rows = {}
-    for split in range(arguments.splits):
-        arguments.split = split
-        X, y = load(arguments)
-        data = sgp.datasets.load_uci(arguments.data, split)
-        X_test, y_test = jnp.array(data.X_test, X.dtype), jnp.array(data.y_test, X.dtype)
-        is_small = len(y) <= 5000
-        methods = {"Cholesky": sgp.estimators.Cholesky()} if is_small else {}
-        for expected in arguments.expected:
-            methods[f"Russian roulette, {expected}"] = roulette(arguments, expected, len(y))
-            methods[f"CG, {expected}"] = truncated(arguments, expected)
-        for name, estimator in methods.items():
-            run = train(X, y, estimator, arguments, arguments.steps)
-            key = jax.random.key(split)
-            run = run.lower(key).compile()
-            start = time.perf_counter()
-            path, epochs, _ = jax.block_until_ready(run(key))
-            elapsed = time.perf_counter() - start
-            values = jax.tree.map(lambda a: jax.nn.softplus(a[-1]), path)
-            kernel = sgp.kernels.RBF(values["lengthscale"], values["variance"])
-            exact = sgp.estimators.Cholesky() if is_small else sgp.estimators.Pathwise()
-            gp = sgp.GaussianProcess(kernel, X, values["noise"], estimator=exact)
-            predictive = gp.condition(y, key=None if is_small else key).predictive(X_test)
-            rmse = float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test))))
-            nll = -float(jnp.mean(predictive.log_prob(y_test)))
-            rows.setdefault(name, []).append([rmse, nll, elapsed, float(values["noise"])])
-            made = f"{float(jnp.mean(epochs)):.1f} iterations"
-            print(f"{arguments.data}, split {split}, {name}: {rows[name][-1]}, {made}", flush=True)
-    print(f"\n| {arguments.data}, n = {len(y)} | RMSE | NLL | seconds | noise |")
-    for name, found in rows.items():
-        mean, deviation = np.mean(found, axis=0), np.std(found, axis=0, ddof=min(1, len(found) - 1))
-        pairs = zip(mean, deviation / len(found) ** 0.5, strict=True)
-        print(f"| {name} | " + " | ".join(f"{m:.4g} +- {e:.1g}" for m, e in pairs) + " |")
+def record_errors(data, split, seed, method, *, expected=20, n=2000):
+    """Test errors after training by a method: a unit of benchmarks/evidence.py, in float32."""
+    arguments = defaults("pol", data=data, split=split, n=n, expected=[expected])
+    X, y = load(arguments)
+    loaded = sgp.datasets.load_uci(data, split)
+    X_test, y_test = jnp.array(loaded.X_test, X.dtype), jnp.array(loaded.y_test, X.dtype)
+    estimator = {
+        "exact gradients": lambda: sgp.estimators.Cholesky(),
+        "Russian roulette": lambda: roulette(arguments, expected, len(y)),
+        "conjugate gradients, cut": lambda: truncated(arguments, expected),
+    }[method]()
+    key = jax.random.key(seed)
+    run = train(X, y, estimator, arguments, arguments.steps).lower(key).compile()
+    start = time.perf_counter()
+    path, epochs, _ = jax.block_until_ready(run(key))
+    seconds = time.perf_counter() - start
+    values = jax.tree.map(lambda a: jax.nn.softplus(a[-1]), path)
+    kernel = sgp.kernels.RBF(values["lengthscale"], values["variance"])
+    predictive = sgp.GaussianProcess(kernel, X, values["noise"]).condition(y).predictive(X_test)
+    return {
+        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
+        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        "noise_variance": float(values["noise"]),
+        "iterations": float(jnp.mean(epochs)),
+        "seconds": seconds,
+    }
 
 
 def step(arguments):
@@ -251,83 +245,103 @@ def toy_truncated(iterations):
     return sgp.solvers.ConjugateGradients(0.0, iterations, identity, group_size=1)
 
 
-def bias(arguments):
-    """Audit log|H| and y'H^-1 y: the paper's figure 1."""
+def toy_estimator(method):
+    """The audited estimator of a name such as "CG 6", "RR-CG 6", "RFF 80" or "SS-RFF 20"."""
+    family, number = method.rsplit(" ", 1)
+    number = int(number)
+    if family in ("CG", "RR-CG"):
+        solver = (toy_roulette if family == "RR-CG" else toy_truncated)(number)
+        return sgp.estimators.Hutchinson(solver, 1, num_logdet_probes=1)
+    if family == "RFF":
+        return sgp.estimators.RandomFourier(number)
+    return sgp.estimators.SingleSampleRFF(number, 20)
+
+
+@jax.enable_x64(True)
+def record_bias(data, split, seed, method, *, draws):
+    """Biases of log|H| and y'H^-1 y by the audit, on the made-up data, with standard errors.
+
+    "SS-RFF m" has m features at least; `features` says how many in the mean.
+    """
     X, y, variance, noise = toy_data()
-    estimators = {}
-    for number in (3, 4, 6, 8, 10, 12):
-        estimators[f"CG {number}"] = sgp.estimators.Hutchinson(
-            toy_truncated(number), 1, num_logdet_probes=1
-        )
-    for number in (4, 6, 8):
-        estimators[f"RR-CG {number}"] = sgp.estimators.Hutchinson(
-            toy_roulette(number), 1, num_logdet_probes=1
-        )
-    for number in (20, 40, 80, 160):
-        estimators[f"RFF {number}"] = sgp.estimators.RandomFourier(number)
-    for number in (20, 40, 80):
-        one = sgp.estimators.SingleSampleRFF(number, 20)
-        sizes = np.append(one.sizes(len(y))[1:], len(y))
-        mean = sizes @ np.asarray(one.distribution(len(y)).probabilities)
-        estimators[f"SS-RFF {mean:.0f}"] = one
+    estimator = toy_estimator(method)
+    kernel, key = sgp.kernels.RBF(0.1, variance), jax.random.key(seed)
     result = sgp.estimators.audit(
-        estimators,
-        sgp.kernels.RBF(0.1, variance),
-        X,
-        y,
-        noise,
-        key=jax.random.key(0),
-        num_draws=arguments.draws,
+        {method: estimator}, kernel, X, y, noise, key=key, num_draws=draws
     )
-    print(result)
-    result.plot_terms().savefig(arguments.out)
+    rows = [row for row in result.rows if row.quantity in TERMS]
+    found = {row.quantity: [row.bias, row.standard_error] for row in rows}
+    found |= {f"{row.quantity}_exact": row.exact for row in rows}
+    if method.startswith("SS-RFF"):
+        sizes = np.append(estimator.sizes(len(y))[1:], len(y))
+        found["features"] = float(sizes @ np.asarray(estimator.distribution(len(y)).probabilities))
+    return {**found, "audit": [row._asdict() for row in rows]}
 
 
-def toy(arguments):
-    """Learn the lengthscale by stochastic approximation, and compare it with the exact one."""
+@jax.enable_x64(True)
+def record_lengthscale(data, split, seed, method, *, draws):
+    """The lengthscale that a method learns on the made-up data, over that of exact gradients.
+
+    Russian roulette takes `draws` steps, the others 1,000.
+    """
     X, y, variance, noise = toy_data()
-
-    def loss(raw, key, estimator):
-        kernel = sgp.kernels.RBF(jnp.exp(raw), variance)
-        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, key=key)
-        return -gp.log_prob(y) / len(y)
 
     def learn(estimator, steps):
+        def loss(raw, key):
+            kernel = sgp.kernels.RBF(jnp.exp(raw), variance)
+            gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, key=key)
+            return -gp.log_prob(y) / len(y)
+
         # Steps that fall as 1 / t end where the mean of the gradient is zero; Adam would not, since
         # it divides by the size of noise that is not symmetric.
         def step(raw, scan):
             t, key = scan
-            raw = raw - 4.0 / (t + steps // 40) * jax.grad(loss)(raw, key, estimator)
+            raw = raw - 4.0 / (t + steps // 40) * jax.grad(loss)(raw, key)
             return raw, raw
 
-        keys = jax.random.split(jax.random.key(0), steps)
+        keys = jax.random.split(jax.random.key(seed), steps)
         path = jax.jit(lambda raw: jax.lax.scan(step, raw, (jnp.arange(steps), keys))[1])
         return float(jnp.exp(path(jnp.log(0.15))[steps // 2 :].mean()))
 
-    def hutchinson(solver):
-        return sgp.estimators.Hutchinson(solver, 4, num_logdet_probes=0)
+    family, number = method.rsplit(" ", 1)
+    number = int(number)
+    if family == "RFF":
+        estimator = sgp.estimators.RandomFourier(number)
+    else:
+        solver = (toy_roulette if family == "RR-CG" else toy_truncated)(number)
+        estimator = sgp.estimators.Hutchinson(solver, 4, num_logdet_probes=0)
+    learned = learn(estimator, draws if family == "RR-CG" else 1000)
+    return {"lengthscale": learned, "ratio": learned / learn(sgp.estimators.Cholesky(), 1000)}
 
-    exact = learn(sgp.estimators.Cholesky(), 1000)
-    print(f"exact: {exact:.4f}", flush=True)
-    families = {
-        "CG": ((3, 4, 5, 6), lambda number: hutchinson(toy_truncated(number)), 1000),
-        "RR-CG": ((6, 8), lambda number: hutchinson(toy_roulette(number)), arguments.draws),
-        "RFF": ((20, 40, 80, 160), sgp.estimators.RandomFourier, 1000),
-    }
-    figure = Figure(figsize=(9.0, 3.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for name, (numbers, make, steps) in families.items():
-        found = []
-        for number in numbers:
-            found.append(learn(make(number), steps))
-            print(f"{name} {number}: {found[-1]:.4f}, {found[-1] / exact:.3f}", flush=True)
-        panels[int(name == "RFF")].plot(numbers, found, ".-", label=name)
-    for panel, label in zip(panels, ("iterations, in the mean", "features"), strict=True):
-        panel.axhline(exact, color="k", linewidth=0.8, label="exact")
-        panel.set_xlabel(label)
-        panel.legend()
-    panels[0].set_ylabel("lengthscale learned")
-    figure.savefig(arguments.out)
+
+def draw(path):
+    """The figure of a stored run: biases, or the lengthscales learned."""
+    run = json.loads(path.read_text())
+    if run["name"] == "truncation-bias":
+        rows, costs = [], {}
+        for record in run["records"]:
+            family, number = record["method"].rsplit(" ", 1)
+            name = f"{family} {record.get('features', float(number)):.0f}"
+            rows += [AuditRow(**{**row, "estimator": name}) for row in record["audit"]]
+            costs[name] = None
+        Audit(rows, costs, len(toy_data()[1]), 0).plot_terms().savefig(
+            FIGURES / "truncation_bias.svg", metadata={"Date": None}
+        )
+    if run["name"] == "truncation-lengthscale":
+        figure = Figure(figsize=(9.0, 3.5), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        lines = {}
+        for record in run["records"]:
+            family, number = record["method"].rsplit(" ", 1)
+            lines.setdefault(family, []).append((int(number), record["ratio"]))
+        for family, points in lines.items():
+            panels[int(family == "RFF")].plot(*zip(*points, strict=True), ".-", label=family)
+        for panel, label in zip(panels, ("iterations, in the mean", "features"), strict=True):
+            panel.axhline(1.0, color="k", linewidth=0.8, label="exact")
+            panel.set_xlabel(label)
+            panel.legend()
+        panels[0].set_ylabel("lengthscale learned / exact")
+        figure.savefig(FIGURES / "truncation_toy.svg", metadata={"Date": None})
 
 
 def plot(arguments):
@@ -357,16 +371,15 @@ def plot(arguments):
     figure.savefig(arguments.out)
 
 
-def main():
-    """Run a benchmark."""
+def make_parser():
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["pol", "step", "errors", "bias", "toy", "plot"])
+    parser.add_argument("what", choices=["pol", "step", "plot"])
     parser.add_argument("files", nargs="*", help="of plot: what pol wrote")
     parser.add_argument("--data", default="pol")
     parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--splits", type=int, default=3, help="of errors")
     parser.add_argument("--n", type=int, default=2000, help="training rows; 0 for all")
     parser.add_argument("--expected", type=int, nargs="*", default=[10, 20, 30, 40, 60])
     parser.add_argument("--seeds", type=int, default=3)
@@ -384,10 +397,19 @@ def main():
     parser.add_argument("--limits", type=float, nargs=2, help="of plot: the vertical axis")
     parser.add_argument("--first", type=int, default=0, help="of plot: the first step")
     parser.add_argument("--every", type=int, default=10, help="steps between exact evaluations")
-    parser.add_argument("--draws", type=int, default=2000, help="of bias; steps of toy's RR-CG")
     parser.add_argument("--out", help="file for the curves, or for the plot")
-    arguments = parser.parse_args()
-    jax.config.update("jax_enable_x64", arguments.what in ("pol", "bias", "toy"))
+    return parser
+
+
+def defaults(what, **given):
+    """The arguments of a command but for those given."""
+    return argparse.Namespace(**{**vars(make_parser().parse_args([what])), **given})
+
+
+def main():
+    """Run a benchmark."""
+    arguments = make_parser().parse_args()
+    jax.config.update("jax_enable_x64", arguments.what == "pol")
     warnings.filterwarnings("ignore", "a linear solve ended above its tolerance")
     globals()[arguments.what](arguments)
 
