@@ -254,7 +254,7 @@ def session(command: str) -> dict[str, Any]:
     for package in PACKAGES:
         if util.find_spec(package) is not None:
             versions[package] = metadata.version(package)
-    changed = git("status", "--porcelain", "--", ".", ":!docs/evidence/results")
+    changed = git("status", "--porcelain", "--", ".", ":!docs/evidence/results", ":!docs/figures")
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -281,15 +281,13 @@ def cpu_model() -> str:
 
 
 def rounded(mean: float, error: float | None) -> str:
-    """A mean +- its standard error, rounded to two digits of the error."""
-    if error is None:
-        return f"{mean:.4g}"
-    if not math.isfinite(error):
+    """A mean +- its standard error, rounded to two digits of the error where there is one."""
+    if error is not None and not math.isfinite(error):
         return "not finite"
-    if error == 0:
-        return f"{mean:.4g} ± 0"
+    if error is None or error <= 1e-9 * abs(mean):
+        return f"{mean:.4g}"
     digits = max(0, 1 - math.floor(math.log10(error)))
-    return f"{mean:.{digits}f} ± {error:.{digits}f}"
+    return f"{round(mean, digits) + 0.0:.{digits}f} ± {error:.{digits}f}"
 
 
 def mean_and_error(values: list[Any]) -> str:
@@ -343,11 +341,12 @@ def footer(stored: dict[str, Any]) -> str:
             f"{one['gflops']} GFLOP/s in a 4096-square float32 product; {versions}; "
             f"commit {one['commit'][:9]}{state}."
         )
+    # The units before have a load of the number of cores.
     loads = [record["load"] for record in stored["records"]]
-    if max(loads) > 1:
+    if max(loads) > 1.1 * max(one["cores"] for one in stored["sessions"]):
         lines.append(
-            f"The machine was busy (load {min(loads):.1f} to {max(loads):.1f} before a unit), so "
-            "seconds are upper limits."
+            f"Other programs ran beside it (load {min(loads):.1f} to {max(loads):.1f} before a "
+            "unit), so seconds are upper limits."
         )
     return "<small>" + " ".join(lines) + "</small>"
 

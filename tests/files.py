@@ -1,6 +1,7 @@
 """Files of the repository beside the package: scripts as modules, and the code of pages."""
 
 import importlib.util
+import json
 import re
 import sys
 import textwrap
@@ -23,7 +24,10 @@ def load(path: str) -> ModuleType:
 
 
 def blocks(page: str) -> list[str]:
-    """The code of a page, also where it is indented, as in a tab."""
+    """The code of a page, also where it is indented, as in a tab, or of a notebook."""
+    if page.endswith(".ipynb"):
+        cells = json.loads((ROOT / page).read_text())["cells"]
+        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     fenced = r"^( *)```python\n(.*?)^\1```"
     found = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
     return [textwrap.dedent(block) for _, block in found]

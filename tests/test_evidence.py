@@ -1,5 +1,6 @@
 """Benchmarks as data: stored units are kept, tables are right, and pages show declared runs."""
 
+import ast
 import json
 
 import pytest
@@ -25,8 +26,11 @@ def test_mean_and_standard_error_are_known_values():
     assert evidence.mean_and_error([1.0, 2.0, 3.0]) == "2.00 ± 0.58"
     assert evidence.mean_and_error([100.0, 140.0]) == "120 ± 20"
     assert evidence.mean_and_error([0.25]) == "0.25"
-    assert evidence.mean_and_error([0.5, 0.5]) == "0.5 ± 0"
+    assert evidence.mean_and_error([0.5, 0.5]) == "0.5"
     assert evidence.mean_and_error([1.0, float("nan")]) == "not finite"
+    # A pair is a mean that was made elsewhere, with its standard error.
+    assert evidence.mean_and_error([[-0.01, 1.1]]) == "0.0 ± 1.1"
+    assert evidence.mean_and_error([[-153.2, 1e-13]]) == "-153.2"
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path):
@@ -70,9 +74,36 @@ def test_a_marker_becomes_a_table_with_its_origin(tmp_path):
         evidence.replace_markers("<!-- evidence: other -->", tmp_path)
 
 
+def test_runs_share_a_table_and_methods_its_columns(tmp_path):
+    def call(data, split, seed, method):
+        return {"rmse": 1.0 + split if method == "ours" else 4.0}
+
+    other = evidence.dataclasses.replace(RUN, name="other", methods=("ours", "third"))
+    for run in (RUN, other):
+        evidence.complete(run, tmp_path / f"{run.name}.json", call, lambda: SESSION)
+    shown = evidence.replace_markers("<!-- evidence: toy,other columns=rmse -->", tmp_path)
+    assert "| a | ours | 4 |" in shown
+    assert "| b | third | 2 | 4 |" in shown
+    wide = evidence.replace_markers(
+        "<!-- evidence: toy,other by=run,data across=method columns=rmse -->", tmp_path
+    )
+    assert "| run | data | ours | gpytorch | third |" in wide
+    assert "| toy | b | 1.50 ± 0.50 | 4 |  |" in wide
+
+
+@pytest.mark.parametrize("run", evidence.RUNS, ids=lambda run: run.name)
+def test_a_declared_run_has_a_function_with_its_options(run):
+    tree = ast.parse((ROOT / "benchmarks" / f"{run.script}.py").read_text())
+    found = [one for one in tree.body if getattr(one, "name", "") == run.function]
+    assert len(found) == 1
+    given = {one.arg for one in found[0].args.kwonlyargs}
+    assert set(run.options) <= given or found[0].args.kwarg is not None
+
+
 def test_each_marker_of_a_page_names_a_declared_run_with_results():
     names = {run.name for run in evidence.RUNS}
     for page in (ROOT / "docs").rglob("*.md"):
         text = page.read_text()
-        assert {match[1] for match in evidence.MARKER.finditer(text)} <= names, page
+        for match in evidence.MARKER.finditer(text):
+            assert set(evidence.names_of(match)) <= names, page
         evidence.replace_markers(text)
