@@ -19,8 +19,8 @@ class LatentGP(AbstractPriorGP):
     """A latent GP of a kernel: the prior over a function's values, f(X) ~ N(0, K(X, X)).
 
     The latent GP of finitely many features is `WeightSpaceGP`, the collapsed one `GaussianProcess`.
-    `log_prob` and `sample` are exact, so plain NUTS works for small n. In variational inference a
-    guide from `sgp.guides` stands in for it, and the divergence between the two *processes* is
+    `log_prob` and `sample` are exact, so NUTS works for small n, and moves further in the whitened
+    coordinates of `sgp.infer.WhitenReparam`. In variational inference a guide from `sgp.guides` stands in for it, and the divergence between the two *processes* is
     registered with NumPyro: then neither `log_prob` nor `sample` is called, and X may be a
     mini-batch. A GP site stays outside the data plate.
 
@@ -93,11 +93,18 @@ class LatentGP(AbstractPriorGP):
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Float[Array, "... n"]:
         """Draw functions from the prior: shape (*sample_shape, *batch, n), in O(n^3) a member."""
-        key, K = checks.as_key(key), self.covariance()
+        shape = *sample_shape, *self.batch_shape, *self.event_shape
+        return self.of_white(jax.random.normal(checks.as_key(key), shape, self.variance.dtype))
+
+    def of_white(self, white: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        """Make draws from the prior, L v with L L' = K(X, X), of standard normal values v.
+
+        Args:
+            white: shape (..., *batch, n).
+        """
+        K = self.covariance()
         L = batches.each(linalg.cholesky, batches.Batch(K, len(self.batch_shape)))
-        shape = *sample_shape, *self.batch_shape, 1, *self.event_shape
-        normal = jax.random.normal(key, shape, K.dtype)
-        return linalg.matmul(normal, jnp.swapaxes(L, -1, -2))[..., 0, :]
+        return linalg.matmul(white[..., None, :], jnp.swapaxes(L, -1, -2))[..., 0, :]
 
     def condition(self, f: Float[ArrayLike, "... n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.

@@ -12,6 +12,7 @@ from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.priors import lengthscale_prior, variance_prior
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
+from numpyro_scalegp.infer.whitening import WhitenReparam
 from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
 from numpyro_scalegp.quadruply_stochastic.row_svi import RowSVI
@@ -27,6 +28,7 @@ __all__ = [
     "QuadruplyStochasticELBO",
     "RowOptimizer",
     "RowSVI",
+    "WhitenReparam",
     "initial_hyperparameters",
     "initial_pass",
     "lengthscale_prior",
