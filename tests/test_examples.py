@@ -181,7 +181,6 @@ def test_robust(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pandas")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
     small = {"subset_size": 100, "num_subsets": 1, "num_steps": 40, "num_refinements": 4}
     scores, posterior = example("exact_large").main(500, 50, folder=tmp_path, **small)

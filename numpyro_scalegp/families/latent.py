@@ -20,9 +20,10 @@ class LatentGP(AbstractPriorGP):
 
     The latent GP of finitely many features is `WeightSpaceGP`, the collapsed one `GaussianProcess`.
     `log_prob` and `sample` are exact, so NUTS works for small n, and moves further in the whitened
-    coordinates of `sgp.infer.WhitenReparam`. In variational inference a guide from `sgp.guides` stands in for it, and the divergence between the two *processes* is
-    registered with NumPyro: then neither `log_prob` nor `sample` is called, and X may be a
-    mini-batch. A GP site stays outside the data plate.
+    coordinates of `sgp.infer.WhitenReparam`. In variational inference a guide from `sgp.guides`
+    stands in for it, and the divergence between the two *processes* is registered with NumPyro:
+    then neither `log_prob` nor `sample` is called, and X may be a mini-batch. A GP site stays
+    outside the data plate.
 
     A batch of kernels, or a matrix of inputs for each of a batch, makes it a batch of independent
     functions: one for each group of a plate, with hyperparameters of its own.
