@@ -305,19 +305,26 @@ def table(
 ) -> str:
     """Stored runs as a table: a row for each value of `by`, means over the other units.
 
-    With `across`, there is one column, and a cell for each value of `across`.
+    Rows stand together by the first of `by`, in the order in which values come up. With `across`,
+    there is one column, and a cell for each value of `across`.
     """
     records = [{"run": run["name"], **record} for run in stored for record in run["records"]]
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(tuple(record[name] for name in by), []).append(record)
+    places = [
+        {value: i for i, value in enumerate(dict.fromkeys(part))}
+        for part in zip(*groups, strict=True)
+    ]
+    rows = sorted(groups, key=lambda group: [one[v] for one, v in zip(places, group, strict=True)])
     if across is None:
         heads = ["runs", *(HEADS.get(name, name.replace("_", " ")) for name in columns)]
     else:
         (column,) = columns
         heads = list(dict.fromkeys(str(record[across]) for record in records))
     lines = ["| " + " | ".join([*by, *heads]) + " |", "|" + "---|" * (len(by) + len(heads))]
-    for group, some in groups.items():
+    for group in rows:
+        some = groups[group]
         if across is None:
             cells = [str(len(some))]
             found = [[one[name] for one in some if name in one] for name in columns]

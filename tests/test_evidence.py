@@ -84,6 +84,7 @@ def test_runs_share_a_table_and_methods_its_columns(tmp_path):
     shown = evidence.replace_markers("<!-- evidence: toy,other columns=rmse -->", tmp_path)
     assert "| a | ours | 4 |" in shown
     assert "| b | third | 2 | 4 |" in shown
+    assert shown.index("| a | third") < shown.index("| b | ours")  # rows of a set stand together
     wide = evidence.replace_markers(
         "<!-- evidence: toy,other by=run,data across=method columns=rmse -->", tmp_path
     )
