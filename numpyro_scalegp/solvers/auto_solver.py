@@ -21,7 +21,7 @@ from numpyro_scalegp.solvers.preconditioners import (
 from numpyro_scalegp.solvers.solver import Coefficients, Solution, System
 
 # What the preconditioner may leave of the mean variance for conjugate gradients, in units of the
-# noise: benchmarks/iterative.py solve.
+# noise: benchmarks/evidence.py solvers.
 _MOST_LEFT = 10.0
 
 
