@@ -118,14 +118,12 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
                 "loss.svg": "The negative ELBO over the steps of training",
             },
             related=("choosing.md", "evidence/index.md"),
-            pending=True,
             helpers=("flights_report",),
         ),
         Example(
             "exact_large",
             {"fit.svg": "A slice of the posterior: mean, band and functions"},
             related=("methods/iterative.md", "howto/saving.md"),
-            pending=True,
         ),
         Example(
             "streaming",
