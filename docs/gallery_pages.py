@@ -36,7 +36,6 @@ class Example(NamedTuple):
     related: tuple[str, ...] = ()  # pages below docs/
     arguments: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()  # modules of examples/ that it imports
-    pending: bool = False  # too long to have been run yet: the page has its code only
     quick: bool = False  # ends in less than a minute on two cores
 
 
@@ -172,7 +171,6 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
                 "large.svg": "Intervals of each hyperparameter under two methods, on more rows",
             },
             related=("howto/hyperparameters.md",),
-            pending=True,
         ),
     ),
     "Infrastructure": (
@@ -247,7 +245,7 @@ def words(name: str) -> tuple[str, str, str]:
 
 def _output(example: Example) -> str:
     path = KEPT / example.name / "output.txt"
-    if not (example.pending or is_current(example)):
+    if not is_current(example):
         log.warning("examples/%s.py is not rendered as it stands: make gallery", example.name)
     return path.read_text() if path.exists() else ""
 
@@ -269,11 +267,8 @@ def page(example: Example) -> str:
     parts = [f"# {title}", f"*{sentence}*", introduction]
     if example.related:
         parts.append("See also: " + ", ".join(map(_link, example.related)) + ".")
-    if example.pending:
-        parts += ["## How to run it", f"`{command}`"]
-    else:
-        parts += [f"![{alt}]({name}/{file})" for file, alt in example.figures.items()]
-        parts += ["## What it prints", f"`{command}`", _fenced("text", output)]
+    parts += [f"![{alt}]({name}/{file})" for file, alt in example.figures.items()]
+    parts += ["## What it prints", f"`{command}`", _fenced("text", output)]
     for script in (name, *example.helpers):
         parts += [f"## examples/{script}.py", _fenced("python", _parts(script)[1])]
     return "\n\n".join(parts) + "\n"
@@ -281,9 +276,8 @@ def page(example: Example) -> str:
 
 def _card(example: Example) -> str:
     title, sentence, _ = words(example.name)
-    text = _output(example) or _parts(example.name)[1]
-    shown = _fenced("text", "\n".join(text.splitlines()[:9]))
-    for file, alt in list(example.figures.items())[: not example.pending]:
+    shown = _fenced("text", "\n".join(_output(example).splitlines()[:9]))
+    for file, alt in list(example.figures.items())[:1]:
         shown = f"![{alt}]({example.name}/{file})"
     link = f"[{title}]({example.name}.md){{ .gallery-title }}"
     return f'<div class="gallery-card" markdown>\n\n{shown}\n\n{link}\n\n{sentence}\n\n</div>'
