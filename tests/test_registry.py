@@ -30,6 +30,7 @@ EXCEPTIONS = {
         "infer.RowOptimizer",
         "plate",
         "infer.RowSVI",
+        "infer.WhitenReparam",
         "streams.Stream",
     ),
 }
