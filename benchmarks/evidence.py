@@ -66,7 +66,7 @@ PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 class Run:
     """A declared run: what is called for each unit, and what that needs.
 
-    `minutes` is a rough figure for two cores at 400 GFLOP/s. Runs whose data are not `made_up` need
+    `minutes` is a rough figure for two cores at 400 GFLOP/s. Runs whose data are not "made up" need
     the folder in SCALEGP_DATA. Methods whose names have "gpytorch" need the peer.
     """
 
@@ -79,7 +79,6 @@ class Run:
     seeds: tuple[int, ...] = (0,)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     function: str = "record"
-    made_up: bool = False
 
     def units(self) -> Iterator[dict[str, Any]]:
         """Each unit, in the order in which they run."""
@@ -166,11 +165,11 @@ RUNS = (
     ),
     Run(
         "truncation-bias", "truncation", 2, ("made up",), BIASES, function="record_bias",
-        options={"draws": 600}, made_up=True,
+        options={"draws": 600},
     ),
     Run(
         "truncation-lengthscale", "truncation", 5, ("made up",), LENGTHSCALES,
-        function="record_lengthscale", options={"draws": 40_000}, made_up=True,
+        function="record_lengthscale", options={"draws": 40_000},
     ),
     Run(
         "truncation-errors", "truncation", 8, (*LARGE, "kin40k"), ERRORS, SPLITS,
@@ -412,7 +411,7 @@ def main() -> None:
         return
     peers = util.find_spec("gpytorch") is not None
     for run in chosen:
-        if not run.made_up and "SCALEGP_DATA" not in os.environ:
+        if run.data != ("made up",) and "SCALEGP_DATA" not in os.environ:
             print(f"{run.name}: skipped, since SCALEGP_DATA is not set", flush=True)
             continue
         skip = () if peers else tuple(one for one in run.methods if "gpytorch" in one)

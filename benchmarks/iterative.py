@@ -28,6 +28,7 @@ import numpyro
 import optax
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
+from sparse import score_of
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.prior_draws import PriorDraws
@@ -200,7 +201,7 @@ def record_epochs(data, split, seed, method, *, steps=30, n=2000, max_epochs=10_
     `curve` has the sums after each step.
     """
     given = {"data": data, "split": split, "n": n, "max_epochs": max_epochs, **options}
-    arguments = argparse.Namespace(**{**vars(make_parser().parse_args(["value"])), **given})
+    arguments = make_parser().parse_args(["value"], argparse.Namespace(**given))
     X, y, *_ = load(arguments)
     kind, start = method.split(", ")
     family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
@@ -340,7 +341,7 @@ def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
     Alternating projections, pathwise gradients and warm starts, as in Lin et al. (2024).
     """
     given = {"data": data, "split": split, "max_epochs": max_epochs}
-    arguments = argparse.Namespace(**{**vars(make_parser().parse_args(["value"])), **given})
+    arguments = make_parser().parse_args(["value"], argparse.Namespace(**given))
     X, y, X_test, y_test = load(arguments)
     estimator = sgp.estimators.Pathwise(make_solver(arguments), num_logdet_probes=0)
     state, compiling, elapsed = train(X, y, estimator, steps, seed=seed)
@@ -350,10 +351,8 @@ def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
         gp = sgp.GaussianProcess(
             memory.kernel, X, memory.noise_variance, estimator=estimator, state="solver"
         )
-    predictive = gp.condition(y).predictive(X_test)
     return {
-        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
-        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        **score_of(gp.condition(y).predictive(X_test), y_test),
         "noise": float(jnp.sqrt(memory.noise_variance)),
         "seconds": compiling + elapsed,
     }
@@ -384,9 +383,8 @@ def record_solve(data, split, seed, method, *, tolerance=0.01, max_epochs=50):
     """A solver on the right-hand sides of a pathwise posterior, at published hyperparameters."""
     file = Path(os.environ["SCALEGP_DATA"]) / "published_hyperparameters.json"
     found = json.loads(file.read_text())["sets"][data][str(split)]
-    loaded = sgp.datasets.load_uci(data, split)
-    parts = loaded.X_train, loaded.y_train, loaded.X_test, loaded.y_test
-    X, y, X_test, y_test = (jnp.asarray(part, jnp.float32) for part in parts)
+    given = argparse.Namespace(data=data, split=split)
+    X, y, X_test, y_test = load(make_parser().parse_args(["value"], given))
     kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
     H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
     draws = PriorDraws.from_key(jax.random.key(split), 64, 2000)
@@ -404,14 +402,12 @@ def record_solve(data, split, seed, method, *, tolerance=0.01, max_epochs=50):
     posterior = PathwisePosterior(
         kernel, X, y, H.noise_variance, zero_mean, solver, solution, draws
     )
-    predictive = posterior.predictive(X_test)
     return {
         "epochs": float(solution.epochs),
         "seconds": seconds,
         "residual": float(solution.residual[0]),
         "probe_residual": float(jnp.mean(solution.residual[1:])),
-        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
-        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        **score_of(posterior.predictive(X_test), y_test),
     }
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from iterative import gpytorch_exact
-from sparse import GPyTorch, score
+from sparse import GPyTorch, score, score_of
 
 import numpyro_scalegp as sgp
 
@@ -106,10 +106,8 @@ def fit(name, split, seed, rows, epochs, options):
     start = time.perf_counter()
     posterior = sgp.posterior(model, values, X, y, max_epochs=epochs)
     solving = time.perf_counter() - start
-    predictive = posterior.predictive(X_test)
     found = {
-        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
-        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        **score_of(posterior.predictive(X_test), y_test),
         "seconds": fitting + solving,
         "hyperparameters_seconds": fitting,
         "solve_seconds": solving,

@@ -44,6 +44,14 @@ def score(mean: np.ndarray, variance: np.ndarray, y: np.ndarray) -> Score:
     return Score(float(np.sqrt(np.mean((y - mean) ** 2))), float(nll.mean()))
 
 
+def score_of(predictive, y):
+    """The same of a posterior's predictive distribution, as parts of a record."""
+    return {
+        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y)))),
+        "nll": -float(jnp.mean(predictive.log_prob(y))),
+    }
+
+
 def made_up(num_rows, num_irrelevant=0):
     """Rows of a smooth function of three inputs among others, with noise of deviation 0.1."""
     generator = np.random.default_rng(0)

@@ -24,22 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from iterative import load
 from matplotlib.figure import Figure
+from sparse import score_of
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators.audit import TERMS, Audit, AuditRow
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
-
-
-def load(arguments):
-    """Standardized training data, cut to `--n` rows."""
-    data = sgp.datasets.load_uci(arguments.data, arguments.split)
-    X, y = jnp.array(data.X_train), jnp.array(data.y_train)
-    if arguments.n and arguments.n < len(X):
-        rows = np.random.default_rng(0).choice(len(X), arguments.n, replace=False)
-        X, y = X[rows], y[rows]
-    return X, y
 
 
 def preconditioner(arguments):
@@ -113,7 +105,7 @@ def train(X, y, estimator, arguments, steps):
 
 def pol(arguments):
     """Train by all methods and print a table."""
-    X, y = load(arguments)
+    X, y, *_ = load(arguments)
     exact = objective(sgp.estimators.Cholesky(), X, y)
     every = slice(None, None, arguments.every)
 
@@ -159,10 +151,9 @@ def pol(arguments):
 
 def record_errors(data, split, seed, method, *, expected=20, n=2000):
     """Test errors after training by a method: a unit of benchmarks/evidence.py, in float32."""
-    arguments = defaults("pol", data=data, split=split, n=n, expected=[expected])
-    X, y = load(arguments)
-    loaded = sgp.datasets.load_uci(data, split)
-    X_test, y_test = jnp.array(loaded.X_test, X.dtype), jnp.array(loaded.y_test, X.dtype)
+    given = argparse.Namespace(data=data, split=split, n=n)
+    arguments = make_parser().parse_args(["pol"], given)
+    X, y, X_test, y_test = load(arguments)
     estimator = {
         "exact gradients": lambda: sgp.estimators.Cholesky(),
         "Russian roulette": lambda: roulette(arguments, expected, len(y)),
@@ -177,8 +168,7 @@ def record_errors(data, split, seed, method, *, expected=20, n=2000):
     kernel = sgp.kernels.RBF(values["lengthscale"], values["variance"])
     predictive = sgp.GaussianProcess(kernel, X, values["noise"]).condition(y).predictive(X_test)
     return {
-        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y_test)))),
-        "nll": -float(jnp.mean(predictive.log_prob(y_test))),
+        **score_of(predictive, y_test),
         "noise_variance": float(values["noise"]),
         "iterations": float(jnp.mean(epochs)),
         "seconds": seconds,
@@ -187,7 +177,7 @@ def record_errors(data, split, seed, method, *, expected=20, n=2000):
 
 def step(arguments):
     """One value and gradient by both, in turn, plain CG with the roulette's mean of iterations."""
-    X, y = load(arguments)
+    X, y, *_ = load(arguments)
     values = {
         "lengthscale": jnp.full(X.shape[1], arguments.lengthscale),
         "variance": jnp.ones(()),
@@ -245,16 +235,16 @@ def toy_truncated(iterations):
     return sgp.solvers.ConjugateGradients(0.0, iterations, identity, group_size=1)
 
 
-def toy_estimator(method):
-    """The audited estimator of a name such as "CG 6", "RR-CG 6", "RFF 80" or "SS-RFF 20"."""
+def toy_estimator(method, num_probes, num_logdet_probes):
+    """The estimator of a name such as "CG 6", "RR-CG 6", "RFF 80" or "SS-RFF 20"."""
     family, number = method.rsplit(" ", 1)
     number = int(number)
-    if family in ("CG", "RR-CG"):
-        solver = (toy_roulette if family == "RR-CG" else toy_truncated)(number)
-        return sgp.estimators.Hutchinson(solver, 1, num_logdet_probes=1)
     if family == "RFF":
         return sgp.estimators.RandomFourier(number)
-    return sgp.estimators.SingleSampleRFF(number, 20)
+    if family == "SS-RFF":
+        return sgp.estimators.SingleSampleRFF(number, 20)
+    solver = {"CG": toy_truncated, "RR-CG": toy_roulette}[family](number)
+    return sgp.estimators.Hutchinson(solver, num_probes, num_logdet_probes=num_logdet_probes)
 
 
 @jax.enable_x64(True)
@@ -264,7 +254,7 @@ def record_bias(data, split, seed, method, *, draws):
     "SS-RFF m" has m features at least; `features` says how many in the mean.
     """
     X, y, variance, noise = toy_data()
-    estimator = toy_estimator(method)
+    estimator = toy_estimator(method, 1, 1)
     kernel, key = sgp.kernels.RBF(0.1, variance), jax.random.key(seed)
     result = sgp.estimators.audit(
         {method: estimator}, kernel, X, y, noise, key=key, num_draws=draws
@@ -303,14 +293,8 @@ def record_lengthscale(data, split, seed, method, *, draws):
         path = jax.jit(lambda raw: jax.lax.scan(step, raw, (jnp.arange(steps), keys))[1])
         return float(jnp.exp(path(jnp.log(0.15))[steps // 2 :].mean()))
 
-    family, number = method.rsplit(" ", 1)
-    number = int(number)
-    if family == "RFF":
-        estimator = sgp.estimators.RandomFourier(number)
-    else:
-        solver = (toy_roulette if family == "RR-CG" else toy_truncated)(number)
-        estimator = sgp.estimators.Hutchinson(solver, 4, num_logdet_probes=0)
-    learned = learn(estimator, draws if family == "RR-CG" else 1000)
+    steps = draws if method.startswith("RR-CG") else 1000
+    learned = learn(toy_estimator(method, 4, 0), steps)
     return {"lengthscale": learned, "ratio": learned / learn(sgp.estimators.Cholesky(), 1000)}
 
 
@@ -399,11 +383,6 @@ def make_parser():
     parser.add_argument("--every", type=int, default=10, help="steps between exact evaluations")
     parser.add_argument("--out", help="file for the curves, or for the plot")
     return parser
-
-
-def defaults(what, **given):
-    """The arguments of a command but for those given."""
-    return argparse.Namespace(**{**vars(make_parser().parse_args([what])), **given})
 
 
 def main():
