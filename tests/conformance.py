@@ -29,6 +29,11 @@ def inputs(n: int = 6, seed: int = 0, kernel: AbstractKernel | None = None) -> A
     return jnp.array(np.concatenate([X, X[:1]]))
 
 
+def with_neighbors(estimator: Any, X: Array) -> Any:
+    """An estimator that knows the neighbors of the rows of X, where it needs these."""
+    return estimator.find_neighbors(X) if hasattr(estimator, "find_neighbors") else estimator
+
+
 def assert_all_finite(tree: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         assert np.isfinite(leaf).all(), f"not finite at {jax.tree_util.keystr(path)}"

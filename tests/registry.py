@@ -208,6 +208,7 @@ ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("random_fourier", lambda: sgp.estimators.RandomFourier(6)),
     ("sgpr", lambda: sgp.estimators.SGPR(jnp.linspace(-1.0, 1.0, 4 * NUM_COLUMNS).reshape(4, -1))),
     ("single_sample_rff", lambda: sgp.estimators.SingleSampleRFF(2, 2)),
+    ("vecchia", lambda: sgp.estimators.Vecchia(3)),
     ("own", CLASSES["Dense"]),
 ]
 
@@ -246,6 +247,11 @@ def _chevron(features: AbstractFeatures, X: Array) -> sgp.ChevronGP:
     return sgp.ChevronGP(features, X, jnp.linspace(-1.0, 1.0, m), 0.5 * jnp.ones(m), columns)
 
 
+def _sines(kernel: AbstractKernel, dims: tuple[int, ...], num: Any) -> AbstractFeatures:
+    box = jnp.array([[-9.0], [9.0]]) * jnp.ones(len(dims))
+    return sgp.features.HilbertSpace(kernel.on(dims), num, box)
+
+
 # features = factory(kernel, X): finite feature maps.
 FEATURES: list[tuple[str, Callable[[AbstractKernel, Array], AbstractFeatures]]] = [
     ("random_fourier", lambda kernel, X: sgp.features.RandomFourier(kernel, 6, seed=0)),
@@ -254,6 +260,9 @@ FEATURES: list[tuple[str, Callable[[AbstractKernel, Array], AbstractFeatures]]] 
         lambda kernel, X: sgp.features.RandomFourier(kernel, 6, seed=0).stored(NUM_COLUMNS),
     ),
     ("inducing_points", lambda kernel, X: sgp.features.InducingPoints(kernel, X[:4] + 0.1)),
+    ("hilbert_space", lambda kernel, X: _sines(kernel, (0, 2), (3, 2))),
+    ("sum_of_features", lambda kernel, X: _sines(kernel, (0,), 4) + _sines(kernel, (1,), 3)),
+    ("product_of_features", lambda kernel, X: _sines(kernel, (0,), 3) * _sines(kernel, (3,), 2)),
     (
         "learned",
         lambda kernel, X: sgp.features.Learned(
@@ -403,6 +412,8 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         "collapsed",
         lambda kernel, X: _conditioned(lambda: sgp.estimators.SGPR(X[:3]))(kernel, X),
     ),
+    # With all rows for neighbors, and those that are drawn, its samples have its moments.
+    ("vecchia", _conditioned(lambda: sgp.estimators.Vecchia(30))),
     (
         "laplace",
         lambda kernel, X: sgp.LaplaceGP(kernel, X, _counts, mean=0.3).condition(

@@ -28,6 +28,7 @@ from tests.conformance import (
     each,
     inputs,
     tolerance,
+    with_neighbors,
 )
 from tests.registry import (
     ESTIMATORS,
@@ -244,7 +245,9 @@ def test_preconditioner_serves_where_float32_ends(preconditioner):
 def collapsed(estimator: Any, lengthscale: float = 1.0) -> sgp.GaussianProcess:
     kernel = sgp.kernels.Matern32(lengthscale, 1.5)
     key = jax.random.key(0) if estimator.is_stochastic else None
-    return sgp.GaussianProcess(kernel, inputs(), 0.1, mean=0.3, estimator=estimator, key=key)
+    X = inputs()
+    estimator = with_neighbors(estimator, X)
+    return sgp.GaussianProcess(kernel, X, 0.1, mean=0.3, estimator=estimator, key=key)
 
 
 def gradient_of(gp: sgp.GaussianProcess, y: Array) -> sgp.GaussianProcess:
@@ -319,7 +322,7 @@ def estimators_and_solvers() -> list[Any]:
 @pytest.mark.parametrize("factory", estimators_and_solvers())
 def test_bad_hyperparameters_under_jit_give_nan(factory):
     """Value, gradient and what a state records; never a number, nor a solution that is kept."""
-    estimator = factory()
+    estimator = with_neighbors(factory(), inputs(11))
     site = "solver" if hasattr(estimator, "solver") else None
     good = {
         "lengthscale": jnp.asarray(1.0),

@@ -5,6 +5,7 @@ An object of the wrong kind raises a `TypeError`, a wrong shape or a value out o
 inside `jit` a value with the wrong sign gives NaN.
 """
 
+import contextlib
 import functools
 import numbers
 from collections.abc import Callable
@@ -30,6 +31,14 @@ _PHRASES = {
 def is_concrete(value: object) -> bool:
     """Whether every array in `value` can be read on the host now (it is not being traced)."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+
+
+def known_values(*given: object) -> contextlib.AbstractContextManager:
+    """A context in which operations on arrays that are all known are done now, under a trace too.
+
+    In one that is not, nothing changes.
+    """
+    return jax.ensure_compile_time_eval() if is_concrete(given) else contextlib.nullcontext()
 
 
 def as_float(value: Any, name: str = "value") -> Float[Array, "..."]:
@@ -113,7 +122,9 @@ def inputs(
     At least one column, and one row unless it `may_be_empty`; further axes in front where it
     `may_be_batch`. A traced infinity becomes NaN, since a kernel may well have a limit there.
     """
-    array = as_float(value, name)
+    # What is known stays known under a trace, an array of NumPy too.
+    with known_values(value):
+        array = as_float(value, name)
     if array.ndim < 2 or (array.ndim > 2 and not may_be_batch):
         remedy = " Write X[:, None] for one input column." if array.ndim == 1 else ""
         raise ValueError(f"`{name}` must have shape (n, d), got {array.shape}.{remedy}")

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import map_shares, mesh_of, sum_shares
@@ -23,8 +23,8 @@ def rows_per_chunk(width: int) -> int:
 
 
 def map_rows(
-    function: Callable[[Float[Array, "chunk d"]], Result],
-    X: Float[Array, "n d"],
+    function: Callable[[Rows], Result],
+    X: Rows,
     chunk_size: int,
     *,
     share: bool = True,
@@ -32,9 +32,9 @@ def map_rows(
     """Apply `function` to `chunk_size` rows of X at a time, on a mesh each device to its own rows.
 
     Args:
-        function: maps (chunk, d) inputs to a pytree of arrays with a leading axis of size chunk,
-            row by row: no row's result may depend on another row.
-        X: inputs, shape (n, d).
+        function: maps a chunk of rows to a pytree of arrays with a leading axis of its size, row by
+            row: no row's result may depend on another row.
+        X: inputs, shape (n, d), or a pytree of arrays with a leading axis of size n.
         chunk_size: rows in a chunk, positive.
         share: whether devices share the rows. Not where the function goes through arrays that are
             divided over them: each device would gather these.
@@ -45,18 +45,27 @@ def map_rows(
     checks.count("chunk_size", chunk_size)
     if share and (mesh := mesh_of(X)) is not None:
         return map_shares(mesh, lambda rows: map_rows(function, rows, chunk_size), X)
-    n, d = X.shape
+    n = jax.tree.leaves(X)[0].shape[0]
     if n <= chunk_size:
         return function(X)
     num_chunks = -(-n // chunk_size)
-    # Rows that fill the last chunk repeat the last row: harmless, and cut off again.
-    padded = jnp.concatenate([X, jnp.broadcast_to(X[-1:], (num_chunks * chunk_size - n, d))])
-    results = jax.lax.map(function, padded.reshape(num_chunks, chunk_size, d))
+
+    def split(leaf: Array) -> Array:
+        # Rows that fill the last chunk repeat the last row: harmless, and cut off again.
+        last = jnp.broadcast_to(leaf[-1:], (num_chunks * chunk_size - n, *leaf.shape[1:]))
+        return jnp.concatenate([leaf, last]).reshape(num_chunks, chunk_size, *leaf.shape[1:])
+
+    results = jax.lax.map(function, jax.tree.map(split, X))
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], results)
 
 
 def sum_rows(
-    function: Callable[[Rows], Result], rows: Rows, chunk_size: int, *, share: bool = True
+    function: Callable[[Rows], Result],
+    rows: Rows,
+    chunk_size: int,
+    *,
+    share: bool = True,
+    kept: tuple[str, ...] = (),
 ) -> Result:
     """Add up `function` of `chunk_size` rows at a time, on a mesh each device of its own rows.
 
@@ -69,12 +78,13 @@ def sum_rows(
         chunk_size: rows in a chunk, positive.
         share: whether devices share the rows. Not those of parameters, which are whole on each
             device: XLA would gather what else is computed from these.
+        kept: names, by `jax.ad_checkpoint.checkpoint_name`, of what is kept for the way back.
 
     Returns:
         The sum over all rows. One compilation, whatever n is.
     """
     if share and (mesh := mesh_of(rows)) is not None:
-        return sum_shares(mesh, lambda rows: sum_rows(function, rows, chunk_size), rows)
+        return sum_shares(mesh, lambda rows: sum_rows(function, rows, chunk_size, kept=kept), rows)
     n = jax.tree.leaves(rows)[0].shape[0]
     if n <= chunk_size:
         return function(rows)
@@ -90,4 +100,5 @@ def sum_rows(
     chunks = jax.tree.map(split, rows)
     shapes = jax.eval_shape(function, jax.tree.map(lambda leaf: leaf[0], chunks))
     zero = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return jax.lax.scan(jax.checkpoint(add), zero, chunks)[0]
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    return jax.lax.scan(jax.checkpoint(add, policy=policy), zero, chunks)[0]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import blocked, checks
 from numpyro_scalegp.core.derivatives import lasting_jvp
@@ -133,15 +133,31 @@ def factorize(
             ratio = ladder[step] / jnp.min(jax.lax.stop_gradient(noise))
             rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
             few = jnp.any(jnp.square(jnp.diagonal(tril)) < FEW_ROUNDINGS * rounding)
-        fails, most, ratio, anywhere = map(
-            largest_of_batch, (~works, step, jnp.asarray(ratio), few)
-        )
-        jax.lax.cond(
-            ~fails & (most == 0) & ~anywhere,
-            lambda: None,
-            lambda: jax.debug.callback(_warn_of_jitter, ~fails, most, ratio, anywhere),
-        )
+        warn_of_steps(works, step, ratio, few)
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
+
+
+def warn_of_steps(
+    works: Bool[Array, ""],
+    step: Int[Array, ""],
+    ratio: ArrayLike = jnp.nan,
+    few: ArrayLike = False,
+) -> None:
+    """Warn on the host of steps of `JITTER_LADDER` that were taken, or did not help.
+
+    Args:
+        works: whether there is a factor.
+        step: of the ladder.
+        ratio: what was added, in noise variances; NaN where there are none.
+        few: whether the factor's digits are few.
+    """
+    given = ~works, step, jnp.asarray(ratio), jnp.asarray(few)
+    fails, most, largest, anywhere = map(largest_of_batch, given)
+    jax.lax.cond(
+        ~fails & (most == 0) & ~anywhere,
+        lambda: None,
+        lambda: jax.debug.callback(_warn_of_jitter, ~fails, most, largest, anywhere),
+    )
 
 
 def lift(factor: Factor) -> Float[Array, ""]:

@@ -364,7 +364,9 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             return self
         noise = self.noise_variance
         noise = noise[..., rows] if noise.shape[-1:] == self.event_shape else noise
-        return self._with(self.X[..., rows, :], noise)
+        with checks.known_values(self.X, rows):
+            X = self.X[..., rows, :]
+        return self._with(X, noise)
 
     @property
     def _own_rows(self) -> Bool[np.ndarray, "G n"] | None:

@@ -9,6 +9,7 @@ from numpyro_scalegp.estimators.random_fourier import RandomFourier
 from numpyro_scalegp.estimators.sgpr import SGPR
 from numpyro_scalegp.estimators.single_sample_rff import SingleSampleRFF
 from numpyro_scalegp.estimators.solver_state import SolverState
+from numpyro_scalegp.estimators.vecchia import Vecchia
 
 __all__ = [
     "SGPR",
@@ -20,5 +21,6 @@ __all__ = [
     "RandomFourier",
     "SingleSampleRFF",
     "SolverState",
+    "Vecchia",
     "audit",
 ]

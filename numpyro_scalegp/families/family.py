@@ -24,6 +24,15 @@ class AbstractPriorGP(RowsDistribution):
         raise NotImplementedError
 
     @property
+    def num_white(self) -> int:
+        """How many standard normal values make up a draw; see `of_white`."""
+        return self.event_shape[0]
+
+    def of_white(self, white: Float[Array, "... m"]) -> Float[Array, "... n"]:
+        """Make draws from the prior of standard normal values, shape (..., *batch, num_white)."""
+        raise NotImplementedError
+
+    @property
     def mean(self) -> Float[Array, "... n"]:
         """The mean, zero everywhere."""
         return jnp.zeros_like(self.variance)

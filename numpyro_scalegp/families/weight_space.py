@@ -3,19 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import checks, functions, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
+from numpyro_scalegp.features.linear_model import Weights
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
 # Beyond this many features, a dense precision is not factorized.
@@ -135,10 +139,21 @@ class WeightSpaceGP(AbstractPriorGP):
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Float[Array, "*sample_shape n"]:
         """Draw functions by their weights: shape (*sample_shape, n)."""
-        R = self._root(self.X)
-        return matmul(
-            jax.random.normal(checks.as_key(key), (*sample_shape, R.shape[1]), R.dtype), R.T
-        )
+        shape = *sample_shape, self.num_white
+        return self.of_white(jax.random.normal(checks.as_key(key), shape, self.variance.dtype))
+
+    @property
+    def num_white(self) -> int:
+        """The number of features."""
+        return self.features.size(self.X)
+
+    def of_white(self, white: Float[Array, "... m"]) -> Float[Array, "... n"]:
+        """Make draws from the prior, Phi w, of standard normal values S^(1/2) w.
+
+        Args:
+            white: shape (..., m).
+        """
+        return matmul(white, self._root(self.X).T)
 
     def condition(self, f: Float[ArrayLike, " n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.
@@ -147,10 +162,48 @@ class WeightSpaceGP(AbstractPriorGP):
             f: function values, shape (n,).
 
         Returns:
-            An `ExactPosterior` of the kernel phi(x)'S^-1 phi(z), in O(n^2 m + n^3).
+            Where rows are more than features, the weights' posterior, a `FeaturePosterior` in
+            O(n m^2 + m^3); otherwise an `ExactPosterior` of the kernel phi(x)'S^-1 phi(z), in
+            O(n^2 m + n^3).
         """
-        kernel = FeatureKernel(self, self.features)
-        return LatentGP(kernel, self.X, jitter=self.jitter).condition(f)
+        if self.num_white >= self.X.shape[0]:
+            kernel = FeatureKernel(self, self.features)
+            return LatentGP(kernel, self.X, jitter=self.jitter).condition(f)
+        f = checks.as_float(f, "f")
+        checks.shape("f", f, self.event_shape, why="one value for each row of `X`")
+        checks.finite("f", f)
+        R = self._root(self.X)
+        num, m = R.shape
+        jitter = linalg.default_jitter(R.dtype) if self.jitter is None else self.jitter
+        scale = jnp.sqrt(jitter * jnp.mean(jnp.sum(jnp.square(R), axis=1)))
+        # With T'T = R'R + scale^2 I, the weights are N(T^-1 Q'f, scale^2 T^-1 T^-T). By a basis of
+        # R, since its square has half of the digits.
+        Q, T = jnp.linalg.qr(jnp.concatenate([R, scale * jnp.eye(m, dtype=R.dtype)]))
+        mean = solve_triangular(T, matmul(Q[:num].T, f))
+        whitening = scale * solve_triangular(T, jnp.eye(m, dtype=R.dtype)).T
+        return FeaturePosterior(
+            features=RootFeatures(self, self.features),
+            X=self.X,
+            y=f,
+            noise_variance=None,
+            mean_function=functions.constant_function(jnp.zeros((), f.dtype)),
+            weights=Weights(mean, whitening, jnp.asarray(jitter, R.dtype)),
+        )
+
+
+class RootFeatures(eqx.Module):
+    """Features with standard normal weights, S^(-1/2) phi(x); of a part of f as well."""
+
+    prior: WeightSpaceGP
+    features: AbstractFeatures
+
+    def __call__(self, X: Float[Array, "n d"]) -> Float[Array, "n m"]:
+        """The features of each row."""
+        return self.prior._root(X, self.features)
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "RootFeatures":
+        """Those of a part, with the same weights."""
+        return RootFeatures(self.prior, self.features.restrict(change))
 
 
 class FeatureKernel(AbstractKernel):

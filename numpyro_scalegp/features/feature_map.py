@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import Product, Sum
 
 
 class AbstractFeatures(eqx.Module):
@@ -18,6 +20,9 @@ class AbstractFeatures(eqx.Module):
 
     `phi(X)` has all features and `phi.columns(X, index)` some of them, at a cost that does not grow
     with their number. Hyperparameters enter as arrays, so that a model may give them priors.
+
+    Two of them add up, and multiply: `phi + psi` has the features of both, for the sum of two
+    independent functions, and `phi * psi` all products, for a kernel that is the product of theirs.
 
     A feature map of one's own implements `size` and `evaluate`.
     """
@@ -99,3 +104,147 @@ class AbstractFeatures(eqx.Module):
         """The same features with what `hyperparameters` gave at another time."""
         # Arrays alone, since functions within the features may be other objects in each trace.
         return jax.tree.unflatten(jax.tree.structure(self), hyperparameters)
+
+    def __add__(self, other: "AbstractFeatures") -> "SumOfFeatures":
+        return SumOfFeatures(self, other) if isinstance(other, AbstractFeatures) else NotImplemented
+
+    def __radd__(self, other: Any) -> "AbstractFeatures":
+        # `sum(features)` starts with the number 0.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    def __mul__(self, other: "AbstractFeatures") -> "ProductOfFeatures":
+        if isinstance(other, AbstractFeatures):
+            return ProductOfFeatures(self, other)
+        return NotImplemented
+
+
+class AbstractKernelFeatures(AbstractFeatures):
+    """A feature map that stands for a kernel."""
+
+    if TYPE_CHECKING:  # checkers take an `AbstractVar` for the first argument of all subclasses
+
+        @property
+        def kernel(self) -> AbstractKernel: ...  # noqa: D102
+    else:
+        kernel: eqx.AbstractVar[AbstractKernel]
+
+    @abc.abstractmethod
+    def with_kernel(self, kernel: AbstractKernel) -> "AbstractKernelFeatures":
+        """The same features of another kernel of the same kind."""
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> AbstractFeatures:
+        """The features of a part of f; see `AbstractFeatures.restrict`."""
+        return self.with_kernel(change(self.kernel))
+
+
+class AbstractCompositeFeatures(AbstractKernelFeatures):
+    """A feature map made of two others, whose weights are independent."""
+
+    left: AbstractFeatures
+    right: AbstractFeatures
+
+    def __check_init__(self) -> None:
+        for name in ("left", "right"):
+            part = checks.instance(name, getattr(self, name), AbstractFeatures)
+            if part.has_dense_precision:
+                raise ValueError(
+                    "sums and products are of features with independent weights, and those of "
+                    f"`{type(part).__name__}` depend on each other a priori: write a site for each."
+                )
+
+    @property
+    def kernel(self) -> AbstractKernel:
+        """The kernel that the features stand for.
+
+        Raises:
+            ValueError: if one of the maps has none.
+        """
+        return self._combined(*(_with_kernel(part).kernel for part in (self.left, self.right)))
+
+    @abc.abstractmethod
+    def _combined(self, left: AbstractKernel, right: AbstractKernel) -> AbstractKernel:
+        """The kernel made of those of the parts."""
+
+
+class SumOfFeatures(AbstractCompositeFeatures):
+    """The features of both maps side by side: f is the sum of two independent functions.
+
+    `active` selects the terms that count: both, unless it is a component of another sum.
+    """
+
+    active: tuple[bool, bool] = eqx.field(static=True, default=(True, True))
+
+    def size(self, X: Float[Array, "n d"]) -> int:
+        """The number of features of both."""
+        return self.left.size(X) + self.right.size(X)
+
+    def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        """The features `index`, shape (n, num), at the cost of as many of each map."""
+        num = self.left.size(X)
+        found = [
+            part.evaluate(X, jnp.clip(index - first, 0, part.size(X) - 1))
+            for part, first in ((self.left, 0), (self.right, num))
+        ]
+        is_left = index < num
+        left, right = (jnp.where(on, one, 0.0) for on, one in zip(self.active, found, strict=True))
+        return jnp.where(is_left, left, right)
+
+    def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
+        """All features, shape (n, m)."""
+        X = checks.inputs("X", X)
+        parts = zip((self.left, self.right), self.active, strict=True)
+        found = [part(X) if on else jnp.zeros_like(part(X)) for part, on in parts]
+        return jnp.concatenate(found, axis=1)
+
+    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The sum of the active terms' covariances."""
+        parts = zip((self.left, self.right), self.active, strict=True)
+        found = [part.covariance(X, Z) for part, on in parts if on]
+        return sum(found[1:], start=found[0])
+
+    def _combined(self, left: AbstractKernel, right: AbstractKernel) -> AbstractKernel:
+        return Sum(left, right, self.active)
+
+    def with_kernel(self, kernel: AbstractKernel) -> "SumOfFeatures":
+        """The same features of another sum of kernels."""
+        terms: Any = checks.instance("kernel", kernel, Sum)
+        left, right = _with_kernel(self.left), _with_kernel(self.right)
+        parts = left.with_kernel(terms.left), right.with_kernel(terms.right)
+        return SumOfFeatures(*parts, terms.active)
+
+
+class ProductOfFeatures(AbstractCompositeFeatures):
+    """The products of all pairs of features: their inner products are those of the maps."""
+
+    def size(self, X: Float[Array, "n d"]) -> int:
+        """The product of both numbers."""
+        return self.left.size(X) * self.right.size(X)
+
+    def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
+        """The features `index`, shape (n, num)."""
+        num = self.right.size(X)
+        return self.left.evaluate(X, index // num) * self.right.evaluate(X, index % num)
+
+    def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The product of the covariances."""
+        return self.left.covariance(X, Z) * self.right.covariance(X, Z)
+
+    def _combined(self, left: AbstractKernel, right: AbstractKernel) -> AbstractKernel:
+        return Product(left, right)
+
+    def with_kernel(self, kernel: AbstractKernel) -> "ProductOfFeatures":
+        """The same features of another product of kernels."""
+        factors: Any = checks.instance("kernel", kernel, Product)
+        left, right = _with_kernel(self.left), _with_kernel(self.right)
+        return ProductOfFeatures(left.with_kernel(factors.left), right.with_kernel(factors.right))
+
+
+def _with_kernel(features: AbstractFeatures) -> AbstractKernelFeatures:
+    """The features as such that have a kernel.
+
+    Raises:
+        ValueError: if they have none.
+    """
+    if not isinstance(features, AbstractKernelFeatures):
+        raise ValueError(f"`{type(features).__name__}` features have no kernel to take a part of.")
+    return features

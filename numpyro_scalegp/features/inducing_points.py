@@ -1,19 +1,17 @@
 """Kernel functions centered on points."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.linalg import default_jitter
-from numpyro_scalegp.features.feature_map import AbstractFeatures
+from numpyro_scalegp.features.feature_map import AbstractKernelFeatures
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.kernel import as_single
 
 
-class InducingPoints(AbstractFeatures):
+class InducingPoints(AbstractKernelFeatures):
     """Kernel functions at given points, phi_r(x) = k(x, z_r), with prior precision S = K(Z, Z).
 
     With that precision, phi(x)'S^-1 phi(z) is the Nystrom approximation of k(x, z). A diagonal
@@ -82,10 +80,6 @@ class InducingPoints(AbstractFeatures):
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The kernel itself, shape (n, m)."""
         return self.kernel(X, Z)
-
-    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "InducingPoints":
-        """The features of a part of f; see `AbstractFeatures.restrict`."""
-        return self.with_kernel(change(self.kernel))
 
     def with_kernel(self, kernel: AbstractKernel) -> "InducingPoints":
         """The same points with another kernel."""

@@ -2,7 +2,6 @@
 
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,13 +11,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
-from numpyro_scalegp.features.feature_map import AbstractFeatures
+from numpyro_scalegp.features.feature_map import AbstractKernelFeatures
 from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.kernel import Scaled, as_single
 from numpyro_scalegp.kernels.spectrum import Waves
 
 
-class RandomFourier(AbstractFeatures):
+class RandomFourier(AbstractKernelFeatures):
     """Cosines and sines at frequencies from a stationary kernel's spectral density.
 
     phi_2r(x) = c cos(w_r'x) and phi_2r+1(x) = c sin(w_r'x) with c^2 = 2 k(x, x) / m, so that
@@ -108,10 +107,6 @@ class RandomFourier(AbstractFeatures):
                 f"`{type(_inner(kernel)).__name__}`: make features for that kernel."
             )
         return RandomFourier(kernel, self.num_features, self.seed, self.table, self.origin)
-
-    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "RandomFourier":
-        """The features of a part of f; see `AbstractFeatures.restrict`."""
-        return self.with_kernel(change(self.kernel))
 
     def _waves(self, pairs: Int[Array, " p"], d: int) -> Waves:
         def one(pair: Array) -> Waves:

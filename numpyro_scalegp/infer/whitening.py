@@ -7,13 +7,14 @@ import numpyro.distributions as dist
 from jaxtyping import Array
 from numpyro.infer.reparam import Reparam
 
-from numpyro_scalegp.families import LatentGP
+from numpyro_scalegp.families.family import AbstractPriorGP
 
 
 class WhitenReparam(Reparam):
     """A reparameterizer of NumPyro's that makes a latent GP of independent normals, f = L v.
 
-    L is the Cholesky factor of K(X, X), and v, the site "NAME_white", is what a sampler sees.
+    L is the Cholesky factor of K(X, X), and v, the site "NAME_white", is what a sampler sees; of a
+    `WeightSpaceGP`, f = Phi S^(-1/2) v with as many values as features, in O(n m).
     Values of a smooth function depend on each other and on the lengthscale, so that NUTS over them
     takes short steps: with v effective sample sizes are larger by far where observations say little
     of each value, as counts do. Where they say much (a normal likelihood of little noise) f itself
@@ -22,7 +23,7 @@ class WhitenReparam(Reparam):
     was before.
 
     Raises:
-        TypeError: if the site is no `LatentGP`.
+        TypeError: if the site is no `LatentGP` or `WeightSpaceGP`.
         ValueError: if it is observed.
 
     References:
@@ -52,9 +53,11 @@ class WhitenReparam(Reparam):
         """What the handler `reparam` calls: no distribution, and the function's values."""
         shape, event_dim = fn.shape(), fn.event_dim
         fn, *_ = self._unwrap(fn)
-        if not isinstance(fn, LatentGP):
-            raise TypeError(f"`{name}` must be a `LatentGP`, got a `{type(fn).__name__}`.")
+        if not isinstance(fn, AbstractPriorGP):
+            raise TypeError(
+                f"`{name}` must be a `LatentGP` or a `WeightSpaceGP`, got a `{type(fn).__name__}`."
+            )
         if obs is not None:
             raise ValueError(f"`{name}` is observed, so there is nothing to sample.")
-        normal = dist.Normal(0.0, 1.0).expand(shape).to_event(event_dim)
+        normal = dist.Normal(0.0, 1.0).expand((*shape[:-1], fn.num_white)).to_event(event_dim)
         return None, fn.of_white(numpyro.sample(f"{name}_white", normal))

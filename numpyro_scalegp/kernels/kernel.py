@@ -346,6 +346,12 @@ class Sum(AbstractComposite):
         terms = zip((self.left, self.right), self.active, jax.random.split(key), strict=True)
         return jnp.concatenate([of_term(*term) for term in terms], axis=1)
 
+    def spectral_density(self, frequencies: Float[Array, "num d"]) -> Float[Array, " num"]:
+        """Add up the active terms' densities."""
+        return functools.reduce(
+            operator.add, [kernel.spectral_density(frequencies) for kernel in self._terms]
+        )
+
     @property
     def has_smooth_frequencies(self) -> bool:
         """False: each wave is the one kernel's or the other's."""
@@ -445,6 +451,10 @@ class Scaled(AbstractComposite):
         """The kernel's features times the root of the scale."""
         features = self.kernel.evaluate_features(key, X, num_features, origin)
         return jnp.sqrt(self.scale) * features
+
+    def spectral_density(self, frequencies: Float[Array, "num d"]) -> Float[Array, " num"]:
+        """The kernel's density, scaled."""
+        return self.scale * self.kernel.spectral_density(frequencies)
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw the kernel's own waves, with a variance that is scaled."""

@@ -1,5 +1,6 @@
 """The Matern kernels."""
 
+import math
 from typing import ClassVar
 
 import equinox as eqx
@@ -24,6 +25,13 @@ class _Matern(AbstractStationary):
     ) -> Float[Array, " num"]:
         """Draw from the inverse gamma distribution of the multivariate t density."""
         return self._smoothness / jax.random.gamma(key, self._smoothness, (num,), dtype)
+
+    def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
+        """A power of 2 nu + w^2 (Rasmussen and Williams, eq. 4.15)."""
+        nu, half = self._smoothness, 0.5 * d
+        log_factor = math.lgamma(nu + half) - math.lgamma(nu) + nu * math.log(2.0 * nu)
+        factor = math.exp(log_factor) * (4.0 * math.pi) ** half
+        return factor * (2.0 * nu + squared) ** -(nu + half)
 
 
 class Matern12(_Matern):

@@ -50,6 +50,23 @@ class AbstractSpectrum(eqx.Module):
             "and their products have one. Use inducing points or an exact estimator instead."
         )
 
+    def spectral_density(self, frequencies: Float[Array, "num d"]) -> Float[Array, " num"]:
+        """The spectral density S(w), with k(x, z) = (2 pi)^-d times the integral of S cos(w'(x-z)).
+
+        Args:
+            frequencies: angular frequencies w in radians per unit of the inputs, shape (num, d).
+
+        Returns:
+            Densities, shape (num,), in squared units of the function times units of the inputs.
+
+        Raises:
+            ValueError: if the kernel has none in closed form.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no spectral density in closed form: RBF, Matern and "
+            "rational quadratic kernels, their multiples and their sums have one."
+        )
+
     @property
     def is_stationary(self) -> bool:
         """Whether k(x, z) depends on x - z alone, so that the kernel has a spectral density."""

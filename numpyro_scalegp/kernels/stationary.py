@@ -1,6 +1,7 @@
 """Stationary kernels, each with its spectral density."""
 
 import abc
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -13,6 +14,12 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+
+# Nodes of a quadrature, and the exponent at which its integrand ends.
+_NUM_NODES = 257
+_DECAY = 60.0
+# In place of a frequency of zero, where a limit would be taken.
+_LEAST_SQUARE = 1e-30
 
 
 def check_lengthscale_and_variance(
@@ -60,6 +67,27 @@ class AbstractStationary(AbstractKernel):
             f"`{type(self).__name__}` does not define how its frequencies are drawn: implement "
             "`sample_precisions`, or use inducing points or an exact estimator instead."
         )
+
+    def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
+        """The Fourier transform of the correlation in d dimensions, for lengthscales of one.
+
+        Args:
+            squared: squared norms of the frequencies, shape (num,).
+            d: number of dimensions.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` does not define its spectral density: implement "
+            "`radial_density`, or take another kernel."
+        )
+
+    def spectral_density(self, frequencies: Float[Array, "num d"]) -> Float[Array, " num"]:
+        """The spectral density; see `AbstractKernel.spectral_density`."""
+        d = frequencies.shape[1]
+        self._check_width(d)
+        lengthscales = jnp.broadcast_to(self.lengthscale, (d,))
+        squared = jnp.sum(jnp.square(frequencies * lengthscales), axis=1)
+        density = checks.call_hook(self, "radial_density", squared.shape, squared, d)
+        return self.variance * jnp.prod(lengthscales) * density
 
     @property
     def is_stationary(self) -> bool:
@@ -151,6 +179,10 @@ class RBF(AbstractStationary):
         """Ones: no mixture."""
         return jnp.ones(num, dtype)
 
+    def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
+        """(2 pi)^(d / 2) exp(-w^2 / 2)."""
+        return (2.0 * math.pi) ** (0.5 * d) * jnp.exp(-0.5 * squared)
+
 
 class RationalQuadratic(AbstractStationary):
     """The rational quadratic kernel, a mixture of RBF kernels over lengthscales.
@@ -191,6 +223,35 @@ class RationalQuadratic(AbstractStationary):
     ) -> Float[Array, " num"]:
         """Draw from the gamma distribution of shape alpha and mean one."""
         return jax.random.gamma(key, self.alpha, (num,), dtype) / self.alpha
+
+    def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
+        """The mean of those of the mixed RBF kernels, (2 pi / t)^(d / 2) exp(-w^2 / (2 t)).
+
+        Infinite at zero frequency where alpha <= d / 2.
+        """
+        squared = jnp.maximum(squared, _LEAST_SQUARE)
+        order, z = self.alpha - 0.5 * d, jnp.sqrt(2.0 * self.alpha * squared)
+        log_scale = order * jnp.log(jnp.sqrt(0.5 * squared / self.alpha))
+        log_factor = self.alpha * jnp.log(self.alpha) - jax.scipy.special.gammaln(self.alpha)
+        log_density = math.log(2.0) + log_factor + log_scale + _log_bessel(order, z)
+        return (2.0 * math.pi) ** (0.5 * d) * jnp.exp(log_density)
+
+
+def _log_bessel(order: Float[Array, ""], z: Float[Array, " num"]) -> Float[Array, " num"]:
+    """The logarithm of the modified Bessel function of the second kind, K_order(z), z > 0.
+
+    The integral of exp(-z cosh(v)) cosh(order v) over v > 0, by the trapezoidal rule, whose error
+    falls exponentially with the number of nodes.
+    """
+    reach = (_DECAY + 5.0 * jnp.abs(order)) / z
+    end = jax.lax.stop_gradient(jnp.arccosh(1.0 + reach))[:, None]
+    v = end * jnp.linspace(0.0, 1.0, _NUM_NODES, dtype=z.dtype)
+    # cosh(order v), and of cosh(v) what exceeds one, without overflow or lost digits.
+    log_cosh = jnp.logaddexp(order * v, -order * v) - math.log(2.0)
+    terms = log_cosh - 2.0 * z[:, None] * jnp.square(jnp.sinh(0.5 * v))
+    total = jax.scipy.special.logsumexp(terms[:, 1:], axis=1)
+    total = jnp.logaddexp(total, terms[:, 0] - math.log(2.0))
+    return total + jnp.log(end[:, 0] / (_NUM_NODES - 1)) - z
 
 
 class Constant(AbstractKernel):

@@ -47,7 +47,7 @@ class FeaturePosterior(AbstractInChunks):
     features: Callable[[Array], Array]
     X: Float[Array, "n d"]
     y: Float[Array, " n"]
-    noise_variance: Float[Array, "..."]
+    noise_variance: Float[Array, "..."] | None
     mean_function: RowsFunction
     weights: Weights
 
@@ -144,9 +144,17 @@ class FeaturePosterior(AbstractInChunks):
             A `numpyro.distributions.Normal` of batch shape (n,), in O(n p^2). Where the features
             fit an observation nearly exactly, 1 - h_i has few digits, and there is a warning.
 
+        Raises:
+            ValueError: if the function's values were given, without noise.
+
         References:
             Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
         """
+        if self.noise_variance is None:
+            raise ValueError(
+                "`leave_one_out` is for noisy observations, and this posterior is that given the "
+                "function's own values."
+            )
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
         variance = self._of_weights_at_data()
         # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may give less.

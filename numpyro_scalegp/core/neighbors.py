@@ -1,0 +1,151 @@
+"""Nearest neighbors, and orderings of points from coarse to fine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int
+from scipy.spatial import cKDTree
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
+from numpyro_scalegp.core.host import as_numpy
+
+# Neighbors of each point that thinning looks at, and the number of points that is left.
+_NUM_LINKS = 8
+_NUM_FARTHEST = 64
+# Columns up to which a tree is faster than all distances.
+_MAX_COLUMNS_OF_TREE = 16
+
+
+def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
+    """An ordering from coarse to fine, in which first points are far from each other.
+
+    A point is followed by the one farthest from all before it, up to a small factor: points are
+    thinned level by level, so that those left are no closer than a radius, and those removed are no
+    farther from them; then a level's points follow by their distance from those left. Rows that
+    repeat others come last. The same for the same rows; about O(n log n) in few columns.
+
+    References:
+        Guinness (2018), Permutation and Grouping Methods for Sharpening Gaussian Process
+        Approximations; for orderings by levels, Schaefer, Katzfuss and Owhadi (2021), Sparse
+        Cholesky Factorization by Kullback-Leibler Minimization.
+    """
+    draws = np.random.default_rng(0)
+    first = np.unique(X, axis=0, return_index=True)[1]
+    levels = [draws.permutation(np.setdiff1d(np.arange(len(X)), first))]
+    left = draws.permutation(first)
+    while len(left) > _NUM_FARTHEST:
+        points = X[left]
+        distances, links = cKDTree(points).query(points, k=_NUM_LINKS, workers=-1)
+        # As many have a second neighbor within this radius as have none.
+        is_near = distances <= np.median(distances[:, 2])
+        is_near[:, 0] = False
+        rows, ranks = np.nonzero(is_near)
+        kept = _independent(len(left), rows, links[rows, ranks])
+        gaps = cKDTree(points[kept]).query(points[~kept], workers=-1)[0]
+        levels.append(left[~kept][np.argsort(-gaps, kind="stable")])
+        left = left[kept]
+    levels.append(left[_farthest_first(X[left])])
+    return np.concatenate(levels[::-1])
+
+
+def _independent(
+    num: int, rows: Int[np.ndarray, " links"], columns: Int[np.ndarray, " links"]
+) -> np.ndarray:
+    """Which points are in a maximal set without links, the first of linked ones first."""
+    rows, columns = np.concatenate([rows, columns]), np.concatenate([columns, rows])
+    kept, out = np.zeros(num, bool), np.zeros(num, bool)
+    while len(rows):
+        least = np.full(num, num)
+        np.minimum.at(least, rows, columns)
+        kept[rows[rows < least[rows]]] = True
+        out[columns[kept[rows]]] = True
+        open_ = ~(kept | out)
+        some = open_[rows] & open_[columns]
+        rows, columns = rows[some], columns[some]
+    return ~out
+
+
+def _farthest_first(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
+    """Each point after the one farthest from all before it; first the one nearest to the mean."""
+    gaps = np.full(len(X), np.inf)
+    order = [int(np.argmin(np.sum(np.square(X - X.mean(axis=0)), axis=1)))]
+    while len(order) < len(X):
+        gaps = np.minimum(gaps, np.sum(np.square(X - X[order[-1]]), axis=1))
+        gaps[order] = -1.0
+        order.append(int(np.argmax(gaps)))
+    return np.array(order)
+
+
+def nearest(
+    points: Float[ArrayLike, "n d"],
+    queries: Float[ArrayLike, "q d"],
+    num: int,
+    limits: Int[ArrayLike, " q"] | None = None,
+) -> Int[Array, "q num"]:
+    """The nearest of some points to each query.
+
+    Args:
+        points: shape (n, d).
+        queries: shape (q, d).
+        num: number of neighbors, at most n.
+        limits: how many of the points, the first ones, each query may have; not falling, of which
+            the host sees the values. None for all.
+
+    Returns:
+        Indices of points, the nearest first, and n in place of those that a query lacks. By trees
+        on the host where all is known and the columns are few, in O((n + q) log n); otherwise from
+        all distances, in O(n q d).
+    """
+    (n, d), num_queries = jnp.shape(points), jnp.shape(queries)[0]
+    allowed = np.full(num_queries, n) if limits is None else limits
+    if checks.is_concrete((points, queries, limits)) and d <= _MAX_COLUMNS_OF_TREE:
+        known, wanted = (as_numpy(one).astype(np.float64) for one in (points, queries))
+        return jnp.asarray(_by_trees(known, wanted, num, as_numpy(allowed)), jnp.int32)
+    arrays = jnp.asarray(points), jnp.asarray(queries)
+    return _by_distances(*arrays, num=num, limits=jnp.asarray(allowed))
+
+
+def _by_trees(
+    points: Float[np.ndarray, "n d"],
+    queries: Float[np.ndarray, "q d"],
+    num: int,
+    limits: Int[np.ndarray, " q"],
+) -> Int[np.ndarray, "q num"]:
+    n, found, start = len(points), np.full((len(queries), num), len(points)), 0
+    while start < len(queries):
+        # Queries that may have at least half of a tree's points share it.
+        size = min(n, max(2 * int(limits[start]), 2 * num))
+        end = int(np.searchsorted(limits, size, side="right"))
+        size = int(limits[end - 1])
+        tree, rows = cKDTree(points[:size]), np.arange(start, end)
+        k = min(size, num if limits[start] == size else 2 * num)
+        while len(rows) and k:
+            near = tree.query(queries[rows], k=[*range(1, k + 1)], workers=-1)[1]
+            allowed = near < limits[rows, None]
+            done = (allowed.sum(axis=1) >= np.minimum(limits[rows], num)) | (k == size)
+            ranks = np.argsort(~allowed[done], axis=1, kind="stable")[:, :num]
+            best = np.take_along_axis(np.where(allowed[done], near[done], n), ranks, axis=1)
+            found[rows[done], : best.shape[1]] = best
+            rows, k = rows[~done], min(size, 2 * k)
+        start = end
+    return found
+
+
+def _by_distances(
+    points: Float[Array, "n d"], queries: Float[Array, "q d"], num: int, limits: Int[Array, " q"]
+) -> Int[Array, "q num"]:
+    n = len(points)
+    center = jnp.mean(points, axis=0)
+    points, queries = points - center, queries - center
+    squares = jnp.sum(jnp.square(points), axis=1)
+
+    def of_chunk(rows: tuple[Array, Array]) -> Array:
+        some, allowed = rows
+        product = jnp.matmul(some, points.T, precision="highest")
+        closeness = 2.0 * product - squares  # what all of a query's distances share is left out
+        closeness = jnp.where(jnp.arange(n) < allowed[:, None], closeness, -jnp.inf)
+        values, index = jax.lax.top_k(closeness, num)
+        return jnp.where(values > -jnp.inf, index, n)
+
+    return map_rows(of_chunk, (queries, limits), rows_per_chunk(n))

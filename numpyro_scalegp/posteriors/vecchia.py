@@ -1,0 +1,226 @@
+"""The posterior at each input given its nearest observations."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jaxtyping import Array, Float, Int
+
+from numpyro_scalegp.core import checks, linalg, neighbors
+from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
+from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.host import as_numpy
+from numpyro_scalegp.features.prior_draws import PriorDraws
+from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.posteriors import conditionals
+from numpyro_scalegp.posteriors.function_samples import (
+    AbstractFunctionSamples,
+    prior_draws,
+    zero_function,
+)
+from numpyro_scalegp.posteriors.posterior import AbstractConditioned
+
+
+def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+    """The inputs in units of a kernel's lengthscales, those of all its parts side by side.
+
+    As they are for a kernel that has none.
+    """
+    pairs = kernel.scaled_inputs(X)
+    found = [seen / jnp.asarray(lengthscale) for lengthscale, seen in pairs]
+    return jnp.concatenate(found, axis=1) if found else X
+
+
+def rows_at_a_time(num_neighbors: int) -> int:
+    """Rows of a chunk, with a few matrices of the neighbors' covariance for each."""
+    return rows_per_chunk(8 * (num_neighbors + 1) ** 2)
+
+
+class Neighbors(eqx.Module):
+    """Observations, of which each input takes the nearest."""
+
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+    noise: Float[Array, " n"]
+    num: int = eqx.field(static=True)
+
+    def nearest(self, Xs: Float[Array, "m d"], num: int | None = None) -> Int[Array, "m k"]:
+        """The nearest rows of X to each of Xs, in lengthscales of the kernel."""
+        num = min(self.num if num is None else num, len(self.X))
+        points, queries = (scaled(self.kernel, rows) for rows in (self.X, Xs))
+        return neighbors.nearest(points, queries, num)
+
+    def systems(
+        self, near: Int[Array, "r k"], rows: Float[Array, "r d"], part: AbstractKernel | None
+    ) -> conditionals.Systems:
+        """The systems of f, or a part of it, at some rows given their neighbors."""
+        is_given = near < len(self.X)
+        safe = jnp.where(is_given, near, 0)
+        given = self.X[safe], self.noise[safe], is_given
+        return conditionals.systems(self.kernel, *given, rows, part)
+
+
+class VecchiaPosterior(AbstractConditioned):
+    """The posterior of f at each input given the nearest of its noisy observations.
+
+    With H the covariance of the k nearest observations r (minus the mean), and c theirs with f(x):
+    mean m(x) + c'H^-1 r and variance k(x, x) - c'H^-1 c. Joint samples are drawn one input after
+    the other, from coarse to fine, each given the nearest among the observations and the inputs
+    that were drawn before.
+
+    Made by `GaussianProcess.condition` with `Vecchia`; immutable. Moments at m inputs cost
+    O(m (k^3 + log n)); a joint sample costs O(m k) after as much. Neighbors are found on the host,
+    or, where X, Xs or the kernel are traced, from all n m distances.
+
+    References:
+        Vecchia (1988), Estimation and Model Identification for Continuous Spatial Processes;
+        Katzfuss et al. (2020), Vecchia Approximations of Gaussian-Process Predictions.
+    """
+
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+    y: Float[Array, " n"]
+    noise_variance: Float[Array, "..."]
+    mean_function: RowsFunction
+    residual: Float[Array, " n"]  # y - m(X)
+    num_neighbors: int = eqx.field(static=True)
+    part: AbstractKernel | None = None  # of f; part(x, z) is its covariance at x with f at z
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "VecchiaPosterior":
+        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        own = self.kernel if self.part is None else self.part
+        zero = zero_function(self.residual.dtype)
+        return dataclasses.replace(self, part=change(own), mean_function=zero)
+
+    @property
+    def _known(self) -> Neighbors:
+        noise = jnp.broadcast_to(self.noise_variance, self.residual.shape)
+        return Neighbors(self.kernel, self.X, noise.astype(self.residual.dtype), self.num_neighbors)
+
+    def _size(self, chunk_size: int | None) -> int:
+        return rows_at_a_time(self.num_neighbors) if chunk_size is None else chunk_size
+
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self._moments(Xs, self._known.nearest(Xs), chunk_size)[0]
+
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self._moments(Xs, self._known.nearest(Xs), chunk_size)[1]
+
+    @eqx.filter_jit
+    def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        known = self._known
+
+        def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows, near = chunk
+            found = known.systems(near, rows, self.part)
+            values = jnp.where(near < len(self.X), self.residual[near], 0.0)
+            mean, variance = conditionals.moments(found, values[..., None])
+            return self.mean_function(rows) + mean[:, 0], jnp.maximum(variance, 0.0)
+
+        return map_rows(of_chunk, (Xs, near), self._size(chunk_size))
+
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given its nearest other observations."""
+        near = self._known.nearest(self.X, self.num_neighbors + 1)
+        # Each row but itself; of rows that are all the same, it may not be among the nearest.
+        own = near == jnp.arange(len(near), dtype=near.dtype)[:, None]
+        own = own.at[:, -1].set(own[:, -1] | ~jnp.any(own, axis=1))
+        ranks = jnp.argsort(own, axis=1, stable=True)[:, :-1]
+        mean, variance = self._moments(self.X, jnp.take_along_axis(near, ranks, axis=1), None)
+        return dist.Normal(mean, jnp.sqrt(variance + self.noise_variance))
+
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        known, n = self._known, len(self.X)
+        points = scaled(self.kernel, jnp.concatenate([self.X, Xs.astype(self.X.dtype)]))
+        if checks.is_concrete(points):
+            order = neighbors.maxmin_order(as_numpy(points[n:]).astype(np.float64))
+        else:
+            order = np.arange(len(Xs))
+        points = jnp.concatenate([points[:n], points[n:][order]])
+        limits = n + np.arange(len(Xs))
+        near = neighbors.nearest(points, points[n:], min(known.num, n + len(Xs) - 1), limits)
+        return self._drawn(key, Xs[order], near, num_samples)[:, np.argsort(order)]
+
+    @eqx.filter_jit
+    def _drawn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
+        """Draws at rows of which each has neighbors among those of X and those before it."""
+        n, dtype = len(self.X), self.residual.dtype
+        own = self.kernel if self.part is None else self.part
+        rows = jnp.concatenate([self.X.astype(dtype), Xs.astype(dtype)])
+        nugget = linalg.default_jitter(dtype) * own.diag(Xs).astype(dtype)
+        noise = jnp.concatenate([self._known.noise, nugget])
+
+        def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+            points, near = chunk
+            is_given = near < len(rows)
+            safe = jnp.where(is_given, near, 0)
+            given = rows[safe], noise[safe], is_given
+            found = conditionals.systems(self.kernel, *given, points, self.part, near >= n)
+            return conditionals.weights(found)
+
+        chunk = rows_at_a_time(self.num_neighbors)
+        b, variance = map_rows(of_chunk, (Xs, near), chunk)
+        scale = jnp.sqrt(jnp.maximum(variance, 0.0))
+        values = jnp.concatenate([self.residual, jnp.zeros(1, dtype)])
+        known = jnp.sum(b * values[jnp.minimum(near, n)], axis=1)  # n is none of the old ones
+        new = jnp.where(near >= n, near - n, len(Xs))
+        noise = scale[:, None] * jax.random.normal(key, (len(Xs), num_samples), dtype)
+
+        def step(f: Array, row: tuple[Array, ...]) -> tuple[Array, None]:
+            i, b, new, known, noise = row
+            value = known + linalg.matmul(jnp.where(new < len(Xs), b, 0.0), f[new]) + noise
+            return f.at[i].set(value), None
+
+        start = jnp.zeros((len(Xs) + 1, num_samples), dtype)
+        f = jax.lax.scan(step, start, (jnp.arange(len(Xs)), b, new, known, noise))[0]
+        return f[:-1].T + self.mean_function(Xs)
+
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> "NeighborFunctionSamples":
+        known, dtype = self._known, self.residual.dtype
+        X = self.X.astype(dtype)
+        draws = prior_draws(key, self.kernel, num_samples, num_features, X[0])
+        rest = self.residual[:, None] - draws.observations(self.kernel, X, known.noise)
+        return NeighborFunctionSamples(known, self.part, self.mean_function, draws, X[0], rest)
+
+
+class NeighborFunctionSamples(AbstractFunctionSamples):
+    """Prior draws, each updated at an input by what its nearest observations say.
+
+    f_j(x) = m(x) + p_j(x) + c'H^-1 (r - p_j(X) - e_j), of the neighbors of x: where these change,
+    the function may jump.
+    """
+
+    known: Neighbors
+    part: AbstractKernel | None
+    mean_function: RowsFunction
+    draws: PriorDraws
+    origin: Float[Array, " d"]
+    rest: Float[Array, "n num_samples"]
+
+    @property
+    def _num_columns(self) -> int:
+        return self.known.X.shape[1]
+
+    def _values(self, Xs: Array, chunk_size: int | None) -> Array:
+        return self._at(Xs, self.known.nearest(Xs), chunk_size)
+
+    @eqx.filter_jit
+    def _at(self, Xs: Array, near: Array, chunk_size: int | None) -> Array:
+        own = self.known.kernel if self.part is None else self.part
+
+        def of_chunk(chunk: tuple[Array, Array]) -> Array:
+            rows, near = chunk
+            found = self.known.systems(near, rows, self.part)
+            values = jnp.where((near < len(self.rest))[..., None], self.rest[near], 0.0)
+            drawn = self.draws(own, rows.astype(self.rest.dtype), self.origin)
+            update = conditionals.moments(found, values)[0]
+            return self.mean_function(rows)[:, None] + drawn + update
+
+        size = rows_at_a_time(self.known.num) if chunk_size is None else chunk_size
+        return map_rows(of_chunk, (Xs, near), size).T

@@ -1,0 +1,287 @@
+"""Densities given nearest neighbors, against dense algebra and exact densities."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.core import neighbors
+from tests.conformance import each
+
+N, D = 60, 2
+RNG = np.random.default_rng(0)
+X = RNG.uniform(size=(N, D))
+Y = np.sin(6.0 * X[:, 0]) + 0.3 * RNG.normal(size=N)
+NEW = RNG.uniform(size=(7, D))
+PARAMETERS = np.array([-1.0, -0.5, 0.3, -3.0])
+Vecchia, Cholesky = sgp.estimators.Vecchia, sgp.estimators.Cholesky
+
+
+def process(estimator, parameters=PARAMETERS, rows=X):
+    kernel = sgp.kernels.Matern32(jnp.exp(parameters[:2]), jnp.exp(parameters[2]))
+    noise = jnp.exp(parameters[3])
+    return sgp.GaussianProcess(kernel, rows, noise, mean=0.3, estimator=estimator)
+
+
+def density(estimator, y=Y):
+    return lambda parameters: process(estimator, parameters).log_prob(y)
+
+
+# Orderings and neighbors
+
+
+@each("columns", [(str(d), lambda d=d: d) for d in (1, 2, 6)])
+def test_first_points_of_a_maxmin_order_are_far_from_each_other(columns):
+    points = np.random.default_rng(1).uniform(size=(1500, columns()))
+    order = neighbors.maxmin_order(points)
+    np.testing.assert_array_equal(np.sort(order), np.arange(1500))
+
+    def small_gap(order, num):
+        """Of the distances of first points from the nearest other one, a small one."""
+        some = points[order[:num]]
+        squared = np.sum(np.square(some[:, None] - some[None]), axis=2)
+        gaps = np.min(squared + np.diag(np.full(num, np.inf)), axis=1)
+        return np.sqrt(np.quantile(gaps, 0.1))
+
+    exact = neighbors._farthest_first(points)
+    for num in (20, 100, 500, 1000):
+        assert small_gap(order, num) > 0.7 * small_gap(exact, num)
+        # Rows in a random order fail.
+        assert small_gap(np.arange(1500), num) < 0.7 * small_gap(exact, num)
+
+
+def test_rows_that_repeat_others_come_last():
+    points = np.repeat(RNG.uniform(size=(100, 2)), 5, axis=0)
+    order = neighbors.maxmin_order(points)
+    assert len(np.unique(points[order[:100]], axis=0)) == 100
+    for same in (np.zeros((70, 2)), np.zeros((1, 3)), np.eye(3)[:2]):
+        np.testing.assert_array_equal(np.sort(neighbors.maxmin_order(same)), np.arange(len(same)))
+
+
+@each("limits", [("all", lambda: None), ("before", lambda: np.arange(300))])
+@each("num", [(str(num), lambda num=num: num) for num in (1, 7, 299)])
+def test_nearest_points_are_those_of_all_distances(num, limits, x64):
+    points, num = np.random.default_rng(2).uniform(size=(300, 3)), num()
+    allowed = np.full(300, 300) if limits() is None else limits()
+    squared = np.sum(np.square(points[:, None] - points[None]), axis=2)
+    squared[np.arange(300)[None] >= allowed[:, None]] = np.inf
+    ranks = np.argsort(squared, axis=1)[:, :num]
+    expected = np.where(np.isinf(np.take_along_axis(squared, ranks, axis=1)), 300, ranks)
+    find = functools.partial(neighbors.nearest, num=num, limits=limits())
+    np.testing.assert_array_equal(find(points, points), expected)
+    np.testing.assert_array_equal(jax.jit(find)(points, points), expected)
+
+
+# The density
+
+
+def test_with_all_rows_before_it_is_exact(x64):
+    exact, found = density(Cholesky()), density(Vecchia(N - 1))
+    np.testing.assert_allclose(found(PARAMETERS), exact(PARAMETERS), rtol=1e-12)
+    gradient, second = jax.jit(jax.grad(found)), jax.jit(jax.hessian(found))
+    np.testing.assert_allclose(gradient(PARAMETERS), jax.grad(exact)(PARAMETERS), rtol=1e-10)
+    np.testing.assert_allclose(second(PARAMETERS), jax.hessian(exact)(PARAMETERS), rtol=1e-9)
+    several = np.stack([Y, 2.0 * Y, Y[::-1]])
+    value = process(Vecchia(200)).log_prob(several)  # more than there are
+    np.testing.assert_allclose(value, process(Cholesky()).log_prob(several), rtol=1e-12)
+
+
+@each("ordering", [(name, lambda name=name: name) for name in ("maxmin", "random", "given")])
+def test_it_is_the_density_of_a_sparse_inverse_factor(ordering, x64):
+    estimator = Vecchia(5, ordering=ordering()).find_neighbors(X)
+    assert estimator.graph is not None
+    gp = process(estimator)
+    H = gp.kernel.covariance(gp.X) + gp.noise_variance * np.eye(N)
+    U = np.zeros((N, N))  # columns of the inverse factor
+    place = np.argsort(estimator.graph.order)
+    for i, near in enumerate(np.asarray(estimator.graph.nearest)):
+        near = near[near < N]
+        assert len(near) == min(5, place[i])
+        assert (place[near] < place[i]).all()
+        b = np.linalg.solve(H[np.ix_(near, near)], H[near, i])
+        U[i, i], U[near, i] = 1.0, -b
+        U[:, i] /= np.sqrt(H[i, i] - b @ H[near, i])
+    expected = dist.MultivariateNormal(0.3 * np.ones(N), precision_matrix=U @ U.T)
+    np.testing.assert_allclose(gp.log_prob(Y), expected.log_prob(Y), rtol=1e-10)
+    draws = gp.sample(jax.random.key(0), (40_000,))
+    covariance = np.asarray(expected.covariance_matrix)
+    variances = np.diagonal(covariance)
+    error = np.sqrt((np.outer(variances, variances) + covariance**2) / 40_000)
+    assert np.all(np.abs(np.cov(draws.T) - covariance) < 5.0 * error)
+
+
+def test_the_bias_falls_with_the_number_of_neighbors(x64):
+    exact = density(Cholesky())(PARAMETERS)
+    errors = [abs(density(Vecchia(m))(PARAMETERS) - exact) for m in (1, 4, 16)]
+    assert errors[0] > 4.0 * errors[1] > 16.0 * errors[2]
+
+
+def test_mini_batches_are_unbiased(x64):
+    estimator = Vecchia(8).find_neighbors(X)
+    batches = [estimator.on(np.arange(start, N, 6)) for start in range(6)]
+    value = jax.jit(lambda estimator, p: jax.value_and_grad(density(estimator))(p))
+    whole = value(estimator, PARAMETERS)
+    parts = [value(batch, PARAMETERS) for batch in batches]
+    np.testing.assert_allclose(np.mean([one[0] for one in parts]), whole[0], rtol=1e-12)
+    np.testing.assert_allclose(np.mean([one[1] for one in parts], axis=0), whole[1], rtol=1e-10)
+
+
+def test_neighbors_of_other_rows_are_refused(x64, unchecked):
+    estimator = Vecchia(5).find_neighbors(X)
+    for rows in (X[:-1], X + 1.0, X[:, :1]):
+        with pytest.raises(ValueError, match="is not that of which"):
+            process(estimator, rows=rows).log_prob(Y[: len(rows)])
+    value = jax.jit(lambda rows: process(estimator, rows=rows).log_prob(Y))
+    assert np.isfinite(value(X))
+    assert np.isnan(value(X + 1.0))
+    with pytest.raises(ValueError, match="find them beforehand"):
+        jax.jit(lambda rows: process(Vecchia(5), rows=rows).log_prob(Y))(X)
+    with pytest.raises(ValueError, match="find them beforehand"):
+        jax.jit(Vecchia(5).find_neighbors)(X)
+
+
+def test_neighbors_are_found_in_lengthscales():
+    rows = np.stack([np.repeat(np.arange(5.0), 5), np.tile(np.arange(5.0), 5)], axis=1)
+    wide = sgp.kernels.RBF([100.0, 1.0])
+    both = wide + sgp.kernels.RBF(0.01)
+    for kernel, expected in ((wide, {14, 19}), (both, {19, 23})):
+        graph = Vecchia(2, ordering="given").find_neighbors(rows, kernel).graph
+        assert graph is not None
+        assert set(np.asarray(graph.nearest)[24]) == expected
+
+
+def test_hidden_rows_drop_out(x64):
+    observed = RNG.uniform(size=N) < 0.7
+    kernel, y = sgp.kernels.Matern32(0.4), np.where(observed, Y, np.nan)
+    gp = functools.partial(sgp.GaussianProcess, kernel, noise_variance=0.1, estimator=Vecchia(6))
+    whole, without = gp(X=X, observed=observed), gp(X=X[observed])
+    expected = without.log_prob(Y[observed])
+    np.testing.assert_allclose(whole.log_prob(y), expected, rtol=1e-12)
+    # The mask is known, and X as well.
+    np.testing.assert_allclose(jax.jit(lambda y: whole.log_prob(y))(y), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        whole.condition(y).mean(NEW), without.condition(Y[observed]).mean(NEW), rtol=1e-12
+    )
+    with pytest.raises(ValueError, match="must know `observed`"):
+        jax.jit(lambda observed: gp(X=X, observed=observed).log_prob(Y))(observed)
+
+
+def test_rows_that_are_the_same_need_noise_alone(dtype):
+    rows = np.repeat(X[:20], 3, axis=0)
+    exact, found = (process(one, rows=rows).log_prob(Y) for one in (Cholesky(), Vecchia(59)))
+    np.testing.assert_allclose(found, exact, rtol=1e-4 if dtype == jnp.float32 else 1e-11)
+    loo = [
+        process(one, rows=rows).condition(Y).leave_one_out() for one in (Cholesky(), Vecchia(60))
+    ]
+    for name in ("loc", "scale"):
+        left, right = (getattr(one, name) for one in loo)
+        np.testing.assert_allclose(left, right, rtol=2e-3 if dtype == jnp.float32 else 1e-9)
+
+
+# The posterior
+
+
+def test_with_all_observations_the_posterior_is_exact(x64):
+    exact, found = (process(one).condition(Y) for one in (Cholesky(), Vecchia(N + len(NEW))))
+    np.testing.assert_allclose(found.mean(NEW), exact.mean(NEW), rtol=1e-10)
+    np.testing.assert_allclose(found.variance(NEW), exact.variance(NEW), rtol=1e-9)
+    compiled = jax.jit(lambda rows: found.variance(rows, chunk_size=3))(NEW)
+    np.testing.assert_allclose(compiled, exact.variance(NEW), rtol=1e-9)
+    for name in ("loc", "scale"):
+        left, right = (getattr(one.leave_one_out(), name) for one in (found, exact))
+        np.testing.assert_allclose(left, right, rtol=1e-9)
+    assert_covariance(found.sample(jax.random.key(0), NEW, 40_000), exact)
+
+
+def assert_covariance(draws, exact):
+    """Draws have the exact moments, within 5 standard errors."""
+    covariance = np.asarray(exact.covariance(NEW))
+    variances = np.diagonal(covariance)
+    error = np.sqrt((np.outer(variances, variances) + covariance**2) / len(draws))
+    assert np.all(np.abs(np.cov(draws.T) - covariance) < 5.0 * error)
+    error = np.sqrt(variances / len(draws))
+    assert np.all(np.abs(np.mean(draws, axis=0) - exact.mean(NEW)) < 5.0 * error)
+
+
+def test_a_part_of_a_sum_is_that_of_the_exact_posterior(x64):
+    kernel = sgp.kernels.RBF(0.4) + sgp.kernels.Matern12(1.0)
+    estimators = Cholesky(), Vecchia(N + len(NEW))
+    exact, found = (
+        sgp.GaussianProcess(kernel, X, 0.1, estimator=one).condition(Y).component(lambda k: k.left)
+        for one in estimators
+    )
+    np.testing.assert_allclose(found.mean(NEW), exact.mean(NEW), rtol=1e-9)
+    np.testing.assert_allclose(found.variance(NEW), exact.variance(NEW), rtol=1e-9)
+    assert_covariance(found.sample(jax.random.key(1), NEW, 40_000), exact.part)
+
+
+def test_functions_have_the_posterior_moments(x64):
+    posterior = process(Vecchia(N)).condition(Y)
+    functions = posterior.sample_functions(jax.random.key(2), 2_000, num_features=200)
+    draws, variance = functions(NEW), posterior.variance(NEW)
+    error = np.sqrt(variance / 2_000)
+    assert np.all(np.abs(np.mean(draws, axis=0) - posterior.mean(NEW)) < 5.0 * error)
+    np.testing.assert_allclose(np.var(draws, axis=0), variance, rtol=0.2)
+    np.testing.assert_allclose(functions(NEW, chunk_size=2), draws, rtol=1e-10)
+
+
+def test_few_neighbors_come_close(x64):
+    exact = process(Cholesky()).condition(Y)
+    errors = []
+    for num in (4, 12, 36):
+        found = process(Vecchia(num)).condition(Y)
+        difference = np.abs(found.mean(NEW) - exact.mean(NEW)) / np.sqrt(exact.variance(NEW))
+        errors.append([difference.max(), np.max(found.variance(NEW) / exact.variance(NEW)) - 1.0])
+    assert np.all(np.diff(errors, axis=0) < 0.0)
+    assert errors[-1][0] < 0.1
+    assert 0.0 < errors[-1][1] < 0.01
+
+
+# In models
+
+
+def model(X, y=None, estimator=None, batch_size=None):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-1.0, 1.0))
+    kernel = sgp.kernels.Matern32(lengthscale)
+    if batch_size is not None:
+        with sgp.plate("rows", len(X), batch_size) as index:
+            estimator = estimator.on(index)
+    gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator)
+    return numpyro.sample("y", gp, obs=y)
+
+
+@pytest.mark.parametrize("batch_size", [None, 20])
+def test_svi_and_the_posterior_after_it(batch_size, x64):
+    guide = AutoDelta(model)
+    svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
+    result = svi.run(jax.random.key(0), 200, X, Y, Vecchia(N - 1), batch_size, progress_bar=False)
+    found = guide.median(result.params)["lengthscale"]
+    exact = AutoDelta(model)
+    svi = SVI(model, exact, optax.adam(0.05), Trace_ELBO())
+    result_of_exact = svi.run(jax.random.key(0), 200, X, Y, Cholesky(), progress_bar=False)
+    expected = exact.median(result_of_exact.params)["lengthscale"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6 if batch_size is None else 0.1)
+    posterior = sgp.posterior(model, guide, result, X, Y, Vecchia(N))
+    direct = sgp.GaussianProcess(sgp.kernels.Matern32(found), X, 0.1).condition(Y)
+    np.testing.assert_allclose(posterior.mean(NEW), direct.mean(NEW), rtol=1e-8)
+
+
+def test_nuts_and_the_posterior_after_it(x64):
+    found = []
+    for estimator in (Cholesky(), Vecchia(N - 1)):
+        mcmc = MCMC(NUTS(model), num_warmup=20, num_samples=10, progress_bar=False)
+        mcmc.run(jax.random.key(0), X, Y, estimator)
+        found.append(mcmc.get_samples())
+    # The same chain.
+    np.testing.assert_allclose(found[1]["lengthscale"], found[0]["lengthscale"], rtol=1e-6)
+    posterior = sgp.posterior(model, found[1], X, Y, Vecchia(N))
+    exact = sgp.posterior(model, found[0], X, Y, Cholesky())
+    np.testing.assert_allclose(posterior.mean(NEW), exact.mean(NEW), rtol=1e-6)
