@@ -136,7 +136,7 @@ def test_mini_batches_are_unbiased(x64):
 
 def test_neighbors_of_other_rows_are_refused(x64, unchecked):
     estimator = Vecchia(5).find_neighbors(X)
-    for rows in (X[:-1], X + 1.0, X[:, :1]):
+    for rows in (X[:-1], X + 1.0):
         with pytest.raises(ValueError, match="is not that of which"):
             process(estimator, rows=rows).log_prob(Y[: len(rows)])
     value = jax.jit(lambda rows: process(estimator, rows=rows).log_prob(Y))
