@@ -11,7 +11,8 @@ part by a function `record(data, split, seed, method, **options)` that returns a
 of a mean with its standard error; a list of another length is for `draw(path)`, which makes the
 script's figure from a file of results. A page shows runs where it says
 `<!-- evidence: NAME,OTHER by=data,method columns=rmse,nll -->`, or, for a cell for each method,
-`<!-- evidence: NAME by=data across=method columns=epochs -->`; mkdocs replaces that by a table,
+`<!-- evidence: NAME by=data across=method columns=epochs -->`; `data=A,B` shows these sets alone.
+mkdocs replaces that by a table,
 since this file is one of its hooks. Only running needs more than Python's standard library.
 """
 
@@ -55,6 +56,13 @@ HEADS = {
     "sparse_nll": "NLL before",
     "sparse_seconds": "seconds before",
     "ratio": "lengthscale / exact",
+    "error": "error of log p(y) a row",
+    "gradient_error": "of its gradient, relative",
+    "search_seconds": "seconds to find neighbors",
+    "predict_seconds": "seconds to predict",
+    "mae": "MAE",
+    "crps": "CRPS",
+    "interval": "interval score",
     "log_determinant": "log\\|H\\|",
     "quadratic_form": "y'H⁻¹y",
 }
@@ -190,6 +198,23 @@ RUNS = (
                  "learning_rate": 0.01, "dense_rate": 0.0},
     ),
     Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
+    Run(
+        "neighbors-density", "nearest_neighbors", 3, ("made up",),
+        tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60)), seeds=(0, 1, 2),
+        function="record_density",
+    ),
+    Run(
+        "neighbors-cost", "nearest_neighbors", 3, ("made up",),
+        ("10,000 rows", "100,000 rows", "1,000,000 rows"), function="record_cost",
+    ),
+    Run(
+        "neighbors-field", "nearest_neighbors", 10, ("made up",), ("Vecchia 30", "sparse 512"),
+        seeds=(0, 1, 2), function="record_field",
+    ),
+    Run(
+        "satellite", "nearest_neighbors", 10, ("satellite",),
+        ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
+    ),
     Run(
         "decoupled-kin40k", "decoupled", 4, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
         options={"steps": 1200, "num_residual": 6000},
@@ -335,17 +360,30 @@ def table(
     return "\n".join([*lines, "", *map(footer, stored)])
 
 
+def between(values: list[Any]) -> str:
+    """The range of some values."""
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
 def footer(stored: dict[str, Any]) -> str:
     """The line under a table: command, machine, versions, commit."""
-    used = sorted({record["session"] for record in stored["records"]})
-    lines = []
-    for one in (stored["sessions"][i] for i in used):
+    used = [stored["sessions"][i] for i in sorted({one["session"] for one in stored["records"]})]
+    alike: dict[tuple, list[dict[str, Any]]] = {}
+    for one in used:
         versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        state = "" if one["clean"] else " with changes that were not committed"
+        alike.setdefault((one["command"], one["cpu"], one["cores"], versions), []).append(one)
+    lines = []
+    for (command, cpu, cores, versions), some in alike.items():
+        dates = between([one["date"][:10] for one in some])
+        rates = between([one["gflops"] for one in some])
+        commits = dict.fromkeys(
+            one["commit"][:9] + ("" if one["clean"] else " with changes that were not committed")
+            for one in some
+        )
         lines.append(
-            f"`{one['command']}`, {one['date'][:10]}: {one['cpu']}, {one['cores']} cores, "
-            f"{one['gflops']} GFLOP/s in a 4096-square float32 product; {versions}; "
-            f"commit {one['commit'][:9]}{state}."
+            f"`{command}`, {dates}: {cpu}, {cores} cores, {rates} GFLOP/s in a 4096-square float32 "
+            f"product; {versions}; commit {', '.join(commits)}."
         )
     # The units before have a load of the number of cores.
     loads = [record["load"] for record in stored["records"]]
@@ -376,6 +414,9 @@ def replace_markers(text: str, results: Path = RESULTS) -> str:
             if not path.exists():
                 raise FileNotFoundError(f"no stored results of the run `{name}`: `make evidence`")
             stored.append(json.loads(path.read_text()))
+            if wanted := given.get("data"):
+                kept = [r for r in stored[-1]["records"] if r["data"] in wanted.split(",")]
+                stored[-1]["records"] = kept
         by, columns = given.get("by", "data,method"), given.get("columns", "rmse,nll")
         return table(stored, by.split(","), columns.split(","), given.get("across"))
 

@@ -28,6 +28,7 @@ from numpyro_scalegp.families import (
     DecoupledGP,
     HybridGP,
     LatentGP,
+    NearestNeighborGP,
     SparseGP,
     WeightSpaceGP,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "LaplaceGP",
     "LatentGP",
     "MultiOutputGP",
+    "NearestNeighborGP",
     "SparseGP",
     "WeightSpaceGP",
     "datasets",

@@ -351,6 +351,12 @@ DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]]
     ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _heavier, mean=0.3)),
     ("latent", sgp.LatentGP),
     (
+        "nearest_neighbors",  # with all rows before each, its variances are the kernel's
+        lambda kernel, X: sgp.NearestNeighborGP(
+            kernel, X, sgp.estimators.Vecchia(6).find_neighbors(X)
+        ),
+    ),
+    (
         "weight_space",
         lambda kernel, X: sgp.WeightSpaceGP(sgp.features.RandomFourier(kernel, 6, seed=0), X),
     ),

@@ -1,7 +1,8 @@
 """The code of each page, block after block, as a reader would paste it.
 
 A page's blocks run in order in one namespace, in an empty folder. One thing is made small: training
-takes few steps, and samplers few draws, by `_few` below; the notebook has fewer rows, too. A block
+takes few steps, samplers few draws, and first fits small subsets, by `_few` below; the notebook has
+fewer rows, too. A block
 that cannot run by itself, such as one for a cluster, is fenced as `py` instead of `python`.
 """
 
@@ -18,6 +19,8 @@ from tests.files import ROOT, blocks
 
 STEPS = 3
 DRAWS = 10
+SUBSETS = {"subset_size": 100, "num_subsets": 1, "num_steps": STEPS, "num_scored": 50,
+           "num_neighbors": 50, "num_refinements": 1}  # fmt: skip
 
 ALL = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
 # Runs in a process of its own in `test_the_first_page_runs_as_pasted`, as README's example.
@@ -31,6 +34,9 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (SVI, sgp.infer.RowSVI):
         monkeypatch.setattr(kind, "run", _with_few_steps(vars(kind)["run"]))
     monkeypatch.setattr(sgp.streams, "run", _with_few_steps(sgp.streams.run))
+    find = sgp.infer.initial_hyperparameters
+    small = lambda *args, **options: find(*args, **{**options, **SUBSETS})  # noqa: E731
+    monkeypatch.setattr(sgp.infer, "initial_hyperparameters", small)
     begin = MCMC.__init__
 
     def init(self: MCMC, kernel: Any, *, num_warmup: int, num_samples: int, **options: Any) -> None:

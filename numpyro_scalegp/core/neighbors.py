@@ -15,6 +15,8 @@ _NUM_LINKS = 8
 _NUM_FARTHEST = 64
 # Columns up to which a tree is faster than all distances.
 _MAX_COLUMNS_OF_TREE = 16
+# Candidates beyond twice the neighbors that are wanted.
+_MORE = 8
 
 
 def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
@@ -145,7 +147,11 @@ def _by_distances(
         product = jnp.matmul(some, points.T, precision="highest")
         closeness = 2.0 * product - squares  # what all of a query's distances share is left out
         closeness = jnp.where(jnp.arange(n) < allowed[:, None], closeness, -jnp.inf)
-        values, index = jax.lax.top_k(closeness, num)
-        return jnp.where(values > -jnp.inf, index, n)
+        values, index = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
+        # A product has too few digits for small distances: of twice as many, the nearest.
+        squared = jnp.sum(jnp.square(points[index] - some[:, None]), axis=2)
+        ranks = jnp.argsort(jnp.where(values > -jnp.inf, squared, jnp.inf), axis=1)[:, :num]
+        index = jnp.where(values > -jnp.inf, index, n)
+        return jnp.take_along_axis(index, ranks, axis=1)
 
     return map_rows(of_chunk, (queries, limits), rows_per_chunk(n))

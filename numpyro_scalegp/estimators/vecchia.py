@@ -205,6 +205,7 @@ class Vecchia(AbstractEstimator):
             noise_variance=operator.noise_variance,
             mean_function=mean_function,
             residual=(y - mean_function(operator.X)).astype(operator.dtype),
+            noise=operator.noise(),
             num_neighbors=self.num_neighbors,
         )
 
@@ -212,6 +213,13 @@ class Vecchia(AbstractEstimator):
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:
         """Draw from the approximation, row after row, in O(n m) a draw after O(n m^3)."""
+        normal = jax.random.normal(key, (num_samples, operator.size), operator.dtype)
+        return self.of_white(operator, normal)
+
+    def of_white(
+        self, operator: KernelOperator, white: Float[Array, "num_samples n"]
+    ) -> Float[Array, "num_samples n"]:
+        """Make draws from the approximation of standard normal values, one a row."""
         graph, noise, n = self._graph_of(operator), operator.noise(), operator.size
         check = graph.check(operator.X)
 
@@ -221,15 +229,14 @@ class Vecchia(AbstractEstimator):
         near = graph.nearest
         chunk = rows_at_a_time(near.shape[1])
         b, variance = map_rows(of_chunk, (jnp.arange(n, dtype=near.dtype), near), chunk)
-        scale = jnp.sqrt(variance)[:, None]
-        drawn = scale * jax.random.normal(key, (n, num_samples), operator.dtype)
+        drawn = jnp.sqrt(variance)[:, None] * white.T.astype(operator.dtype)
 
         def step(y: Array, row: Array) -> tuple[Array, None]:
             value = matmul(b[row], y[near[row]]) + drawn[row]
             return y.at[row].set(value), None
 
         # One row more, for the neighbors that a row lacks.
-        start = jnp.zeros((n + 1, num_samples), operator.dtype)
+        start = jnp.zeros((n + 1, len(white)), operator.dtype)
         return jax.lax.scan(step, start, graph.order)[0][:-1].T + check
 
     def with_inputs(self, change: Callable[[Array], Array]) -> "Vecchia":

@@ -5,6 +5,7 @@ from numpyro_scalegp.families.decoupled import DecoupledGP
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.hybrid import HybridGP
 from numpyro_scalegp.families.latent import LatentGP
+from numpyro_scalegp.families.nearest_neighbors import NearestNeighborGP
 from numpyro_scalegp.families.sparse import SparseGP
 from numpyro_scalegp.families.weight_space import WeightSpaceGP
 
@@ -15,6 +16,7 @@ __all__ = [
     "DecoupledGP",
     "HybridGP",
     "LatentGP",
+    "NearestNeighborGP",
     "SparseGP",
     "WeightSpaceGP",
 ]

@@ -1,5 +1,6 @@
 """Sines on a box with amplitudes from a spectral density, and the series of a periodic kernel."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from numpyro_scalegp.features.feature_map import AbstractKernelFeatures
 from numpyro_scalegp.kernels import AbstractKernel, Periodic
 from numpyro_scalegp.kernels.kernel import ActiveDims, Scaled, as_single
 
+# Entries up to which sines become a constant of what is compiled: 16 MiB in float32.
+_MAX_KNOWN = 2**22
 # Ratios of Bessel functions beyond the last one that is wanted, from which they are found.
 _MORE_RATIOS = 40
 
@@ -64,7 +67,7 @@ class HilbertSpace(AbstractKernelFeatures):
     kernel: AbstractKernel
     num_basis: tuple[int, ...] = eqx.field(static=True, converter=lambda num: _as_numbers(num))
     box: Float[Array, "2 d"] | None = eqx.field(
-        converter=lambda box: None if box is None else checks.as_float(box, "box"), default=None
+        converter=lambda box: None if box is None else _as_box(box), default=None
     )
 
     def __check_init__(self) -> None:
@@ -172,13 +175,22 @@ class HilbertSpace(AbstractKernelFeatures):
         d = self.box.shape[1]
         return self.num_basis * d if len(self.num_basis) == 1 else self.num_basis
 
+    def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
+        """All features, shape (n, m); of inputs that are known, sines are computed once."""
+        X = checks.inputs("X", X)
+        with checks.known_values(X):
+            index = jnp.arange(self.num_features)
+        return self.columns(X, index)
+
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
         """The features `index`, shape (n, num)."""
         kernel, scale = self.kernel, None
         while isinstance(kernel, ActiveDims | Scaled):
             if isinstance(kernel, Scaled):
                 scale = kernel.scale if scale is None else scale * kernel.scale
-            X, kernel = kernel._seen(X), kernel.kernel
+            with checks.known_values(X):
+                X = kernel._seen(X)
+            kernel = kernel.kernel
         if isinstance(kernel, Periodic):
             features = self._waves(kernel, X, index)
         else:
@@ -188,19 +200,26 @@ class HilbertSpace(AbstractKernelFeatures):
     def _sines(
         self, kernel: AbstractKernel, X: Float[Array, "n d"], index: Int[Array, " num"]
     ) -> Float[Array, "n num"]:
+        # Not under a trace, where all is known: a sampler's gradient has one product then.
+        few = len(X) * len(index) <= _MAX_KNOWN
+        with checks.known_values(X, self.box, index) if few else contextlib.nullcontext():
+            sines, frequencies = self._sines_and_frequencies(X, index)
+        return jnp.sqrt(kernel.spectral_density(frequencies)) * sines
+
+    def _sines_and_frequencies(
+        self, X: Float[Array, "n d"], index: Int[Array, " num"]
+    ) -> tuple[Float[Array, "n num"], Float[Array, "num d"]]:
         assert self.box is not None
         X = self._inside(X)
         lower, width = self.box[0], self.box[1] - self.box[0]
-        numbers = jnp.unravel_index(index, self._numbers)
         columns, frequencies = [], []
-        for k, number in enumerate(numbers):
+        for k, number in enumerate(jnp.unravel_index(index, self._numbers)):
             j = (number + 1).astype(X.dtype)
             # A sine is a cosine a quarter of a turn later.
             turns = 0.5 * ((X[:, k] - lower[k]) / width[k])[:, None] * j - 0.25
             columns.append(jnp.sqrt(2.0 / width[k]) * cos_of_turns(turns))
             frequencies.append(j * (math.pi / width[k]))
-        amplitude = jnp.sqrt(kernel.spectral_density(jnp.stack(frequencies, axis=1)))
-        return amplitude * math.prod(columns[1:], start=columns[0])
+        return math.prod(columns[1:], start=columns[0]), jnp.stack(frequencies, axis=1)
 
     def _waves(
         self, kernel: Periodic, X: Float[Array, "n 1"], index: Int[Array, " num"]
@@ -237,7 +256,16 @@ class HilbertSpace(AbstractKernelFeatures):
         return jnp.where(inside, X, jnp.nan)
 
     def with_kernel(self, kernel: AbstractKernel) -> "HilbertSpace":
-        """The same basis with another kernel."""
+        """The same basis with another kernel.
+
+        Raises:
+            ValueError: if it is a part of a sum, whose features are none of those of the sum.
+        """
+        if kernel.is_component:
+            raise ValueError(
+                "features of a sum of kernels have no components: add the features of its terms, "
+                "`HilbertSpace(first, ...) + HilbertSpace(second, ...)`, and take those of the sum."
+            )
         return HilbertSpace(kernel, self.num_basis, self.box)
 
     def hyperparameters(self) -> list[Array]:
@@ -258,6 +286,11 @@ _RULES = {"RBF": (3.2, 1.75), "Matern52": (4.1, 2.65), "Matern32": (4.5, 3.42)}
 def _as_numbers(value: Any) -> tuple[int, ...]:
     entries = tuple(value) if isinstance(value, Sequence) else (value,)
     return tuple(checks.count("num_basis", entry) for entry in entries)
+
+
+def _as_box(value: ArrayLike) -> Float[Array, "..."]:
+    with checks.known_values(value):
+        return checks.as_float(value, "box")
 
 
 def _is_periodic(kernel: AbstractKernel) -> bool:

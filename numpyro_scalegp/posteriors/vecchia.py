@@ -84,9 +84,10 @@ class VecchiaPosterior(AbstractConditioned):
     kernel: AbstractKernel
     X: Float[Array, "n d"]
     y: Float[Array, " n"]
-    noise_variance: Float[Array, "..."]
+    noise_variance: Float[Array, "..."] | None
     mean_function: RowsFunction
     residual: Float[Array, " n"]  # y - m(X)
+    noise: Float[Array, " n"]  # with which these were observed
     num_neighbors: int = eqx.field(static=True)
     part: AbstractKernel | None = None  # of f; part(x, z) is its covariance at x with f at z
 
@@ -98,8 +99,7 @@ class VecchiaPosterior(AbstractConditioned):
 
     @property
     def _known(self) -> Neighbors:
-        noise = jnp.broadcast_to(self.noise_variance, self.residual.shape)
-        return Neighbors(self.kernel, self.X, noise.astype(self.residual.dtype), self.num_neighbors)
+        return Neighbors(self.kernel, self.X, self.noise, self.num_neighbors)
 
     def _size(self, chunk_size: int | None) -> int:
         return rows_at_a_time(self.num_neighbors) if chunk_size is None else chunk_size
@@ -124,14 +124,14 @@ class VecchiaPosterior(AbstractConditioned):
         return map_rows(of_chunk, (Xs, near), self._size(chunk_size))
 
     def leave_one_out(self) -> dist.Normal:
-        """The predictive distribution of each y_i given its nearest other observations."""
+        """The predictive distribution of each y_i given its nearest others."""
         near = self._known.nearest(self.X, self.num_neighbors + 1)
         # Each row but itself; of rows that are all the same, it may not be among the nearest.
         own = near == jnp.arange(len(near), dtype=near.dtype)[:, None]
         own = own.at[:, -1].set(own[:, -1] | ~jnp.any(own, axis=1))
         ranks = jnp.argsort(own, axis=1, stable=True)[:, :-1]
         mean, variance = self._moments(self.X, jnp.take_along_axis(near, ranks, axis=1), None)
-        return dist.Normal(mean, jnp.sqrt(variance + self.noise_variance))
+        return dist.Normal(mean, jnp.sqrt(variance + self.noise))
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         known, n = self._known, len(self.X)

@@ -163,6 +163,10 @@ def test_parts_of_a_sum_come_from_the_posterior(x64):
     whole = gp.condition(y)
     parts = [whole.component(operator.attrgetter(name)) for name in ("left", "right")]
     np.testing.assert_allclose(sum(part.mean(X) for part in parts), whole.mean(X), atol=1e-9)
+    of_sum = HilbertSpace(sgp.kernels.RBF(0.4) + sgp.kernels.Matern52(0.1), 45, box)
+    gp = sgp.FeatureSpaceGP(of_sum, X, 0.1, jnp.zeros(45), num_data=25, logdet=logdet)
+    with pytest.raises(ValueError, match="features of a sum of kernels have no components"):
+        gp.condition(y).component(lambda k: k.left)
     exact = sgp.GaussianProcess(phi.kernel, X, 0.1).condition(y).component(lambda k: k.left)
     np.testing.assert_allclose(parts[0].mean(X), exact.mean(X), atol=1e-3)
     np.testing.assert_allclose(parts[0].variance(X), exact.variance(X), atol=1e-3)
