@@ -55,6 +55,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("howto/inspecting.md",),
         ),
         Example(
+            "births",
+            {"parts.svg": "A trend, the course of a year, the depth of the week, and its days"},
+            related=("methods/hilbert_space.md", "howto/inspecting.md"),
+        ),
+        Example(
             "robust",
             {"wind.svg": "Readings and three means: the normal one is flat with a spike"},
             related=("choosing.md",),
@@ -65,6 +70,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             "space",
             {"map.svg": "Rates over the land: low in the north-east, higher in the west"},
             related=("howto/groups.md",),
+        ),
+        Example(
+            "altitudes",
+            {"map.svg": "Two maps: the land rises in the west, and is uncertain between airports"},
+            related=("methods/nearest_neighbors.md", "howto/space.md"),
         ),
         Example(
             "thompson",

@@ -34,6 +34,7 @@ Z, y, eye, nan = X[:3], np.sin(X[:, 0]), np.eye(3, dtype=np.float32), float("nan
 half = X.astype(np.float16)
 text = np.array([["a"], ["b"]])
 missing = pd.Series([1, pd.NA])
+box = np.array([[-1.0], [2.0]], dtype=np.float32)
 gap = X.copy()
 gap[2, 0] = np.nan
 rbf = K.RBF(0.5)
@@ -210,6 +211,20 @@ FEATURES: list[Row] = [
     ("kernel number", lambda: F.RandomFourier(1.0, 4, 0), "`kernel` must be one of `sgp.kernels`"),
     ("odd features", lambda: F.RandomFourier(rbf, 3, 0), "`num_features` must be even .* got 3"),
     ("features float", lambda: F.RandomFourier(rbf, 4.0, 0), "`num_features` must be an integer"),
+    ("no box", lambda: F.HilbertSpace(rbf, 4), r"`box` must have shape \(2, d\), .* got None"),
+    ("box", lambda: F.HilbertSpace(rbf, 4, [0.0, 1.0]), r"`box` must have shape \(2, d\)"),
+    ("box upside down", lambda: F.HilbertSpace(rbf, 4, [[1.0], [0.0]]), "upper ends above the"),
+    ("box nan", lambda: F.HilbertSpace(rbf, 4, [[0.0], [nan]]), "`box` must be finite"),
+    ("no sines", lambda: F.HilbertSpace(rbf, 0, box), "`num_basis` must be at least 1, got 0"),
+    ("sines", lambda: F.HilbertSpace(rbf, (4, 4), box), "`num_basis` must be one number, or one"),
+    ("box of waves", lambda: F.HilbertSpace(K.Periodic(1.0, 1.0), 4, box), "`box` must be None"),
+    ("no density", lambda: F.HilbertSpace(K.Linear(1.0), 4, box)(X), "no spectral density in clos"),
+    ("columns of box", lambda: F.HilbertSpace(rbf, 4, box)(eye), "`box` must have an end for each"),
+    (
+        "lengthscales",
+        lambda: F.HilbertSpace.box_and_num_basis(X, (2.0, 1.0)),
+        "`lengthscales` must be positive, the shortest first",
+    ),
     ("seed float", lambda: F.RandomFourier(rbf, 4, 0.5), "`seed` must be a JAX key.* got 0.5"),
     ("seed True", lambda: F.RandomFourier(rbf, 4, True), "`seed` must be a JAX key.* got True"),
     ("seed None", lambda: F.RandomFourier(rbf, 4, None), "`seed` must be a JAX key.* got None"),
@@ -436,6 +451,9 @@ ESTIMATORS: list[Row] = [
         lambda: sgp.GaussianProcess(rbf, X, 1.0, estimator=E.SGPR(eye)).log_prob(y),
         r"`inducing_points` must have shape \(n, 1\), got \(3, 3\)",
     ),
+    ("no neighbors", lambda: E.Vecchia(0), "`num_neighbors` must be at least 1, got 0"),
+    ("ordering", lambda: E.Vecchia(5, "maximin"), "`ordering` must be one of .* 'maximin'"),
+    ("neighbors of", lambda: E.Vecchia(5).find_neighbors(X, 1.0), "`kernel` must be"),
     ("least features", lambda: E.SingleSampleRFF(0), "`min_features` must be even and at least 2"),
     ("odd step", lambda: E.SingleSampleRFF(50, 5), "`step` must be even and at least 2, got 5"),
     (

@@ -141,6 +141,26 @@ def test_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
+def test_altitudes(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = example("altitudes").main(30, 20, grid=(8, 10), folder=tmp_path)
+    assert scores["rmse"] < 0.6 * scores["deviation"]
+    assert 0.8 < scores["coverage"] < 0.98
+    assert 1.2 < scores["average"] < 2.6
+    assert (tmp_path / "map.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
+def test_births(tmp_path: Path) -> None:
+    found = example("births").main(2, num_warmup=60, num_samples=40, folder=tmp_path)
+    # The noise of the made-up data is 0.25 before they are standardized.
+    assert found["residual"] < 0.6
+    assert (tmp_path / "parts.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
 def test_deep_kernel(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     errors = example("deep_kernel").main(folder=tmp_path)
