@@ -199,6 +199,10 @@ RUNS = (
     ),
     Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
     Run(
+        "hilbert-space", "hilbert_space", 5, ("made up",),
+        ("HilbertSpace", "numpyro.contrib.hsgp"), seeds=(0, 1, 2, 3),
+    ),
+    Run(
         "neighbors-density", "nearest_neighbors", 3, ("made up",),
         tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60)), seeds=(0, 1, 2),
         function="record_density",

@@ -209,6 +209,12 @@ ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("sgpr", lambda: sgp.estimators.SGPR(jnp.linspace(-1.0, 1.0, 4 * NUM_COLUMNS).reshape(4, -1))),
     ("single_sample_rff", lambda: sgp.estimators.SingleSampleRFF(2, 2)),
     ("vecchia", lambda: sgp.estimators.Vecchia(3)),
+    (
+        "full_scale",
+        lambda: sgp.estimators.FullScale(
+            jnp.linspace(-1.0, 1.0, 3 * NUM_COLUMNS).reshape(3, -1), num_neighbors=3
+        ),
+    ),
     ("own", CLASSES["Dense"]),
 ]
 
@@ -316,6 +322,10 @@ def _conditioned(estimator: Callable[[], AbstractEstimator], **options: int) -> 
     return factory
 
 
+def _with_points(X: Array) -> AbstractEstimator:
+    return sgp.estimators.FullScale(X[:3] + 0.1, num_neighbors=30, ordering="given")
+
+
 def _counts(f: Array) -> Distribution:
     return dist.Poisson(jnp.exp(f))
 
@@ -420,6 +430,10 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ),
     # With all rows for neighbors, and those that are drawn, its samples have its moments.
     ("vecchia", _conditioned(lambda: sgp.estimators.Vecchia(30))),
+    (
+        "full_scale",
+        lambda kernel, X: _conditioned(lambda: _with_points(X))(kernel, X),
+    ),
     (
         "laplace",
         lambda kernel, X: sgp.LaplaceGP(kernel, X, _counts, mean=0.3).condition(

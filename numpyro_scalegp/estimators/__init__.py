@@ -3,6 +3,7 @@
 from numpyro_scalegp.estimators.audit import Audit, audit
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
+from numpyro_scalegp.estimators.full_scale import FullScale
 from numpyro_scalegp.estimators.hutchinson import Hutchinson
 from numpyro_scalegp.estimators.pathwise import Pathwise
 from numpyro_scalegp.estimators.random_fourier import RandomFourier
@@ -16,6 +17,7 @@ __all__ = [
     "AbstractEstimator",
     "Audit",
     "Cholesky",
+    "FullScale",
     "Hutchinson",
     "Pathwise",
     "RandomFourier",

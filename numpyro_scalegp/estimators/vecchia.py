@@ -5,7 +5,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import equinox as eqx
 import jax
@@ -66,7 +66,67 @@ def fingerprint(X: Float[Array, "n d"]) -> UInt[Array, " 2"]:
     return jnp.sum(mixed * weights, axis=1, dtype=jnp.uint32)
 
 
-class Vecchia(AbstractEstimator):
+class AbstractNeighbors(AbstractEstimator):
+    """An estimator that looks at the nearest rows before each."""
+
+    num_neighbors: eqx.AbstractVar[int]
+    ordering: eqx.AbstractVar[Ordering]
+    graph: eqx.AbstractVar[NeighborGraph | None]
+
+    def __check_init__(self) -> None:
+        checks.count("num_neighbors", self.num_neighbors)
+        if self.ordering not in _ORDERINGS:
+            raise ValueError(f"`ordering` must be one of {_ORDERINGS}, got {self.ordering!r}.")
+
+    def find_neighbors(
+        self, X: Float[ArrayLike, "n d"], kernel: AbstractKernel | None = None
+    ) -> Self:
+        """This estimator with the neighbors of the rows of X.
+
+        Args:
+            X: inputs, shape (n, d).
+            kernel: whose lengthscales are the units of distances; None for those of the columns.
+
+        Returns:
+            The estimator for these rows alone, in O(n log n) for few columns, O(n^2) for many.
+
+        Raises:
+            ValueError: if `X` or the kernel is traced.
+        """
+        X = checks.inputs("X", X)
+        if kernel is not None:
+            checks.instance("kernel", kernel, AbstractKernel)
+        if not checks.is_concrete((X, kernel)):
+            raise ValueError(_TRACED)
+        with checks.known_values(X):
+            units = X if kernel is None else scaled(kernel, X)
+        order, near = _graph(_Known(as_numpy(units)), self.num_neighbors, self.ordering)
+        with checks.known_values(X):
+            graph = NeighborGraph(jnp.asarray(order), jnp.asarray(near), fingerprint(X))
+        return dataclasses.replace(self, graph=graph)
+
+    def with_inputs(self, change: Callable[[Array], Array]) -> Self:
+        """Refuse: which rows count decides who the neighbors are.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` must know `observed` while the model is traced, and is for "
+            "one Gaussian process: give `observed` as an array of NumPy, and write a site for each "
+            "group."
+        )
+
+    def _graph_of(self, operator: KernelOperator) -> NeighborGraph:
+        if self.graph is not None:
+            return self.graph
+        kernel = operator.kernel if checks.is_concrete(operator.kernel) else None
+        graph = self.find_neighbors(operator.X, kernel).graph
+        assert graph is not None
+        return graph
+
+
+class Vecchia(AbstractNeighbors):
     """The density of each observation given its nearest ones before it, in a coarse-to-fine order.
 
     log p(y) ~ sum_i log p(y_i | y_N(i)), with N(i) the m nearest rows among those before i: the log
@@ -118,38 +178,6 @@ class Vecchia(AbstractEstimator):
     ordering: Ordering = eqx.field(static=True, default="maxmin")
     graph: NeighborGraph | None = None
     rows: Int[Array, " b"] | None = None
-
-    def __check_init__(self) -> None:
-        checks.count("num_neighbors", self.num_neighbors)
-        if self.ordering not in _ORDERINGS:
-            raise ValueError(f"`ordering` must be one of {_ORDERINGS}, got {self.ordering!r}.")
-
-    def find_neighbors(
-        self, X: Float[ArrayLike, "n d"], kernel: AbstractKernel | None = None
-    ) -> "Vecchia":
-        """This estimator with the neighbors of the rows of X.
-
-        Args:
-            X: inputs, shape (n, d).
-            kernel: whose lengthscales are the units of distances; None for those of the columns.
-
-        Returns:
-            The estimator for these rows alone, in O(n log n) for few columns, O(n^2) for many.
-
-        Raises:
-            ValueError: if `X` or the kernel is traced.
-        """
-        X = checks.inputs("X", X)
-        if kernel is not None:
-            checks.instance("kernel", kernel, AbstractKernel)
-        if not checks.is_concrete((X, kernel)):
-            raise ValueError(_TRACED)
-        with checks.known_values(X):
-            units = X if kernel is None else scaled(kernel, X)
-        order, near = _graph(_Known(as_numpy(units)), self.num_neighbors, self.ordering)
-        with checks.known_values(X):
-            graph = NeighborGraph(jnp.asarray(order), jnp.asarray(near), fingerprint(X))
-        return dataclasses.replace(self, graph=graph)
 
     def on(self, index: Int[ArrayLike, " b"]) -> "Vecchia":
         """This estimator on a mini-batch of rows, scaled to all: unbiased over batches.
@@ -229,34 +257,25 @@ class Vecchia(AbstractEstimator):
         near = graph.nearest
         chunk = rows_at_a_time(near.shape[1])
         b, variance = map_rows(of_chunk, (jnp.arange(n, dtype=near.dtype), near), chunk)
-        drawn = jnp.sqrt(variance)[:, None] * white.T.astype(operator.dtype)
+        return in_order(graph, b, variance, white) + check
 
-        def step(y: Array, row: Array) -> tuple[Array, None]:
-            value = matmul(b[row], y[near[row]]) + drawn[row]
-            return y.at[row].set(value), None
 
-        # One row more, for the neighbors that a row lacks.
-        start = jnp.zeros((n + 1, len(white)), operator.dtype)
-        return jax.lax.scan(step, start, graph.order)[0][:-1].T + check
+def in_order(
+    graph: NeighborGraph,
+    weights: Float[Array, "n m"],
+    variance: Float[Array, " n"],
+    white: Float[Array, "num_samples n"],
+) -> Float[Array, "num_samples n"]:
+    """Values of rows in their order: what their neighbors say, and standard normal values."""
+    drawn = jnp.sqrt(variance)[:, None] * white.T.astype(variance.dtype)
 
-    def with_inputs(self, change: Callable[[Array], Array]) -> "Vecchia":
-        """Refuse: which rows count decides who the neighbors are.
+    def step(y: Array, row: Array) -> tuple[Array, None]:
+        value = matmul(weights[row], y[graph.nearest[row]]) + drawn[row]
+        return y.at[row].set(value), None
 
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "`Vecchia` must know `observed` while the model is traced, and is for one Gaussian "
-            "process: give `observed` as an array of NumPy, and write a site for each group."
-        )
-
-    def _graph_of(self, operator: KernelOperator) -> NeighborGraph:
-        if self.graph is not None:
-            return self.graph
-        kernel = operator.kernel if checks.is_concrete(operator.kernel) else None
-        graph = self.find_neighbors(operator.X, kernel).graph
-        assert graph is not None
-        return graph
+    # One row more, for the neighbors that a row lacks.
+    start = jnp.zeros((len(variance) + 1, len(white)), variance.dtype)
+    return jax.lax.scan(step, start, graph.order)[0][:-1].T
 
 
 _TRACED = (

@@ -116,12 +116,19 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
     log-determinant log|A| + log|D|. Time O(p^3). Warns where rounding errors of A swamp what the
     data leave uncertain.
     """
+    return log_densities_given(statistics, jnp.sum(jnp.log(noise)), noise.size)
+
+
+def log_densities_given(
+    statistics: Statistics, log_noise: Float[Array, ""], num: int
+) -> Float[Array, " m"]:
+    """What `log_densities` gives, from log|D| and the number of rows."""
     A = _precision(statistics)
     warn_of_few_digits(A, 1.0, _FEW_DIGITS)
     W = linalg.inverse_cholesky(A)
     fitted = jnp.sum(jnp.square(matmul(W, statistics.moments)), axis=0)
-    log_determinant = jnp.sum(jnp.log(noise)) - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
-    constant = noise.size * math.log(2.0 * math.pi)
+    log_determinant = log_noise - 2.0 * jnp.sum(jnp.log(jnp.diagonal(W)))
+    constant = num * math.log(2.0 * math.pi)
     return -0.5 * (statistics.squares - fitted + log_determinant + constant)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks, linalg, neighbors
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
@@ -55,13 +55,75 @@ class Neighbors(eqx.Module):
         return neighbors.nearest(points, queries, num)
 
     def systems(
-        self, near: Int[Array, "r k"], rows: Float[Array, "r d"], part: AbstractKernel | None
+        self,
+        near: Int[Array, "r k"],
+        rows: Float[Array, "r d"],
+        part: AbstractKernel | None = None,
+        is_part: Bool[Array, "r k"] | None = None,
     ) -> conditionals.Systems:
         """The systems of f, or a part of it, at some rows given their neighbors."""
         is_given = near < len(self.X)
         safe = jnp.where(is_given, near, 0)
         given = self.X[safe], self.noise[safe], is_given
-        return conditionals.systems(self.kernel, *given, rows, part)
+        return conditionals.systems(self.kernel, *given, rows, part, is_part)
+
+    def in_turn(self, Xs: Float[Array, "m d"]) -> tuple[Int[np.ndarray, " m"], Int[Array, "m k"]]:
+        """An ordering of inputs from coarse to fine, and the nearest rows of X and inputs before.
+
+        Neighbors are of the inputs in this order, which come after the n rows of X: n + m is none.
+        Inputs that are traced stay in their own.
+        """
+        n, m = len(self.X), len(Xs)
+        rows = jnp.concatenate([self.X, Xs.astype(self.X.dtype)])
+        points = scaled(self.kernel, rows)
+        order = np.arange(m)
+        if checks.is_concrete(points):
+            order = neighbors.maxmin_order(as_numpy(points[n:]).astype(np.float64))
+        points = jnp.concatenate([points[:n], points[n:][order]])
+        num = min(self.num, n + m - 1)
+        return order, neighbors.nearest(points, points[n:], num, n + np.arange(m))
+
+    def with_rows(self, Xs: Float[Array, "m d"]) -> "Neighbors":
+        """These and inputs without noise, but for what keeps equal ones apart."""
+        nugget = linalg.default_jitter(self.noise.dtype) * self.kernel.diag(Xs)
+        rows = jnp.concatenate([self.X, Xs.astype(self.X.dtype)])
+        noise = jnp.concatenate([self.noise, nugget.astype(self.noise.dtype)])
+        return Neighbors(self.kernel, rows, noise, self.num)
+
+
+def draw_in_turn(
+    key: Key[Array, ""],
+    weights: Float[Array, "m k"],
+    variance: Float[Array, " m"],
+    near: Int[Array, "m k"],
+    values: Float[Array, "n s"],
+    num_samples: int,
+) -> Float[Array, "num_samples m"]:
+    """Draw one value after the other, each given its neighbors.
+
+    Args:
+        key: a typed JAX key.
+        weights: of the neighbors in each value's mean.
+        variance: what these leave.
+        near: the neighbors: of n known values, of the values before, as n, n + 1 and so on, and
+            n + m in place of those that a value lacks, whose weights are zero.
+        values: the known ones, one for all draws or one for each.
+        num_samples: number of draws.
+    """
+    n, m, dtype = len(values), len(near), values.dtype
+    is_new = near >= n
+    old = jnp.where(is_new, 0.0, weights)
+    known = jnp.einsum("mk,mks->ms", old, values[jnp.where(is_new, 0, near)], precision="highest")
+    scale = jnp.sqrt(jnp.maximum(variance, 0.0))[:, None]
+    known = known + scale * jax.random.normal(key, (m, num_samples), dtype)
+    new, among_new = jnp.where(is_new, near - n, m), jnp.where(is_new, weights, 0.0)
+
+    def step(f: Array, row: tuple[Array, ...]) -> tuple[Array, None]:
+        i, weights, new, known = row
+        return f.at[i].set(known + linalg.matmul(weights, f[new])), None
+
+    start = jnp.zeros((m + 1, num_samples), dtype)
+    return jax.lax.scan(step, start, (jnp.arange(m), among_new, new, known))[0][:-1].T
 
 
 class VecchiaPosterior(AbstractConditioned):
@@ -134,50 +196,21 @@ class VecchiaPosterior(AbstractConditioned):
         return dist.Normal(mean, jnp.sqrt(variance + self.noise))
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        known, n = self._known, len(self.X)
-        points = scaled(self.kernel, jnp.concatenate([self.X, Xs.astype(self.X.dtype)]))
-        if checks.is_concrete(points):
-            order = neighbors.maxmin_order(as_numpy(points[n:]).astype(np.float64))
-        else:
-            order = np.arange(len(Xs))
-        points = jnp.concatenate([points[:n], points[n:][order]])
-        limits = n + np.arange(len(Xs))
-        near = neighbors.nearest(points, points[n:], min(known.num, n + len(Xs) - 1), limits)
+        order, near = self._known.in_turn(Xs)
         return self._drawn(key, Xs[order], near, num_samples)[:, np.argsort(order)]
 
     @eqx.filter_jit
     def _drawn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
         """Draws at rows of which each has neighbors among those of X and those before it."""
-        n, dtype = len(self.X), self.residual.dtype
-        own = self.kernel if self.part is None else self.part
-        rows = jnp.concatenate([self.X.astype(dtype), Xs.astype(dtype)])
-        nugget = linalg.default_jitter(dtype) * own.diag(Xs).astype(dtype)
-        noise = jnp.concatenate([self._known.noise, nugget])
+        known, n = self._known.with_rows(Xs), len(self.X)
 
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-            points, near = chunk
-            is_given = near < len(rows)
-            safe = jnp.where(is_given, near, 0)
-            given = rows[safe], noise[safe], is_given
-            found = conditionals.systems(self.kernel, *given, points, self.part, near >= n)
-            return conditionals.weights(found)
+            rows, near = chunk
+            return conditionals.weights(known.systems(near, rows, self.part, near >= n))
 
-        chunk = rows_at_a_time(self.num_neighbors)
-        b, variance = map_rows(of_chunk, (Xs, near), chunk)
-        scale = jnp.sqrt(jnp.maximum(variance, 0.0))
-        values = jnp.concatenate([self.residual, jnp.zeros(1, dtype)])
-        known = jnp.sum(b * values[jnp.minimum(near, n)], axis=1)  # n is none of the old ones
-        new = jnp.where(near >= n, near - n, len(Xs))
-        noise = scale[:, None] * jax.random.normal(key, (len(Xs), num_samples), dtype)
-
-        def step(f: Array, row: tuple[Array, ...]) -> tuple[Array, None]:
-            i, b, new, known, noise = row
-            value = known + linalg.matmul(jnp.where(new < len(Xs), b, 0.0), f[new]) + noise
-            return f.at[i].set(value), None
-
-        start = jnp.zeros((len(Xs) + 1, num_samples), dtype)
-        f = jax.lax.scan(step, start, (jnp.arange(len(Xs)), b, new, known, noise))[0]
-        return f[:-1].T + self.mean_function(Xs)
+        b, variance = map_rows(of_chunk, (Xs, near), rows_at_a_time(self.num_neighbors))
+        f = draw_in_turn(key, b, variance, near, self.residual[:, None], num_samples)
+        return f + self.mean_function(Xs)
 
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None

@@ -1,0 +1,136 @@
+"""Inducing points and neighbors, against the dense matrix that they stand for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.core import linalg
+from tests.conformance import each
+
+N, D, M = 50, 3, 6
+RNG = np.random.default_rng(0)
+X = RNG.uniform(size=(N, D))
+Y = np.sin(6.0 * X[:, 0]) + 0.3 * RNG.normal(size=N)
+Z = RNG.uniform(size=(M, D))
+NEW = RNG.uniform(size=(6, D))
+PARAMETERS = np.array([-1.0, -0.5, 0.0, 0.3, -3.0])
+FullScale, Cholesky = sgp.estimators.FullScale, sgp.estimators.Cholesky
+
+
+def process(estimator, parameters=PARAMETERS):
+    kernel = sgp.kernels.Matern32(jnp.exp(parameters[:3]), jnp.exp(parameters[3]))
+    return sgp.GaussianProcess(kernel, X, jnp.exp(parameters[4]), mean=0.3, estimator=estimator)
+
+
+def dense(gp, near):
+    """The covariance: features, and the residual by a sparse inverse factor."""
+    K_ZZ = linalg.add_jitter(gp.kernel.covariance(Z))
+    Phi = np.linalg.solve(np.linalg.cholesky(K_ZZ), gp.kernel(Z, X)).T
+    rest = np.asarray(gp.kernel.covariance(X)) - Phi @ Phi.T + gp.noise_variance * np.eye(N)
+    B, variances = np.eye(N), np.zeros(N)
+    for i, some in enumerate(np.asarray(near)):
+        some = some[some < N]
+        b = np.linalg.solve(rest[np.ix_(some, some)], rest[some, i])
+        B[i, some], variances[i] = -b, rest[i, i] - b @ rest[some, i]
+    inverse = np.linalg.inv(B)
+    return Phi @ Phi.T + inverse @ np.diag(variances) @ inverse.T
+
+
+def test_it_is_the_density_of_its_matrix(x64):
+    estimator = FullScale(Z, 5).find_neighbors(X)
+    assert estimator.graph is not None
+    gp = process(estimator)
+    H = dense(gp, estimator.graph.nearest)
+    expected = dist.MultivariateNormal(0.3 * np.ones(N), H)
+    several = np.stack([Y, 2.0 * Y])
+    np.testing.assert_allclose(gp.log_prob(several), expected.log_prob(several), rtol=1e-9)
+    draws = gp.sample(jax.random.key(0), (40_000,))
+    variances = np.diagonal(H)
+    error = np.sqrt((np.outer(variances, variances) + H**2) / 40_000)
+    assert np.all(np.abs(np.cov(draws.T) - H) < 5.0 * error)
+    # Its own leave-one-out distributions.
+    P = np.linalg.inv(H)
+    loo = gp.condition(Y).leave_one_out()
+    np.testing.assert_allclose(loo.loc, Y - (P @ (Y - 0.3)) / np.diagonal(P), rtol=1e-7)
+    np.testing.assert_allclose(loo.scale, np.diagonal(P) ** -0.5, rtol=1e-7)
+
+
+def test_with_all_rows_before_it_is_exact(x64):
+    exact = lambda p: process(Cholesky(), p).log_prob(Y)  # noqa: E731
+    found = lambda p: process(FullScale(Z, N - 1), p).log_prob(Y)  # noqa: E731
+    np.testing.assert_allclose(found(PARAMETERS), exact(PARAMETERS), rtol=1e-8)
+    gradient = jax.jit(jax.grad(found))(PARAMETERS)
+    np.testing.assert_allclose(gradient, jax.grad(exact)(PARAMETERS), rtol=1e-5, atol=1e-6)
+    second = jax.jit(jax.hessian(found))(PARAMETERS)
+    np.testing.assert_allclose(second, jax.hessian(exact)(PARAMETERS), rtol=1e-4, atol=1e-4)
+
+
+def test_both_together_are_closer_than_either(x64):
+    rows = np.random.default_rng(1).uniform(size=(300, 5))
+    kernel = sgp.kernels.Matern32(0.8)
+    y = sgp.GaussianProcess(kernel, rows, 0.05).sample(jax.random.key(0))
+    points = sgp.features.kmeans_points(jax.random.key(1), rows, 30)
+    error = {
+        name: abs(
+            sgp.GaussianProcess(kernel, rows, 0.05, estimator=one).log_prob(y)
+            - sgp.GaussianProcess(kernel, rows, 0.05).log_prob(y)
+        )
+        for name, one in (
+            ("points", sgp.estimators.SGPR(points)),
+            ("neighbors", sgp.estimators.Vecchia(8)),
+            ("both", FullScale(points, 8)),
+        )
+    }
+    assert error["both"] < 0.5 * min(error["points"], error["neighbors"])
+
+
+def test_the_posterior_is_exact_with_all_neighbors(x64):
+    exact, found = (process(one).condition(Y) for one in (Cholesky(), FullScale(Z, N + len(NEW))))
+    np.testing.assert_allclose(found.mean(NEW), exact.mean(NEW), rtol=1e-6)
+    np.testing.assert_allclose(found.variance(NEW), exact.variance(NEW), rtol=1e-5)
+    compiled = jax.jit(lambda rows: found.variance(rows, chunk_size=4))(NEW)
+    np.testing.assert_allclose(compiled, exact.variance(NEW), rtol=1e-5)
+    covariance = np.asarray(exact.covariance(NEW))
+    variances = np.diagonal(covariance)
+    for draws in (
+        found.sample(jax.random.key(0), NEW, 40_000),
+        found.sample_functions(jax.random.key(1), 4_000, num_features=400)(NEW),
+    ):
+        error = np.sqrt((np.outer(variances, variances) + covariance**2) / len(draws))
+        slack = 5.0 * error + (0.1 * variances.max() if len(draws) < 10_000 else 0.0)
+        assert np.all(np.abs(np.cov(draws.T) - covariance) < slack)
+        error = np.sqrt(variances / len(draws))
+        assert np.all(np.abs(np.mean(draws, axis=0) - exact.mean(NEW)) < 5.0 * error)
+
+
+@each("num", [("few", lambda: 4), ("all", lambda: N + len(NEW))])
+def test_parts_of_a_sum_add_up(num, x64):
+    kernel = sgp.kernels.RBF(0.6) + sgp.kernels.Matern12(1.0)
+    make = functools.partial(sgp.GaussianProcess, kernel, X, 0.1)
+    whole = make(estimator=FullScale(Z, num())).condition(Y)
+    parts = whole.component(lambda k: k.left), whole.component(lambda k: k.right)
+    np.testing.assert_allclose(sum(part.mean(NEW) for part in parts), whole.mean(NEW), rtol=1e-9)
+    if num() > N:
+        exact = make().condition(Y).component(lambda k: k.left)
+        np.testing.assert_allclose(parts[0].mean(NEW), exact.mean(NEW), rtol=1e-5)
+        np.testing.assert_allclose(parts[0].variance(NEW), exact.variance(NEW), rtol=1e-5)
+        draws = parts[0].sample(jax.random.key(0), NEW, 40_000)
+        np.testing.assert_allclose(np.var(draws, axis=0), exact.variance(NEW), rtol=0.05)
+
+
+def test_what_it_refuses(x64, unchecked):
+    with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, 3\)"):
+        process(FullScale(Z[:, :2])).log_prob(Y)
+    with pytest.raises(ValueError, match="is not that of which"):
+        process(FullScale(Z, 5).find_neighbors(X[:-1])).log_prob(Y)
+    with pytest.raises(ValueError, match="`FullScale` must know `observed`"):
+        jax.jit(
+            lambda observed: sgp.GaussianProcess(
+                sgp.kernels.RBF(1.0), X, 0.1, observed=observed, estimator=FullScale(Z)
+            ).log_prob(Y)
+        )(np.ones(N, bool))
