@@ -217,7 +217,11 @@ FEATURES: list[Row] = [
     ("box nan", lambda: F.HilbertSpace(rbf, 4, [[0.0], [nan]]), "`box` must be finite"),
     ("no sines", lambda: F.HilbertSpace(rbf, 0, box), "`num_basis` must be at least 1, got 0"),
     ("sines", lambda: F.HilbertSpace(rbf, (4, 4), box), "`num_basis` must be one number, or one"),
-    ("box of waves", lambda: F.HilbertSpace(K.Periodic(1.0, 1.0), 4, box), "`box` must be None"),
+    (
+        "box of waves",
+        lambda: F.HilbertSpace(K.Periodic(1.0, period=1.0), 4, box),
+        "`box` must be None",
+    ),
     ("no density", lambda: F.HilbertSpace(K.Linear(1.0), 4, box)(X), "no spectral density in clos"),
     ("columns of box", lambda: F.HilbertSpace(rbf, 4, box)(eye), "`box` must have an end for each"),
     (

@@ -79,7 +79,7 @@ def made_classes() -> set[type]:
 
     def make(name: str, factory: Callable[..., Any]) -> Any:
         if name == "POSTERIORS":  # without the work
-            return jax.eval_shape(factory, *arguments[name])
+            return jax.eval_shape(lambda: factory(*arguments[name]))
         return factory(*arguments[name])
 
     found = [make(name, f) for name, entries in registries.items() for _, f in entries]

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -25,6 +25,7 @@ from numpyro_scalegp.posteriors import conditionals
 from numpyro_scalegp.posteriors.vecchia import VecchiaPosterior, rows_at_a_time, scaled
 from numpyro_scalegp.solvers import KernelOperator
 
+Found = TypeVar("Found", bound="AbstractNeighbors")
 Ordering = Literal["maxmin", "random", "given"]
 _ORDERINGS = ("maxmin", "random", "given")
 # Data sets of which the neighbors that were found stay in memory.
@@ -69,9 +70,18 @@ def fingerprint(X: Float[Array, "n d"]) -> UInt[Array, " 2"]:
 class AbstractNeighbors(AbstractEstimator):
     """An estimator that looks at the nearest rows before each."""
 
-    num_neighbors: eqx.AbstractVar[int]
-    ordering: eqx.AbstractVar[Ordering]
-    graph: eqx.AbstractVar[NeighborGraph | None]
+    if TYPE_CHECKING:  # checkers take an `AbstractVar` for the first argument of all subclasses
+
+        @property
+        def num_neighbors(self) -> int: ...  # noqa: D102
+        @property
+        def ordering(self) -> Ordering: ...  # noqa: D102
+        @property
+        def graph(self) -> NeighborGraph | None: ...  # noqa: D102
+    else:
+        num_neighbors: eqx.AbstractVar[int]
+        ordering: eqx.AbstractVar[Ordering]
+        graph: eqx.AbstractVar[NeighborGraph | None]
 
     def __check_init__(self) -> None:
         checks.count("num_neighbors", self.num_neighbors)
@@ -79,8 +89,8 @@ class AbstractNeighbors(AbstractEstimator):
             raise ValueError(f"`ordering` must be one of {_ORDERINGS}, got {self.ordering!r}.")
 
     def find_neighbors(
-        self, X: Float[ArrayLike, "n d"], kernel: AbstractKernel | None = None
-    ) -> Self:
+        self: Found, X: Float[ArrayLike, "n d"], kernel: AbstractKernel | None = None
+    ) -> Found:
         """This estimator with the neighbors of the rows of X.
 
         Args:
@@ -105,7 +115,7 @@ class AbstractNeighbors(AbstractEstimator):
             graph = NeighborGraph(jnp.asarray(order), jnp.asarray(near), fingerprint(X))
         return dataclasses.replace(self, graph=graph)
 
-    def with_inputs(self, change: Callable[[Array], Array]) -> Self:
+    def with_inputs(self: Found, change: Callable[[Array], Array]) -> Found:
         """Refuse: which rows count decides who the neighbors are.
 
         Raises:

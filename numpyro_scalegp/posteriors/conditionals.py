@@ -1,7 +1,7 @@
 """Normal distributions of single values given their nearest neighbors, many at once."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,18 +102,14 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple, t
     return (mean, rest), (dmean, moved)
 
 
-@lasting_jvp
 def _solutions(H: Array, B: Array, L: Array) -> Array:
-    """H^-1 B, given the factor of H."""
-    white = solve_triangular(L, B, lower=True)
-    return solve_triangular(L, white, lower=True, trans=1)
+    """H^-1 B, given the factor of H, with derivatives of every order in H and B."""
 
+    def solve(_: Any, B: Array) -> Array:
+        white = solve_triangular(L, B, lower=True)
+        return solve_triangular(L, white, lower=True, trans=1)
 
-@_solutions.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    (H, B, L), (dH, dB, _) = primals, tangents
-    found = _solutions(H, B, L)
-    return found, _solutions(H, dB - _product(dH, found), L)
+    return jax.lax.custom_linear_solve(lambda B: _product(H, B), B, solve, symmetric=True)
 
 
 def _factor(H: Float[Array, "b k k"]) -> Float[Array, "b k k"]:

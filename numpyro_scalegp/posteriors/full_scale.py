@@ -158,7 +158,16 @@ class FullScalePosterior(AbstractConditioned):
         X = residual.known.X
         values = (y - mean_function(X)).astype(residual.Phi.dtype)
         weights = posterior(residual.statistics(near, values[:, None])[0])
-        return cls(residual, near, X, y, noise_variance, mean_function, values, weights)
+        return cls(
+            residual=residual,
+            near=near,
+            X=X,
+            y=y,
+            noise_variance=noise_variance,
+            mean_function=mean_function,
+            values=values,
+            weights=weights,
+        )
 
     @property
     def diagnostics(self) -> dict[str, Array]:

@@ -33,11 +33,11 @@ SMOOTH = [
 @each("kernel", [*SMOOTH, ("matern12", lambda s: sgp.kernels.Matern12(s, 0.7))])
 def test_a_spectral_density_is_the_transform_of_the_kernel(kernel, x64):
     one = kernel(0.5)
-    w = jnp.linspace(0.0, 2000.0, 400_001)[1:, None] - 0.0025  # midpoints
+    w = jnp.linspace(0.0, 1000.0, 50_001)[1:, None] - 0.01  # midpoints
     density = one.spectral_density(w)
     r = np.array([[0.0], [0.2], [0.7]])
-    found = [jnp.sum(density * jnp.cos(w[:, 0] * x)) * 0.005 / jnp.pi for x in r[:, 0]]
-    atol = 5e-4 if "12" in type(one).__name__ else 1e-6
+    found = [jnp.sum(density * jnp.cos(w[:, 0] * x)) * 0.02 / jnp.pi for x in r[:, 0]]
+    atol = 2e-3 if "12" in type(one).__name__ else 1e-6
     np.testing.assert_allclose(np.array(found), one(r[:1], r)[0], rtol=2e-4, atol=atol)
 
 
