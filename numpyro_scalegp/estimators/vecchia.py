@@ -113,7 +113,7 @@ class AbstractNeighbors(AbstractEstimator):
         order, near = _graph(_Known(as_numpy(units)), self.num_neighbors, self.ordering)
         with checks.known_values(X):
             graph = NeighborGraph(jnp.asarray(order), jnp.asarray(near), fingerprint(X))
-        return dataclasses.replace(self, graph=graph)
+        return eqx.tree_at(lambda one: one.graph, self, graph, is_leaf=lambda leaf: leaf is None)
 
     def with_inputs(self: Found, change: Callable[[Array], Array]) -> Found:
         """Refuse: which rows count decides who the neighbors are.
