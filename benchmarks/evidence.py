@@ -57,6 +57,7 @@ HEADS = {
     "sparse_seconds": "seconds before",
     "ratio": "lengthscale / exact",
     "error": "error of log p(y) a row",
+    "off": "largest difference of a mean, in exact deviations",
     "gradient_error": "of its gradient, relative",
     "search_seconds": "seconds to find neighbors",
     "predict_seconds": "seconds to predict",
@@ -206,6 +207,10 @@ RUNS = (
         "neighbors-density", "nearest_neighbors", 3, ("made up",),
         tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60)), seeds=(0, 1, 2),
         function="record_density",
+    ),
+    Run(
+        "neighbors-sampling", "nearest_neighbors", 10, ("made up",),
+        ("10 neighbors", "30 neighbors"), seeds=(0, 1, 2), function="record_sampling",
     ),
     Run(
         "neighbors-cost", "nearest_neighbors", 3, ("made up",),

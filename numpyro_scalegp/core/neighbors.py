@@ -25,7 +25,8 @@ def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
     A point is followed by the one farthest from all before it, up to a small factor: points are
     thinned level by level, so that those left are no closer than a radius, and those removed are no
     farther from them; then a level's points follow by their distance from those left. Rows that
-    repeat others come last. The same for the same rows; about O(n log n) in few columns.
+    repeat others come last. The same for the same rows; about O(n log n). In more than 16 columns,
+    where all points are about as far from each other, rows are in a random order.
 
     References:
         Guinness (2018), Permutation and Grouping Methods for Sharpening Gaussian Process
@@ -36,6 +37,8 @@ def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
     first = np.unique(X, axis=0, return_index=True)[1]
     levels = [draws.permutation(np.setdiff1d(np.arange(len(X)), first))]
     left = draws.permutation(first)
+    if X.shape[1] > _MAX_COLUMNS_OF_TREE:
+        return np.concatenate([left, *levels])
     while len(left) > _NUM_FARTHEST:
         points = X[left]
         distances, links = cKDTree(points).query(points, k=_NUM_LINKS, workers=-1)
