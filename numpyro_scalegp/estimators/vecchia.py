@@ -193,9 +193,24 @@ class Vecchia(AbstractNeighbors):
         """This estimator on a mini-batch of rows, scaled to all: unbiased over batches.
 
         Args:
-            index: the rows, as entering an `sgp.plate` gives them.
+            index: the rows, shape (b,), as entering an `sgp.plate` gives them. None may be left out
+                of the density by `observed`.
+
+        Raises:
+            ValueError: if there are none; when used, if one lies beyond the rows (NaN where it is
+                traced).
+            TypeError: if they are no integers.
         """
-        return dataclasses.replace(self, rows=jnp.asarray(index))
+        rows = checks.as_index(index)
+        checks.shape("index", rows, (rows.size,), why="one entry for each row of the mini-batch")
+        if not rows.size:
+            raise ValueError("`index` must name at least one row.")
+        return dataclasses.replace(self, rows=rows)
+
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether `on` has taken some rows."""
+        return self.rows is not None
 
     def log_prob(
         self, operator: KernelOperator, residual: Float[Array, "*batch n"], **options: Any
@@ -207,23 +222,31 @@ class Vecchia(AbstractNeighbors):
         kind = graph.nearest.dtype
         every = jnp.arange(operator.size, dtype=kind)
         index = every if self.rows is None else self.rows.astype(kind)
+        inside = jnp.all((index >= 0) & (index < operator.size))
+        if checks.is_concrete(inside) and not inside:
+            raise ValueError(
+                f"`index` must be in 0..{operator.size - 1}, got up to {int(jnp.max(index))} and "
+                f"down to {int(jnp.min(index))}."
+            )
+        check = jnp.where(inside, check, jnp.nan)
         near = graph.nearest[index]
         ones = jnp.ones(len(index), dtype)
         noise = operator.noise()
 
-        def of_chunk(chunk: tuple[Array, Array, Array]) -> Array:
+        def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             index, near, counts = chunk
             found = _systems(operator, noise, index, near)
             is_given = (near < operator.size)[..., None]
-            mean, variance = conditionals.moments(found, jnp.where(is_given, values[near], 0.0))
-            variance = variance[:, None]
-            error = values[index] - mean
+            mean, left = conditionals.moments(found, jnp.where(is_given, values[near], 0.0))
+            error, variance = values[index] - mean, left[:, None]
             terms = jnp.log(variance) + error * error / variance
-            return jnp.sum(jnp.where(counts[:, None] > 0, terms, 0.0), axis=0)
+            total = jnp.sum(jnp.where(counts[:, None] > 0, terms, 0.0), axis=0)
+            return total, conditionals.count_of_few_digits(found.variance, left)
 
         chunk = divided((index, near, ones), operator.mesh)
         size = rows_at_a_time(near.shape[1])
-        total = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
+        total, few = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
+        conditionals.warn_of_few_digits(few)
         n = operator.size
         found = -0.5 * (total * (n / len(index)) + n * math.log(2.0 * math.pi))
         return (found + check).reshape(residual.shape[:-1])

@@ -14,7 +14,8 @@ class WhitenReparam(Reparam):
     """A reparameterizer of NumPyro's that makes a latent GP of independent normals, f = L v.
 
     L is the Cholesky factor of K(X, X), and v, the site "NAME_white", is what a sampler sees; of a
-    `WeightSpaceGP`, f = Phi S^(-1/2) v with as many values as features, in O(n m).
+    `WeightSpaceGP`, f = Phi S^(-1/2) v with as many values as features, in O(n m); of a
+    `NearestNeighborGP`, L is that of its own covariance, in O(n m^3).
     Values of a smooth function depend on each other and on the lengthscale, so that NUTS over them
     takes short steps: with v effective sample sizes are larger by far where observations say little
     of each value, as counts do. Where they say much (a normal likelihood of little noise) f itself
@@ -23,7 +24,7 @@ class WhitenReparam(Reparam):
     was before.
 
     Raises:
-        TypeError: if the site is no `LatentGP` or `WeightSpaceGP`.
+        TypeError: if the site is no `LatentGP`, `NearestNeighborGP` or `WeightSpaceGP`.
         ValueError: if it is observed.
 
     References:
@@ -55,7 +56,8 @@ class WhitenReparam(Reparam):
         fn, *_ = self._unwrap(fn)
         if not isinstance(fn, AbstractPriorGP):
             raise TypeError(
-                f"`{name}` must be a `LatentGP` or a `WeightSpaceGP`, got a `{type(fn).__name__}`."
+                f"`{name}` must be a `LatentGP`, a `NearestNeighborGP` or a `WeightSpaceGP`, got a "
+                f"`{type(fn).__name__}`."
             )
         if obs is not None:
             raise ValueError(f"`{name}` is observed, so there is nothing to sample.")

@@ -82,6 +82,19 @@ def weights(found: Systems) -> tuple[Float[Array, "b k"], Float[Array, " b"]]:
     return b, found.variance - jnp.sum(b * found.C, axis=1)
 
 
+def count_of_few_digits(variance: Float[Array, " b"], left: Float[Array, " b"]) -> Float[Array, ""]:
+    """How many variances have so little left, given the others, that rounding shows."""
+    rounding = linalg.FEW_ROUNDINGS * jnp.finfo(left.dtype).eps
+    few = jax.lax.stop_gradient(left < rounding * variance)
+    return jnp.sum(few.astype(left.dtype))
+
+
+def warn_of_few_digits(count: Float[Array, ""]) -> None:
+    """Warn, on the host, if there are any."""
+    none = jnp.zeros((), jnp.int32)
+    linalg.warn_of_steps(jnp.ones((), bool), none, few=jax.lax.stop_gradient(count) > 0)
+
+
 @lasting_jvp
 def _moments(H: Array, C: Array, variance: Array, values: Array, L: Array) -> tuple[Array, Array]:
     white = solve_triangular(L, jnp.concatenate([C[..., None], values], axis=2), lower=True)

@@ -11,7 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk, sum_rows
+from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.features.linear_model import Statistics, Weights, posterior, statistics_of
@@ -25,7 +25,7 @@ from numpyro_scalegp.posteriors.function_samples import (
     zero_function,
 )
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
-from numpyro_scalegp.posteriors.vecchia import Neighbors, draw_in_turn
+from numpyro_scalegp.posteriors.vecchia import Neighbors, draw_in_turn, rows_at_a_time
 
 
 class Decorrelated(NamedTuple):
@@ -85,8 +85,8 @@ class Residual(eqx.Module):
 
     def rows_at_a_time(self) -> int:
         """Rows of a chunk."""
-        k, M = self.known.num + 1, self.Phi.shape[1]
-        return rows_per_chunk(8 * k * k + 4 * k * M)
+        k = self.known.num
+        return rows_at_a_time(k, 4 * (k + 1) * self.Phi.shape[1])
 
     def of_rows(self, near: Int[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array, " n"]]:
         """The neighbors' weights for each known row, and the variance that these leave."""
@@ -106,17 +106,25 @@ class Residual(eqx.Module):
     ) -> tuple[Statistics, Float[Array, ""]]:
         """The linear model of the decorrelated known rows, and the sum of log variances."""
 
-        def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Statistics, Array]:
+        def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Statistics, Array, Array]:
             index, near, counts = chunk
             rows, own = self.known.X[index], values[index]
             found = self.decorrelated(near, rows, values, own, self.known.noise[index])
             statistics = statistics_of(found.features, counts / found.variance, found.values)
             logs = jnp.where(counts > 0, jnp.log(found.variance), 0.0)
-            return statistics, jnp.sum(logs)
+            whole = self.known.kernel.diag(rows).astype(logs.dtype)
+            return (
+                statistics,
+                jnp.sum(logs),
+                conditionals.count_of_few_digits(whole, found.variance),
+            )
 
         every = jnp.arange(len(near), dtype=near.dtype)
         chunk = every, near, jnp.ones(len(near), values.dtype)
-        return sum_rows(of_chunk, chunk, self.rows_at_a_time(), kept=(conditionals.SOLUTIONS,))
+        kept = (conditionals.SOLUTIONS,)
+        found, logs, few = sum_rows(of_chunk, chunk, self.rows_at_a_time(), kept=kept)
+        conditionals.warn_of_few_digits(few)
+        return found, logs
 
 
 class FullScalePosterior(AbstractConditioned):
@@ -181,7 +189,8 @@ class FullScalePosterior(AbstractConditioned):
         return dataclasses.replace(self, part=own.restrict(change), mean_function=zero)
 
     def _size(self, chunk_size: int | None) -> int:
-        return self.residual.rows_at_a_time() if chunk_size is None else chunk_size
+        size = self.residual.rows_at_a_time()
+        return size if chunk_size is None else min(size, chunk_size)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._moments(Xs, self.residual.known.nearest(Xs), chunk_size)[0]
@@ -330,5 +339,6 @@ class FullScaleFunctionSamples(AbstractFunctionSamples):
             update = matmul(of_f(rows).astype(self.rest.dtype), self.weights) - found.values
             return self.mean_function(rows)[:, None] + drawn + update
 
-        size = self.residual.rows_at_a_time() if chunk_size is None else chunk_size
+        size = self.residual.rows_at_a_time()
+        size = size if chunk_size is None else min(size, chunk_size)
         return map_rows(of_chunk, (Xs, near), size).T

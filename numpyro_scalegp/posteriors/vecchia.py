@@ -24,6 +24,10 @@ from numpyro_scalegp.posteriors.function_samples import (
 )
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
+# Operations of the factorizations of a chunk. On CPUs jaxlib 0.10 shares those of more among
+# threads, and two such calls in one program may wait for each other for ever. Speed is the same.
+_MAX_OPERATIONS = 1.5e6
+
 
 def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
     """The inputs in units of a kernel's lengthscales, those of all its parts side by side.
@@ -35,9 +39,18 @@ def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"
     return jnp.concatenate(found, axis=1) if found else X
 
 
-def rows_at_a_time(num_neighbors: int) -> int:
-    """Rows of a chunk, with a few matrices of the neighbors' covariance for each."""
-    return rows_per_chunk(8 * (num_neighbors + 1) ** 2)
+def rows_at_a_time(num_neighbors: int, width: int = 0) -> int:
+    """Rows of a chunk, with a few matrices of the neighbors' covariance for each.
+
+    Args:
+        num_neighbors: of each row.
+        width: further entries for each row.
+    """
+    size = num_neighbors + 1
+    found = rows_per_chunk(8 * size**2 + width)
+    if jax.default_backend() != "cpu":
+        return found
+    return min(found, max(1, int(_MAX_OPERATIONS // size**3)))
 
 
 class Neighbors(eqx.Module):
@@ -164,7 +177,8 @@ class VecchiaPosterior(AbstractConditioned):
         return Neighbors(self.kernel, self.X, self.noise, self.num_neighbors)
 
     def _size(self, chunk_size: int | None) -> int:
-        return rows_at_a_time(self.num_neighbors) if chunk_size is None else chunk_size
+        size = rows_at_a_time(self.num_neighbors)
+        return size if chunk_size is None else min(size, chunk_size)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._moments(Xs, self._known.nearest(Xs), chunk_size)[0]
@@ -255,5 +269,6 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
             update = conditionals.moments(found, values)[0]
             return self.mean_function(rows)[:, None] + drawn + update
 
-        size = rows_at_a_time(self.known.num) if chunk_size is None else chunk_size
+        size = rows_at_a_time(self.known.num)
+        size = size if chunk_size is None else min(size, chunk_size)
         return map_rows(of_chunk, (Xs, near), size).T

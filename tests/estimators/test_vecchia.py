@@ -134,6 +134,42 @@ def test_mini_batches_are_unbiased(x64):
     np.testing.assert_allclose(np.mean([one[1] for one in parts], axis=0), whole[1], rtol=1e-10)
 
 
+def test_batches_that_cannot_be_are_refused(x64, unchecked):
+    estimator = Vecchia(5).find_neighbors(X)
+    for rows in ([N], [-1], [3, N + 7]):
+        with pytest.raises(ValueError, match=f"`index` must be in 0\\.\\.{N - 1}"):
+            density(estimator.on(rows))(PARAMETERS)
+        value = jax.jit(lambda rows: density(estimator.on(rows))(PARAMETERS))
+        assert np.isnan(value(jnp.array(rows)))
+    for rows in (np.ones(N, bool), [0.5]):
+        with pytest.raises(TypeError, match="`index` must hold integers"):
+            estimator.on(rows)
+    with pytest.raises(ValueError, match="at least one row"):
+        estimator.on(np.zeros(0, int))
+    observed = np.arange(N) > 3
+    gp = sgp.GaussianProcess(
+        sgp.kernels.RBF(1.0), X, 0.1, observed=observed, estimator=Vecchia(5).on([2, 3])
+    )
+    with pytest.raises(ValueError, match="`observed` and a mini-batch of rows"):
+        gp.log_prob(Y)
+
+    def inside(X, y):
+        with sgp.plate("rows", N, 6) as index:
+            gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1, estimator=estimator.on(index))
+            numpyro.sample("y", gp, obs=y)
+
+    with pytest.raises(ValueError, match="stands outside of the plate"):
+        numpyro.handlers.seed(inside, 0)(X, Y)
+
+
+def test_few_digits_are_warned_of():
+    rows = np.linspace(0.0, 1.0, 200, dtype=np.float32)[:, None]
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), rows, 1e-6, estimator=Vecchia(8))
+    with pytest.warns(RuntimeWarning, match="few digits left"):
+        gp.log_prob(np.sin(rows[:, 0])).block_until_ready()
+        jax.effects_barrier()
+
+
 def test_neighbors_of_other_rows_are_refused(x64, unchecked):
     estimator = Vecchia(5).find_neighbors(X)
     for rows in (X[:-1], X + 1.0):

@@ -128,6 +128,23 @@ def test_a_periodic_kernel_has_its_own_series(x64):
     assert np.isfinite(jax.grad(total)(0.7))
 
 
+def test_amplitudes_that_underflow_leave_a_gradient():
+    """In single precision, where a smooth kernel has no power at the highest frequencies."""
+    rows = np.linspace(0.0, 5.0, 30, dtype=np.float32)[:, None]
+    box, num = HilbertSpace.box_and_num_basis(rows, (0.2, 2.0), sgp.kernels.RBF)
+
+    def of_box(scale):
+        return jnp.sum(HilbertSpace(sgp.kernels.RBF(scale), num, box)(rows))
+
+    def of_series(scale):
+        return jnp.sum(HilbertSpace(sgp.kernels.Periodic(scale, period=1.0), 20)(rows))
+
+    for total, scale in ((of_box, 2.0), (of_series, 3.0)):
+        gradient = jax.grad(total)(jnp.float32(scale))
+        step = (total(jnp.float32(1.01 * scale)) - total(jnp.float32(0.99 * scale))) / 0.02 / scale
+        np.testing.assert_allclose(gradient, step, rtol=0.02, atol=1e-3)
+
+
 def test_sums_and_products(x64):
     box = np.array([[-1.5], [2.5]])
     trend = HilbertSpace(sgp.kernels.RBF(0.4), 40, box)
