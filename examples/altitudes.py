@@ -1,7 +1,7 @@
 """How high the land lies: the altitudes of 1,300 airports, and NUTS with nearest neighbors.
 
 A Gaussian process over the globe, with a rough Matern-1/2 kernel, of the altitudes of the airports
-of the contiguous United States. Its density is that of each airport given its thirty nearest ones
+of the contiguous United States. Its density is that of each airport given its fifteen nearest ones
 before it (Vecchia's approximation), so that a gradient costs no cube of the number of airports.
 Every sixth airport is held out.
 
@@ -58,7 +58,7 @@ def model(X, altitude=None, *, estimator):
     numpyro.sample("altitude", gp, obs=altitude)
 
 
-def main(num_warmup=300, num_samples=200, grid=(60, 100), folder="outputs/altitudes"):
+def main(num_warmup=150, num_samples=100, grid=(40, 70), folder="outputs/altitudes"):
     """Sample, score, average, draw; returns the scores."""
     latitude, longitude, altitude = load()
     X = space(latitude, longitude)
@@ -66,7 +66,7 @@ def main(num_warmup=300, num_samples=200, grid=(60, 100), folder="outputs/altitu
     train, test = (X[~held], altitude[~held]), (X[held], altitude[held])
     print(f"{len(train[0])} airports, and {len(test[0])} that are held out")
 
-    estimator = sgp.estimators.Vecchia(num_neighbors=30)
+    estimator = sgp.estimators.Vecchia(num_neighbors=15)
     mcmc = MCMC(
         NUTS(model, init_strategy=init_to_median),
         num_warmup=num_warmup,
@@ -89,9 +89,9 @@ def main(num_warmup=300, num_samples=200, grid=(60, 100), folder="outputs/altitu
     print(f"held out: RMSE {scores['rmse']:.3f} km, beside a deviation of", end=" ")
     print(f"{scores['deviation']:.3f}; the 90 % interval holds {scores['coverage']:.0%}")
 
-    colorado = np.meshgrid(np.linspace(37.0, 41.0, 17), np.linspace(-109.05, -102.05, 29))
+    colorado = np.meshgrid(np.linspace(37.0, 41.0, 9), np.linspace(-109.05, -102.05, 15))
     weights = np.cos(np.radians(colorado[0])).ravel()
-    functions = posterior.sample(jax.random.key(1), space(*colorado).reshape(-1, 3), 200)
+    functions = posterior.sample(jax.random.key(1), space(*colorado).reshape(-1, 3), 100)
     averages = functions @ (weights / weights.sum())
     scores["average"], scores["of average"] = float(averages.mean()), float(averages.std())
     print(f"mean altitude of Colorado: {averages.mean():.2f} ± {averages.std():.2f} km")
@@ -124,6 +124,6 @@ def draw(folder, longitude, latitude, held, posterior, grid):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-warmup", type=int, default=300)
-    parser.add_argument("--num-samples", type=int, default=200)
+    parser.add_argument("--num-warmup", type=int, default=150)
+    parser.add_argument("--num-samples", type=int, default=100)
     main(**vars(parser.parse_args()))

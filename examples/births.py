@@ -1,6 +1,6 @@
 """Births by day: several Hilbert-space GPs under NUTS.
 
-The number of births on each day of seven years, as the sum of a slow trend, a course of the year, a
+The number of births on each day of two years, as the sum of a slow trend, a course of the year, a
 weekly pattern whose depth grows, and noise: after Gelman et al. (2013), Bayesian Data Analysis,
 chapter 21. The data are made up in the likeness of the American ones, whose file may be given with
 `--csv` (columns year, month, day and births).
@@ -28,7 +28,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 # Years before and after the data that the slow functions' box covers.
-BOX = (-3.0, 11.0)
+BOX = (-2.0, 6.0)
 
 
 def load(csv, num_years):
@@ -78,7 +78,7 @@ def model(t, weekday, births=None):
         numpyro.sample("births", dist.Normal(mean, noise), obs=births)
 
 
-def main(num_years=7, csv=None, num_warmup=400, num_samples=400, folder="outputs/births"):
+def main(num_years=2, csv=None, num_warmup=100, num_samples=100, folder="outputs/births"):
     """Sample, look, draw; returns the draws' means and the fit's residual deviation."""
     t, weekday, births = load(csv, num_years)
     white = {name: sgp.infer.WhitenReparam() for name in ("trend", "year", "depth")}
@@ -131,6 +131,6 @@ def draw(folder, t, parts, effect):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-years", type=int, default=7)
+    parser.add_argument("--num-years", type=int, default=2)
     parser.add_argument("--csv", help="a file of births by day")
     main(**vars(parser.parse_args()))
