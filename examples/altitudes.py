@@ -114,7 +114,9 @@ def draw(folder, longitude, latitude, held, posterior, grid):
         values = np.where(far, np.nan, values).reshape(places[0].shape)
         colors = panel.pcolormesh(places[1], places[0], values, rasterized=True)
         figure.colorbar(colors, label=name, location="top")
-        panel.plot(longitude[~held], latitude[~held], ".", color="w", markersize=1.5, alpha=0.6)
+        panel.plot(
+            longitude[~held], latitude[~held], ".", color="w", markersize=1.5, rasterized=True
+        )
         panel.set(xlabel="longitude (degrees)", aspect=1.3)
     panels[0].set_ylabel("latitude (degrees)")
     Path(folder).mkdir(parents=True, exist_ok=True)

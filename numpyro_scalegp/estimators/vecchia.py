@@ -235,6 +235,8 @@ class Vecchia(AbstractNeighbors):
 
         def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             index, near, counts = chunk
+            # Rows that fill a chunk have no neighbors.
+            near = jnp.where(counts[:, None] > 0, near, operator.size)
             found = _systems(operator, noise, index, near)
             is_given = (near < operator.size)[..., None]
             mean, left = conditionals.moments(found, jnp.where(is_given, values[near], 0.0))

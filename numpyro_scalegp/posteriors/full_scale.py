@@ -108,6 +108,8 @@ class Residual(eqx.Module):
 
         def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Statistics, Array, Array]:
             index, near, counts = chunk
+            # Rows that fill a chunk have no neighbors.
+            near = jnp.where(counts[:, None] > 0, near, len(self.Phi))
             rows, own = self.known.X[index], values[index]
             found = self.decorrelated(near, rows, values, own, self.known.noise[index])
             statistics = statistics_of(found.features, counts / found.variance, found.values)
