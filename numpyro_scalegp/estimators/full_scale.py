@@ -109,9 +109,11 @@ class FullScale(AbstractNeighbors):
         weight_key, key = jax.random.split(key)
         n, M = rest.Phi.shape
         w = jax.random.normal(weight_key, (num_samples, M), rest.Phi.dtype)
-        b, variance = rest.of_rows(graph.nearest)
+        # No values: the weights of neighbors are of inputs alone.
+        found = rest.of_rows(graph.nearest, rest.Phi[:, :0])
         white = jax.random.normal(key, (num_samples, n), rest.Phi.dtype)
-        return matmul(w, rest.Phi.T) + in_order(graph, b, variance, white) + check
+        drawn = in_order(graph, found.weights, found.variance, white)
+        return matmul(w, rest.Phi.T) + drawn + check
 
     def _residual(self, operator: KernelOperator) -> Residual:
         Z, dtype = self.inducing_points, operator.dtype

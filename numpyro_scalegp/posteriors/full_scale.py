@@ -83,20 +83,18 @@ class Residual(eqx.Module):
             b,
         )
 
-    def rows_at_a_time(self) -> int:
+    def rows_at_a_time(self, most: int | None = None) -> int:
         """Rows of a chunk."""
         k = self.known.num
-        return rows_at_a_time(k, 4 * (k + 1) * self.Phi.shape[1])
+        return rows_at_a_time(k, 4 * (k + 1) * self.Phi.shape[1], most)
 
-    def of_rows(self, near: Int[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array, " n"]]:
-        """The neighbors' weights for each known row, and the variance that these leave."""
-        nothing = jnp.zeros((len(self.Phi), 1), self.Phi.dtype)
+    def of_rows(self, near: Int[Array, "n k"], values: Float[Array, "n s"]) -> Decorrelated:
+        """What the known rows have beyond their neighbors."""
 
-        def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        def of_chunk(chunk: tuple[Array, Array]) -> Decorrelated:
             index, near = chunk
-            own = nothing[index], self.known.noise[index]
-            found = self.decorrelated(near, self.known.X[index], nothing, *own)
-            return found.weights, found.variance
+            own = values[index], self.known.noise[index]
+            return self.decorrelated(near, self.known.X[index], values, *own)
 
         every = jnp.arange(len(near), dtype=near.dtype)
         return map_rows(of_chunk, (every, near), self.rows_at_a_time())
@@ -190,10 +188,6 @@ class FullScalePosterior(AbstractConditioned):
         zero = zero_function(self.values.dtype)
         return dataclasses.replace(self, part=own.restrict(change), mean_function=zero)
 
-    def _size(self, chunk_size: int | None) -> int:
-        size = self.residual.rows_at_a_time()
-        return size if chunk_size is None else min(size, chunk_size)
-
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._moments(Xs, self.residual.known.nearest(Xs), chunk_size)[0]
 
@@ -216,7 +210,7 @@ class FullScalePosterior(AbstractConditioned):
             variance = jnp.maximum(found.variance, 0.0) + jnp.sum(jnp.square(spread), axis=1)
             return self.mean_function(rows) + mean, variance
 
-        return map_rows(of_chunk, (Xs, near), self._size(chunk_size))
+        return map_rows(of_chunk, (Xs, near), self.residual.rows_at_a_time(chunk_size))
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all others, under the approximation.
@@ -230,16 +224,7 @@ class FullScalePosterior(AbstractConditioned):
 
     @eqx.filter_jit
     def _left_out(self) -> tuple[Array, Array]:
-        known, n = self.residual.known, len(self.values)
-
-        def of_chunk(chunk: tuple[Array, Array]) -> Decorrelated:
-            index, near = chunk
-            own = self.values[index][:, None], known.noise[index]
-            return self.residual.decorrelated(near, known.X[index], self.values[:, None], *own)
-
-        every = jnp.arange(n, dtype=self.near.dtype)
-        size = self.residual.rows_at_a_time()
-        found = map_rows(of_chunk, (every, self.near), size)
+        found = self.residual.of_rows(self.near, self.values[:, None])
         precision = 1.0 / found.variance
         W = self.weights.whitening
 
@@ -341,6 +326,4 @@ class FullScaleFunctionSamples(AbstractFunctionSamples):
             update = matmul(of_f(rows).astype(self.rest.dtype), self.weights) - found.values
             return self.mean_function(rows)[:, None] + drawn + update
 
-        size = self.residual.rows_at_a_time()
-        size = size if chunk_size is None else min(size, chunk_size)
-        return map_rows(of_chunk, (Xs, near), size).T
+        return map_rows(of_chunk, (Xs, near), self.residual.rows_at_a_time(chunk_size)).T

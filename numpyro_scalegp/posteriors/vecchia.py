@@ -39,18 +39,19 @@ def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"
     return jnp.concatenate(found, axis=1) if found else X
 
 
-def rows_at_a_time(num_neighbors: int, width: int = 0) -> int:
+def rows_at_a_time(num_neighbors: int, width: int = 0, most: int | None = None) -> int:
     """Rows of a chunk, with a few matrices of the neighbors' covariance for each.
 
     Args:
         num_neighbors: of each row.
         width: further entries for each row.
+        most: how many rows at most.
     """
     size = num_neighbors + 1
     found = rows_per_chunk(8 * size**2 + width)
-    if jax.default_backend() != "cpu":
-        return found
-    return min(found, max(1, int(_MAX_OPERATIONS // size**3)))
+    if jax.default_backend() == "cpu":
+        found = min(found, max(1, int(_MAX_OPERATIONS // size**3)))
+    return found if most is None else min(found, most)
 
 
 class Neighbors(eqx.Module):
@@ -176,10 +177,6 @@ class VecchiaPosterior(AbstractConditioned):
     def _known(self) -> Neighbors:
         return Neighbors(self.kernel, self.X, self.noise, self.num_neighbors)
 
-    def _size(self, chunk_size: int | None) -> int:
-        size = rows_at_a_time(self.num_neighbors)
-        return size if chunk_size is None else min(size, chunk_size)
-
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._moments(Xs, self._known.nearest(Xs), chunk_size)[0]
 
@@ -197,7 +194,8 @@ class VecchiaPosterior(AbstractConditioned):
             mean, variance = conditionals.moments(found, values[..., None])
             return self.mean_function(rows) + mean[:, 0], jnp.maximum(variance, 0.0)
 
-        return map_rows(of_chunk, (Xs, near), self._size(chunk_size))
+        size = rows_at_a_time(self.num_neighbors, most=chunk_size)
+        return map_rows(of_chunk, (Xs, near), size)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given its nearest others."""
@@ -269,6 +267,5 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
             update = conditionals.moments(found, values)[0]
             return self.mean_function(rows)[:, None] + drawn + update
 
-        size = rows_at_a_time(self.known.num)
-        size = size if chunk_size is None else min(size, chunk_size)
+        size = rows_at_a_time(self.known.num, most=chunk_size)
         return map_rows(of_chunk, (Xs, near), size).T
