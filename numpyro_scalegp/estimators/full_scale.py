@@ -19,7 +19,6 @@ from numpyro_scalegp.estimators.vecchia import (
 from numpyro_scalegp.features.linear_model import log_densities_given
 from numpyro_scalegp.posteriors.collapsed import WhitenedPoints
 from numpyro_scalegp.posteriors.full_scale import FullScalePosterior, Residual
-from numpyro_scalegp.posteriors.vecchia import Neighbors
 from numpyro_scalegp.solvers import KernelOperator
 
 
@@ -123,5 +122,4 @@ class FullScale(AbstractNeighbors):
         Phi = map_rows(
             lambda rows: features(rows).astype(dtype), operator.X, rows_per_chunk(len(Z))
         )
-        known = Neighbors(operator.kernel, operator.X, operator.noise(), self.num_neighbors)
-        return Residual(known, features, Phi)
+        return Residual(self._known(operator), features, Phi)

@@ -22,7 +22,12 @@ from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import conditionals
-from numpyro_scalegp.posteriors.vecchia import VecchiaPosterior, rows_at_a_time, scaled
+from numpyro_scalegp.posteriors.vecchia import (
+    Neighbors,
+    VecchiaPosterior,
+    rows_at_a_time,
+    scaled,
+)
 from numpyro_scalegp.solvers import KernelOperator
 
 Found = TypeVar("Found", bound="AbstractNeighbors")
@@ -126,6 +131,10 @@ class AbstractNeighbors(AbstractEstimator):
             "one Gaussian process: give `observed` as an array of NumPy, and write a site for each "
             "group."
         )
+
+    def _known(self, operator: KernelOperator) -> Neighbors:
+        noise = operator.noise()
+        return Neighbors(operator.kernel, operator.X, noise, self.num_neighbors)
 
     def _graph_of(self, operator: KernelOperator) -> NeighborGraph:
         if self.graph is not None:
@@ -231,13 +240,13 @@ class Vecchia(AbstractNeighbors):
         check = jnp.where(inside, check, jnp.nan)
         near = graph.nearest[index]
         ones = jnp.ones(len(index), dtype)
-        noise = operator.noise()
+        known = self._known(operator)
 
         def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             index, near, counts = chunk
             # Rows that fill a chunk have no neighbors.
             near = jnp.where(counts[:, None] > 0, near, operator.size)
-            found = _systems(operator, noise, index, near)
+            found = known.observations(index, near)
             is_given = (near < operator.size)[..., None]
             mean, left = conditionals.moments(found, jnp.where(is_given, values[near], 0.0))
             error, variance = values[index] - mean, left[:, None]
@@ -283,15 +292,15 @@ class Vecchia(AbstractNeighbors):
         self, operator: KernelOperator, white: Float[Array, "num_samples n"]
     ) -> Float[Array, "num_samples n"]:
         """Make draws from the approximation of standard normal values, one a row."""
-        graph, noise, n = self._graph_of(operator), operator.noise(), operator.size
+        graph, known = self._graph_of(operator), self._known(operator)
         check = graph.check(operator.X)
 
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-            return conditionals.weights(_systems(operator, noise, *chunk))
+            return conditionals.weights(known.observations(*chunk))
 
         near = graph.nearest
         chunk = rows_at_a_time(near.shape[1])
-        b, variance = map_rows(of_chunk, (jnp.arange(n, dtype=near.dtype), near), chunk)
+        b, variance = map_rows(of_chunk, (jnp.arange(len(near), dtype=near.dtype), near), chunk)
         return in_order(graph, b, variance, white) + check
 
 
@@ -317,17 +326,6 @@ _TRACED = (
     "`X` is traced, and the neighbors of its rows are found on the host: find them beforehand, by "
     "`estimator.find_neighbors(X, kernel)`, and give the `GaussianProcess` that estimator."
 )
-
-
-def _systems(
-    operator: KernelOperator, noise: Array, index: Array, near: Array
-) -> conditionals.Systems:
-    """The systems of some observations, with their noise, given those near them."""
-    is_given = near < operator.size
-    safe = jnp.where(is_given, near, index[:, None])
-    X = operator.X
-    found = conditionals.systems(operator.kernel, X[safe], noise[safe], is_given, X[index])
-    return found._replace(variance=found.variance + noise[index])
 
 
 class _Known:
