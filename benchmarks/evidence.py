@@ -58,7 +58,7 @@ HEADS = {
     "ratio": "lengthscale / exact",
     "error": "error of log p(y) a row",
     "off": "largest difference of a mean, in exact deviations",
-    "gradient_error": "of its gradient, relative",
+    "gradient_error": "of its gradient",
     "search_seconds": "seconds to find neighbors",
     "predict_seconds": "seconds to predict",
     "mae": "MAE",
@@ -209,8 +209,13 @@ RUNS = (
         function="record_density",
     ),
     Run(
-        "neighbors-sampling", "nearest_neighbors", 10, ("made up",),
-        ("10 neighbors", "30 neighbors"), seeds=(0, 1, 2), function="record_sampling",
+        "neighbors-density-quiet", "nearest_neighbors", 3, ("made up",),
+        tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60)), seeds=(0, 1, 2),
+        function="record_density", options={"noise": 0.01},
+    ),
+    Run(
+        "neighbors-sampling", "nearest_neighbors", 10, ("made up",), ("30 neighbors",),
+        seeds=(0, 1, 2), function="record_sampling",
     ),
     Run(
         "neighbors-cost", "nearest_neighbors", 3, ("made up",),

@@ -255,7 +255,7 @@ class Vecchia(AbstractNeighbors):
             return total, conditionals.count_of_few_digits(found.variance, left)
 
         chunk = divided((index, near, ones), operator.mesh)
-        size = rows_at_a_time(near.shape[1])
+        size = rows_at_a_time(near.shape[1], columns=1 + values.shape[1])
         total, few = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
         conditionals.warn_of_few_digits(few)
         n = operator.size

@@ -153,7 +153,12 @@ class WeightSpaceGP(AbstractPriorGP):
         Args:
             white: shape (..., m).
         """
-        return matmul(white, self._root(self.X).T)
+        if self.has_dense_precision:
+            return matmul(white, self._root(self.X).T)
+        basis, amplitudes = self.features.basis_and_amplitudes(self.X)
+        if self.precision is not None:
+            amplitudes = amplitudes / jnp.sqrt(self.precision)
+        return matmul(white * amplitudes, basis.T)
 
     def condition(self, f: Float[ArrayLike, " n"]) -> AbstractConditioned:
         """The posterior of the function given its values at X, such as one draw of NUTS.

@@ -59,6 +59,17 @@ class AbstractFeatures(eqx.Module):
         X = checks.inputs("X", X)
         return self.columns(X, jnp.arange(self.size(X)))
 
+    def basis_and_amplitudes(
+        self, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, "n m"], Float[Array, "*m"]]:
+        """All features as a basis, multiplied by amplitudes, shape (m,) or ().
+
+        Where hyperparameters enter by amplitudes alone, products with weights multiply these first,
+        and no matrix changes with hyperparameters.
+        """
+        basis = self(X)
+        return basis, jnp.ones((), basis.dtype)
+
     @property
     def has_dense_precision(self) -> bool:
         """Whether the weights' prior precision S is a matrix, not the identity."""
@@ -195,6 +206,19 @@ class SumOfFeatures(AbstractCompositeFeatures):
         parts = zip((self.left, self.right), self.active, strict=True)
         found = [part(X) if on else jnp.zeros_like(part(X)) for part, on in parts]
         return jnp.concatenate(found, axis=1)
+
+    def basis_and_amplitudes(
+        self, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
+        """Those of both maps side by side; amplitudes of zero where one is not active."""
+        parts, amplitudes = [], []
+        for part, on in zip((self.left, self.right), self.active, strict=True):
+            basis, own = part.basis_and_amplitudes(X)
+            parts.append(basis)
+            amplitudes.append(jnp.broadcast_to(own if on else jnp.zeros_like(own), basis.shape[1:]))
+        with checks.known_values(*parts):
+            whole = jnp.concatenate(parts, axis=1)
+        return whole, jnp.concatenate(amplitudes)
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The sum of the active terms' covariances."""

@@ -186,6 +186,21 @@ class HilbertSpace(AbstractKernelFeatures):
 
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
         """The features `index`, shape (n, num)."""
+        waves, amplitudes = self._factors(X, index)
+        return amplitudes * waves
+
+    def basis_and_amplitudes(
+        self, X: Float[Array, "n d"]
+    ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
+        """The sines, and the roots of their spectral densities."""
+        X = checks.inputs("X", X)
+        with checks.known_values(X):
+            index = jnp.arange(self.num_features)
+        return self._factors(X, index)
+
+    def _factors(
+        self, X: Float[Array, "n d"], index: Int[Array, " num"]
+    ) -> tuple[Float[Array, "n num"], Float[Array, " num"]]:
         kernel, scale = self.kernel, None
         while isinstance(kernel, ActiveDims | Scaled):
             if isinstance(kernel, Scaled):
@@ -194,19 +209,19 @@ class HilbertSpace(AbstractKernelFeatures):
                 X = kernel._seen(X)
             kernel = kernel.kernel
         if isinstance(kernel, Periodic):
-            features = self._waves(kernel, X, index)
+            waves, amplitudes = self._waves(kernel, X, index)
         else:
-            features = self._sines(kernel, X, index)
-        return features if scale is None else jnp.sqrt(scale) * features
+            waves, amplitudes = self._sines(kernel, X, index)
+        return waves, amplitudes if scale is None else jnp.sqrt(scale) * amplitudes
 
     def _sines(
         self, kernel: AbstractKernel, X: Float[Array, "n d"], index: Int[Array, " num"]
-    ) -> Float[Array, "n num"]:
+    ) -> tuple[Float[Array, "n num"], Float[Array, " num"]]:
         # Not under a trace, where all is known: a sampler's gradient has one product then.
         few = len(X) * len(index) <= _MAX_KNOWN
         with checks.known_values(X, self.box, index) if few else contextlib.nullcontext():
             sines, frequencies = self._sines_and_frequencies(X, index)
-        return _root(kernel.spectral_density(frequencies)) * sines
+        return sines, _root(kernel.spectral_density(frequencies))
 
     def _sines_and_frequencies(
         self, X: Float[Array, "n d"], index: Int[Array, " num"]
@@ -225,7 +240,7 @@ class HilbertSpace(AbstractKernelFeatures):
 
     def _waves(
         self, kernel: Periodic, X: Float[Array, "n 1"], index: Int[Array, " num"]
-    ) -> Float[Array, "n num"]:
+    ) -> tuple[Float[Array, "n num"], Float[Array, " num"]]:
         if X.shape[1] != 1:
             raise ValueError(
                 f"`Periodic` has a series of one column, got inputs of {X.shape[1]}: write "
@@ -236,9 +251,12 @@ class HilbertSpace(AbstractKernelFeatures):
         amplitude = _root(kernel.variance * weights * jnp.where(number > 0, 2.0, 1.0))
         # A remainder is exact, while many periods leave few digits to a quotient.
         period = kernel.period.reshape(())
-        turns = (jnp.fmod(X, period) / period) * number
-        is_sine = (index > 0) & (index % 2 == 0)
-        return amplitude * cos_of_turns(turns - jnp.where(is_sine, 0.25, 0.0).astype(X.dtype))
+        few = len(X) * len(index) <= _MAX_KNOWN
+        with checks.known_values(X, period, index) if few else contextlib.nullcontext():
+            turns = (jnp.fmod(X, period) / period) * number
+            is_sine = (index > 0) & (index % 2 == 0)
+            waves = cos_of_turns(turns - jnp.where(is_sine, 0.25, 0.0).astype(X.dtype))
+        return waves, amplitude
 
     def _inside(self, X: Float[Array, "n d"]) -> Float[Array, "n d"]:
         """The inputs, or an error; NaN where one that is traced lies outside."""

@@ -24,9 +24,10 @@ from numpyro_scalegp.posteriors.function_samples import (
 )
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
-# Operations of the factorizations of a chunk. On CPUs jaxlib 0.10 shares those of more among
-# threads, and two such calls in one program may wait for each other for ever. Speed is the same.
-_MAX_OPERATIONS = 1.5e6
+# Operations of a call of LAPACK for a batch, from which jaxlib 0.10 shares it among the threads that
+# run the program, and waits for them: as many such calls at once as there are threads wait for ever.
+# Chunks stay below, at the same speed.
+_MAX_OPERATIONS = 200_000
 
 
 def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
@@ -39,18 +40,22 @@ def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"
     return jnp.concatenate(found, axis=1) if found else X
 
 
-def rows_at_a_time(num_neighbors: int, width: int = 0, most: int | None = None) -> int:
+def rows_at_a_time(
+    num_neighbors: int, width: int = 0, most: int | None = None, *, columns: int = 2
+) -> int:
     """Rows of a chunk, with a few matrices of the neighbors' covariance for each.
 
     Args:
         num_neighbors: of each row.
         width: further entries for each row.
         most: how many rows at most.
+        columns: of the systems that are solved for each row.
     """
     size = num_neighbors + 1
     found = rows_per_chunk(8 * size**2 + width)
     if jax.default_backend() == "cpu":
-        found = min(found, max(1, int(_MAX_OPERATIONS // size**3)))
+        operations = max(size**3 // 3, size**2 * columns)
+        found = min(found, max(1, (_MAX_OPERATIONS - 1) // operations))
     return found if most is None else min(found, most)
 
 
@@ -271,7 +276,8 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
             found = self.known.systems(near, rows, self.part)
             values = jnp.where((near < len(self.rest))[..., None], self.rest[near], 0.0)
             drawn = self.draws(own, rows.astype(self.rest.dtype), self.origin)
-            update = conditionals.moments(found, values)[0]
+            b = conditionals.weights(found)[0]
+            update = jnp.einsum("bk,bks->bs", b, values, precision="highest")
             return self.mean_function(rows)[:, None] + drawn + update
 
         size = rows_at_a_time(self.known.num, most=chunk_size)
