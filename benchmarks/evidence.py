@@ -226,6 +226,10 @@ RUNS = (
         seeds=(0, 1, 2), function="record_field",
     ),
     Run(
+        "neighbors-counts", "nearest_neighbors", 10, ("made up",), ("neighbors 10", "sparse 512"),
+        seeds=(0, 1, 2), function="record_counts",
+    ),
+    Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),
         ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
     ),

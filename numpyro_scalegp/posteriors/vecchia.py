@@ -24,8 +24,8 @@ from numpyro_scalegp.posteriors.function_samples import (
 )
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
-# Operations of a call of LAPACK for a batch, from which jaxlib 0.10 shares it among the threads that
-# run the program, and waits for them: as many such calls at once as there are threads wait for ever.
+# Operations of a batched call of LAPACK from which jaxlib 0.10 shares it among the threads that run
+# the program, and waits for them. As many such calls at once as there are threads wait for ever.
 # Chunks stay below, at the same speed.
 _MAX_OPERATIONS = 200_000
 
