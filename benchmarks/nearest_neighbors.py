@@ -205,7 +205,7 @@ def by_neighbors(X, y, num_neighbors, kernel, steps=400, batch_size=512, rate=0.
 def by_points(
     X, y, kernel, seconds, batch_size=1024, num_inducing=512, rate=0.03, nodes=2, **options
 ):
-    """The posterior of a sparse GP that trains for so many seconds, and the level beside it."""
+    """The posterior of a sparse GP that trains for so many seconds, and medians."""
     guide = sgp.guides.AutoSparseGP(sparse_model, rest=AutoDelta, num_inducing=num_inducing)
     loss, given = sgp.infer.QuadratureELBO(nodes), (X, y, batch_size, kernel)
 
@@ -228,7 +228,7 @@ def by_points(
     _, taken = run(50, jax.random.key(1), repeats=2)
     params, taken = run(max(100, int(seconds * 50 / taken)), jax.random.key(0))
     posterior = sgp.posterior(sparse_model, guide, params, X, y, None, kernel, **options)
-    return (posterior, guide.median(params)["level"]), taken
+    return (posterior, guide.median(params)), taken
 
 
 def by_white_values(X, y, num_neighbors, kernel, key, steps=300, rate=0.05, num_draws=30):
@@ -294,7 +294,8 @@ def record_field(data, split, seed, method, *, rows=100_000):
     posterior, seconds = by_neighbors(X, y, 30, sgp.kernels.Matern32)
     level = 0.0  # in the posterior's mean already
     if not method.startswith("Vecchia"):
-        (posterior, level), seconds = by_points(X, y, sgp.kernels.Matern32, seconds)
+        (posterior, median), seconds = by_points(X, y, sgp.kernels.Matern32, seconds)
+        level = median["level"]
     moments = level + posterior.mean(X_new), posterior.variance(X_new)
     return {**of_function(*moments, f_new), "seconds": seconds}
 
@@ -309,8 +310,8 @@ def record_counts(data, split, seed, method, *, rows=20_000):
         moments = moments_of_draws(draws, X, 10, kernel, X_new)
     else:
         options = {"nodes": 20, "counts": True}
-        (posterior, level), seconds = by_points(X, y, kernel, seconds, **options)
-        moments = level + posterior.mean(X_new), posterior.variance(X_new)
+        (posterior, median), seconds = by_points(X, y, kernel, seconds, **options)
+        moments = median["level"] + posterior.mean(X_new), posterior.variance(X_new)
     return {**of_function(*moments, f_new), "seconds": seconds}
 
 
@@ -340,11 +341,12 @@ def record_satellite(data, split, seed, method, *, kernel="matern12"):
     X, y, X_new = (jnp.asarray(part, jnp.float32) for part in parts)
     num = number_in(method) if method.startswith("Vecchia") else 30
     posterior, seconds = by_neighbors(X, y, num, KERNELS[kernel])
-    level = 0.0
+    level, noise = 0.0, None  # in the posterior already
     if not method.startswith("Vecchia"):
-        (posterior, level), seconds = by_points(X, y, KERNELS[kernel], seconds)
+        (posterior, median), seconds = by_points(X, y, KERNELS[kernel], seconds)
+        level, noise = median["level"], jnp.square(median["noise"])
     start = time.perf_counter()
-    predictive = posterior.predictive(X_new)
+    predictive = posterior.predictive(X_new, noise)
     jax.block_until_ready((predictive.mean, predictive.variance))
     predicting = time.perf_counter() - start
     moments = level + predictive.mean, predictive.variance

@@ -189,10 +189,13 @@ class FullScalePosterior(AbstractConditioned):
         return dataclasses.replace(self, part=own.restrict(change), mean_function=zero)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
-        return self._moments(Xs, self.residual.known.nearest(Xs), chunk_size)[0]
+        return self._mean_and_variance(Xs, chunk_size)[0]
 
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
-        return self._moments(Xs, self.residual.known.nearest(Xs), chunk_size)[1]
+        return self._mean_and_variance(Xs, chunk_size)[1]
+
+    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        return self._moments(Xs, self.residual.known.nearest(Xs), chunk_size)
 
     def _beyond(self, near: Array, rows: Array) -> Decorrelated:
         """F at some rows beyond their neighbors; its values are minus what these say."""

@@ -56,6 +56,9 @@ class LaplacePosterior(AbstractPosterior):
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.process._variance(Xs, chunk_size)
 
+    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        return self.process._mean_and_variance(Xs, chunk_size)
+
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self.process._sample(key, Xs, num_samples)
 

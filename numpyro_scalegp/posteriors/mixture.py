@@ -57,8 +57,7 @@ class MixturePosterior(AbstractPosterior):
     @eqx.filter_jit
     def _moments(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         def moments(posterior: AbstractPosterior) -> tuple[Array, Array]:
-            options = {"chunk_size": chunk_size}
-            return posterior.mean(Xs, **options), posterior.variance(Xs, **options)
+            return posterior._mean_and_variance(posterior._check(Xs), chunk_size)
 
         return self._each(moments)
 

@@ -192,6 +192,10 @@ class AbstractPosterior(eqx.Module):
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         """The variance at inputs that were checked."""
 
+    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        """Both at inputs that were checked; one pass, where a class has one for both."""
+        return self._mean(Xs, chunk_size), self._variance(Xs, chunk_size)
+
     @abc.abstractmethod
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         """Joint draws at inputs that were checked."""
@@ -228,13 +232,14 @@ class AbstractPosterior(eqx.Module):
         noise_variance = self._noise_or_raise() if noise_variance is None else noise_variance
         noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.positive("noise_variance", noise, or_zero=True)
-        variance = self.variance(Xs, chunk_size=chunk_size)
+        chunk_size = checks.count_or_none("chunk_size", chunk_size)
+        mean, variance = self._mean_and_variance(self._check(Xs), chunk_size)
         if noise.ndim and noise.shape[-1] not in (1, variance.shape[-1]):
             raise ValueError(
                 f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
                 f"{noise.shape}: one value, or one for each {self._last_axis}."
             )
-        return dist.Normal(self.mean(Xs, chunk_size=chunk_size), jnp.sqrt(variance + noise))
+        return dist.Normal(mean, jnp.sqrt(variance + noise))
 
     def _noise_or_raise(self) -> Float[Array, "..."]:
         if self.noise_variance is None:
@@ -343,6 +348,9 @@ class Component(AbstractPosterior):
 
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.part._variance(Xs, chunk_size)
+
+    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        return self.part._mean_and_variance(Xs, chunk_size)
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self.part.sample(key, Xs, num_samples)

@@ -133,6 +133,9 @@ class AbstractVariationalPosterior(AbstractPosterior):
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.marginals(Xs, chunk_size=chunk_size)[1]
 
+    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        return self.marginals(Xs, chunk_size=chunk_size)
+
 
 class AbstractKernelPosterior(AbstractVariationalPosterior):
     """A variational posterior with a covariance at any rows, from which draws are made."""

@@ -190,10 +190,13 @@ class VecchiaPosterior(AbstractConditioned):
         return Neighbors(self.kernel, self.X, self.noise, self.num_neighbors)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
-        return self._moments(Xs, self._known.nearest(Xs), chunk_size)[0]
+        return self._mean_and_variance(Xs, chunk_size)[0]
 
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
-        return self._moments(Xs, self._known.nearest(Xs), chunk_size)[1]
+        return self._mean_and_variance(Xs, chunk_size)[1]
+
+    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        return self._moments(Xs, self._known.nearest(Xs), chunk_size)
 
     @eqx.filter_jit
     def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:

@@ -1,6 +1,9 @@
 """Densities given nearest neighbors, against dense algebra and exact densities."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -321,3 +324,32 @@ def test_nuts_and_the_posterior_after_it(x64):
     posterior = sgp.posterior(model, found[1], X, Y, Vecchia(N))
     exact = sgp.posterior(model, found[0], X, Y, Cholesky())
     np.testing.assert_allclose(posterior.mean(NEW), exact.mean(NEW), rtol=1e-6)
+
+
+TOGETHER = """
+import jax
+import numpyro_scalegp as sgp
+
+X = jax.random.uniform(jax.random.key(0), (2000, 2))
+estimators = [sgp.estimators.Vecchia(m).find_neighbors(X) for m in (20, 19, 18)]
+
+@jax.jit
+def total(scale):
+    kernel = sgp.kernels.Matern32(scale)
+    processes = [sgp.GaussianProcess(kernel, X, 0.1, estimator=one) for one in estimators]
+    return sum(gp.condition(X[:, 0]).variance(X[:600]).sum() for gp in processes)
+
+print(all(float(total(0.1 + 0.01 * i)) > 0.0 for i in range(30)))
+"""
+
+
+@pytest.mark.one_interpreter
+def test_several_in_one_program_do_not_wait_for_each_other():
+    # A program of two threads, in which jaxlib 0.10 shares larger batches among these. Without the
+    # tests' own options: as many threads as these have devices are enough for all that wait.
+    environment = {**os.environ, "NPROC": "2", "XLA_FLAGS": ""}
+    command = [sys.executable, "-W", "error", "-c", TOGETHER]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.split() == ["True"], done.stderr
