@@ -77,6 +77,13 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("methods/nearest_neighbors.md", "howto/space.md"),
         ),
         Example(
+            "temperatures",
+            {
+                "map.svg": "Three maps: temperatures with holes, without, and how uncertain these are"
+            },
+            related=("methods/nearest_neighbors.md", "evidence/nearest_neighbors.md"),
+        ),
+        Example(
             "thompson",
             {"yield.svg": "The true yield with two hills, and a function drawn after all rounds"},
             related=("howto/inspecting.md",),

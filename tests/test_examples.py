@@ -153,6 +153,15 @@ def test_altitudes(tmp_path: Path) -> None:
     assert (tmp_path / "map.svg").stat().st_size > 0
 
 
+@pytest.mark.one_interpreter
+def test_temperatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCALEGP_DATA", raising=False)
+    scores = example("temperatures").main(100, 128, side=50, folder=tmp_path)
+    assert scores["RMSE"] < 0.8 * scores["deviation"]
+    assert 0.85 < scores["coverage"] < 0.995
+    assert (tmp_path / "map.svg").stat().st_size > 0
+
+
 @pytest.mark.slow
 @pytest.mark.one_interpreter
 def test_births(tmp_path: Path) -> None:
