@@ -78,9 +78,7 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         ),
         Example(
             "temperatures",
-            {
-                "map.svg": "Three maps: temperatures with holes, without, and how sure these are"
-            },
+            {"map.svg": "Three maps: temperatures with holes, without, and how sure these are"},
             related=("methods/nearest_neighbors.md", "evidence/nearest_neighbors.md"),
         ),
         Example(

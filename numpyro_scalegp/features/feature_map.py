@@ -60,7 +60,7 @@ class AbstractFeatures(eqx.Module):
         return self.columns(X, jnp.arange(self.size(X)))
 
     def basis_and_amplitudes(
-        self, X: Float[Array, "n d"]
+        self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, "*m"]]:
         """All features as a basis, multiplied by amplitudes, shape (m,) or ().
 
@@ -208,10 +208,10 @@ class SumOfFeatures(AbstractCompositeFeatures):
         return jnp.concatenate(found, axis=1)
 
     def basis_and_amplitudes(
-        self, X: Float[Array, "n d"]
+        self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
         """Those of both maps side by side; amplitudes of zero where one is not active."""
-        parts, amplitudes = [], []
+        X, parts, amplitudes = checks.inputs("X", X), [], []
         for part, on in zip((self.left, self.right), self.active, strict=True):
             basis, own = part.basis_and_amplitudes(X)
             parts.append(basis)

@@ -190,7 +190,7 @@ class HilbertSpace(AbstractKernelFeatures):
         return amplitudes * waves
 
     def basis_and_amplitudes(
-        self, X: Float[Array, "n d"]
+        self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
         """The sines, and the roots of their spectral densities."""
         X = checks.inputs("X", X)

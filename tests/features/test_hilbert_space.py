@@ -241,3 +241,21 @@ def test_weights_under_a_sampler_and_the_posterior_after_it(x64):
     expected_variance = weights @ np.array(squares) - expected**2
     np.testing.assert_allclose(mean, expected, atol=0.35 * np.sqrt(expected_variance).max())
     np.testing.assert_allclose(variance, expected_variance, rtol=0.5)
+
+
+def test_the_basis_times_amplitudes_is_all_features(x64):
+    kernel = sgp.kernels.Matern52(0.3, 2.0)
+    sines = sgp.features.HilbertSpace(1.5 * kernel, 7, np.array([[-2.0], [2.0]]))
+    waves = sgp.features.HilbertSpace(sgp.kernels.Periodic(0.8, period=0.7), 4)
+    fourier = sgp.features.RandomFourier(kernel, 6, seed=0)
+    together = sines + waves
+    part = together.restrict(lambda kernel: kernel.component(kernel.right))
+    X = np.linspace(-1.0, 1.0, 9)[:, None]
+    white = jax.random.normal(jax.random.key(0), (3, 14))
+    for phi in (sines, waves, fourier, together, part, sines * waves, together + fourier):
+        basis, amplitudes = phi.basis_and_amplitudes(X)
+        np.testing.assert_allclose(basis * amplitudes, phi(X), rtol=1e-12, atol=1e-14)
+    precision = np.linspace(1.0, 3.0, 14)
+    prior = sgp.WeightSpaceGP(together, X, precision)
+    expected = white @ (np.asarray(together(X)) / np.sqrt(precision)).T
+    np.testing.assert_allclose(prior.of_white(white), expected, rtol=1e-12)
