@@ -128,6 +128,7 @@ LENGTHSCALES = (
     *(f"RR-CG {number}" for number in (6, 8)),
     *(f"RFF {number}" for number in (20, 40, 80, 160)),
 )
+NEIGHBORS = tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60))
 ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
 TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
 
@@ -204,14 +205,12 @@ RUNS = (
         ("HilbertSpace", "numpyro.contrib.hsgp"), seeds=(0, 1, 2, 3),
     ),
     Run(
-        "neighbors-density", "nearest_neighbors", 3, ("made up",),
-        tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60)), seeds=(0, 1, 2),
+        "neighbors-density", "nearest_neighbors", 3, ("made up",), NEIGHBORS, seeds=(0, 1, 2),
         function="record_density",
     ),
     Run(
-        "neighbors-density-quiet", "nearest_neighbors", 3, ("made up",),
-        tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60)), seeds=(0, 1, 2),
-        function="record_density", options={"noise": 0.01},
+        "neighbors-density-quiet", "nearest_neighbors", 3, ("made up",), NEIGHBORS,
+        seeds=(0, 1, 2), function="record_density", options={"noise": 0.01},
     ),
     Run(
         "neighbors-sampling", "nearest_neighbors", 10, ("made up",), ("30 neighbors",),

@@ -6,14 +6,13 @@
 `density`: the error of log p(y) against the exact one, nats a row, for 5,000 places in a square and
 a lengthscale of a tenth of its side, y drawn from the model, and of its gradient in the logarithms
 of lengthscale, variance and noise. `sampling`: means of hyperparameters under NUTS beside those by
-Cholesky, on 500 such rows. `cost`: seconds of a value with its
-gradient, for up to a million places, neighbors found before. `field`: hyperparameters by SVI in
-mini-batches of rows, then predictions at 10,000 other places of a field with 100,000 rows, against
-the true function; a sparse GP with 512 points trains for as long. `satellite`: the same on the land
-surface temperatures of Heaton et al. (2019), by their four scores, in degrees; it needs
-SCALEGP_DATA. `counts`: Poisson counts of such a field with 20,000 rows, by independent normals
-that make up the function of 10 neighbors, and by a sparse GP that trains for as long. Float32, but
-for densities and samplers.
+Cholesky, on 500 such rows. `cost`: seconds of a value with its gradient, for up to a million
+places, neighbors found before. `field`: hyperparameters by SVI in mini-batches of rows, then
+predictions at 10,000 other places of a field with 100,000 rows, against the true function; a sparse
+GP with 512 points trains for as long. `satellite`: the same on the land surface temperatures of
+Heaton et al. (2019), by their four scores, in degrees; it needs SCALEGP_DATA. `counts`: Poisson
+counts of such a field with 20,000 rows, by independent normals that make up the function of 10
+neighbors, and by a sparse GP that trains for as long. Float32, but for densities and samplers.
 """
 
 import argparse

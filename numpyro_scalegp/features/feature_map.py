@@ -202,20 +202,18 @@ class SumOfFeatures(AbstractCompositeFeatures):
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """All features, shape (n, m)."""
-        X = checks.inputs("X", X)
-        parts = zip((self.left, self.right), self.active, strict=True)
-        found = [part(X) if on else jnp.zeros_like(part(X)) for part, on in parts]
-        return jnp.concatenate(found, axis=1)
+        basis, amplitudes = self.basis_and_amplitudes(X)
+        return amplitudes * basis
 
     def basis_and_amplitudes(
         self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
-        """Those of both maps side by side; amplitudes of zero where one is not active."""
+        """Those of both maps side by side; a basis of zeros where one is not active."""
         X, parts, amplitudes = checks.inputs("X", X), [], []
         for part, on in zip((self.left, self.right), self.active, strict=True):
             basis, own = part.basis_and_amplitudes(X)
-            parts.append(basis)
-            amplitudes.append(jnp.broadcast_to(own if on else jnp.zeros_like(own), basis.shape[1:]))
+            parts.append(basis if on else jnp.zeros_like(basis))
+            amplitudes.append(jnp.broadcast_to(own, basis.shape[1:]))
         with checks.known_values(*parts):
             whole = jnp.concatenate(parts, axis=1)
         return whole, jnp.concatenate(amplitudes)

@@ -179,10 +179,8 @@ class HilbertSpace(AbstractKernelFeatures):
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """All features, shape (n, m); of inputs that are known, sines are computed once."""
-        X = checks.inputs("X", X)
-        with checks.known_values(X):
-            index = jnp.arange(self.num_features)
-        return self.columns(X, index)
+        waves, amplitudes = self.basis_and_amplitudes(X)
+        return amplitudes * waves
 
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
         """The features `index`, shape (n, num)."""
