@@ -456,6 +456,7 @@ ESTIMATORS: list[Row] = [
         r"`inducing_points` must have shape \(n, 1\), got \(3, 3\)",
     ),
     ("no neighbors", lambda: E.Vecchia(0), "`num_neighbors` must be at least 1, got 0"),
+    ("no groups", lambda: E.Vecchia(5, group_size=0), "`group_size` must be at least 1, got 0"),
     ("ordering", lambda: E.Vecchia(5, "maximin"), "`ordering` must be one of .* 'maximin'"),
     ("neighbors of", lambda: E.Vecchia(5).find_neighbors(X, 1.0), "`kernel` must be"),
     ("least features", lambda: E.SingleSampleRFF(0), "`min_features` must be even and at least 2"),

@@ -1,5 +1,7 @@
 """Nearest neighbors, and orderings of points from coarse to fine."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,14 @@ _NUM_FARTHEST = 64
 _MAX_COLUMNS_OF_TREE = 16
 # Candidates beyond twice the neighbors that are wanted.
 _MORE = 8
+# Neighbors of each point, the nearest first, with whose groups its own may merge.
+_NUM_CANDIDATES = 8
+# What a set of points costs grows with this power of their number. A factorization has 3; less
+# merges more, for the sake of what members then know of each other.
+_COST = 1.5
+_MAX_ROUNDS = 32
+# Pairs of sets of which the unions are counted at a time.
+_PAIRS_AT_A_TIME = 2**17
 
 
 def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
@@ -80,6 +90,97 @@ def _farthest_first(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
         gaps[order] = -1.0
         order.append(int(np.argmax(gaps)))
     return np.array(order)
+
+
+class Groups(NamedTuple):
+    """Groups of points, and all points that one of a group has as a neighbor, or is."""
+
+    members: Int[np.ndarray, "g k"]  # in ascending order; n where there are fewer
+    group: Int[np.ndarray, " n"]  # of each point
+
+
+def grouped(near: Int[np.ndarray, "n m"], most: int, size: int) -> Groups:
+    """Group points that share many of their neighbors.
+
+    Pairs of groups merge while a neighbor of one point is a point of the other, and while that
+    costs no more than both: each with the best of its pairs, all pairs that agree in one round.
+
+    Args:
+        near: neighbors of each of n points, of those before it, the nearest first; n in place of
+            those that it lacks.
+        most: how many points a group may have.
+        size: how many points a group may have with all of their neighbors, at least m + 1.
+
+    Returns:
+        The groups, numbered from zero, in about O(n size log n).
+
+    References:
+        Guinness (2018), Permutation and Grouping Methods for Sharpening Gaussian Process
+        Approximations, whose groups merge one after the other.
+    """
+    n, m = near.shape
+    members = np.full((n, size), n, np.int32)
+    members[:, :m], members[:, m] = near, np.arange(n)
+    members[:, : m + 1].sort(axis=1)
+    sizes, counts, group = np.sum(members < n, axis=1), np.ones(n, int), np.arange(n)
+    found = near[:, :_NUM_CANDIDATES]
+    pairs = np.stack([found[found < n], np.nonzero(found < n)[0]])
+    joint = np.zeros(pairs.shape[1], int)  # zero where a union is not counted yet
+    for _ in range(_MAX_ROUNDS if most > 1 else 0):
+        left, right = pairs
+        new = joint == 0
+        joint[new] = _sizes_of_unions(members, left[new], right[new])
+        gain = sizes[left] ** _COST + sizes[right] ** _COST - joint**_COST
+        allowed = (joint <= size) & (counts[left] + counts[right] <= most) & (gain >= 0.0)
+        pairs, joint, gain = pairs[:, allowed], joint[allowed], gain[allowed]
+        if not len(gain):
+            break
+        left, right = pairs
+        place = np.empty(len(gain), int)
+        place[np.argsort(-gain, kind="stable")] = np.arange(len(gain))
+        best = np.full(n, len(gain))
+        np.minimum.at(best, left, place)
+        np.minimum.at(best, right, place)
+        agreed = (best[left] == place) & (best[right] == place)
+        kept, gone = left[agreed], right[agreed]
+        members[kept] = _unions(members, kept, gone)
+        sizes[kept] = joint[agreed]
+        counts[kept] += counts[gone]
+        renamed = np.arange(n)
+        renamed[gone] = kept
+        group = renamed[group]
+        has_changed = np.zeros(n, bool)
+        has_changed[kept] = has_changed[gone] = True
+        joint = np.where(has_changed[left] | has_changed[right], 0, joint)
+        pairs = np.sort(renamed[pairs], axis=0)
+        codes = pairs[0].astype(np.int64) * n + pairs[1]
+        first = np.unique(codes, return_index=True)[1]
+        first = first[pairs[0, first] != pairs[1, first]]
+        pairs, joint = pairs[:, first], joint[first]
+    kept, group = np.unique(group, return_inverse=True)
+    return Groups(members[kept], group)
+
+
+def _merged(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Members of both, sorted, with n in place of those that come twice."""
+    both = np.concatenate([members[left], members[right]], axis=1)
+    both.sort(axis=1)
+    both[:, 1:][both[:, 1:] == both[:, :-1]] = len(members)
+    return both
+
+
+def _sizes_of_unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    found = np.empty(len(left), int)
+    for start in range(0, len(left), _PAIRS_AT_A_TIME):
+        some = slice(start, start + _PAIRS_AT_A_TIME)
+        found[some] = np.sum(_merged(members, left[some], right[some]) < len(members), axis=1)
+    return found
+
+
+def _unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    both = _merged(members, left, right)
+    both.sort(axis=1)
+    return both[:, : members.shape[1]]
 
 
 def nearest(

@@ -111,7 +111,7 @@ class FullScale(AbstractNeighbors):
         # No values: the weights of neighbors are of inputs alone.
         found = rest.of_rows(graph.nearest, rest.Phi[:, :0])
         white = jax.random.normal(key, (num_samples, n), rest.Phi.dtype)
-        drawn = in_order(graph, found.weights, found.variance, white)
+        drawn = in_order(graph.order, graph.nearest, found.weights, found.variance, white)
         return matmul(w, rest.Phi.T) + drawn + check
 
     def _residual(self, operator: KernelOperator) -> Residual:

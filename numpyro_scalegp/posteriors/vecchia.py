@@ -86,12 +86,11 @@ class Neighbors(eqx.Module):
         given = self.X[safe], self.noise[safe], is_given
         return conditionals.systems(self.kernel, *given, rows, part, is_part)
 
-    def observations(
-        self, index: Int[Array, " r"], near: Int[Array, "r k"]
-    ) -> conditionals.Systems:
-        """The systems of some of the observations, with their noise, given others."""
-        found = self.systems(near, self.X[index])
-        return found._replace(variance=found.variance + self.noise[index])
+    def groups(self, rows: Int[Array, "r k"], places: Int[Array, "r o"]) -> conditionals.Groups:
+        """Observations in groups, those at the places each given those before it."""
+        is_given = rows < len(self.X)
+        safe = jnp.where(is_given, rows, 0)
+        return conditionals.groups(self.kernel, self.X[safe], self.noise[safe], is_given, places)
 
     def in_turn(self, Xs: Float[Array, "m d"]) -> tuple[Int[np.ndarray, " m"], Int[Array, "m k"]]:
         """An ordering of inputs from coarse to fine, and the nearest rows of X and inputs before.

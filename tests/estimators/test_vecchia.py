@@ -83,6 +83,25 @@ def test_nearest_points_are_those_of_all_distances(num, limits, x64):
     np.testing.assert_array_equal(jax.jit(find)(points, points), expected)
 
 
+@each("most", [(str(most), lambda most=most: most) for most in (1, 3, 8)])
+@each("columns", [(str(d), lambda d=d: d) for d in (1, 2, 6)])
+def test_groups_are_of_points_that_share_neighbors(columns, most):
+    n, m, size, most = 1000, 9, 22, most()
+    points = np.random.default_rng(3).uniform(size=(n, columns()))
+    near = np.asarray(neighbors.nearest(points, points, m, np.arange(n)))
+    members, group = neighbors.grouped(near, most, size)
+    counts = np.bincount(group)
+    assert counts.min() > 0
+    assert counts.max() <= most
+    for i, found in enumerate(members):
+        own = np.nonzero(group == i)[0]
+        union = np.unique(np.append(near[own], own))
+        union = union[union < n]
+        np.testing.assert_array_equal(found, np.append(union, np.full(size - len(union), n)))
+    if most == 8:
+        assert counts.mean() > {1: 4.0, 2: 3.0, 6: 1.5}[columns()]
+
+
 # The density
 
 
@@ -97,17 +116,31 @@ def test_with_all_rows_before_it_is_exact(x64):
     np.testing.assert_allclose(value, process(Cholesky()).log_prob(several), rtol=1e-12)
 
 
+def given_each(graph):
+    """Of each row, those that it is given: all before it in its group."""
+    rows, places, slots = (np.asarray(one) for one in jax.tree.leaves(graph.groups))
+    group, place = np.divmod(slots, places.shape[1])
+    found = [rows[i, : places[i, j]] for i, j in zip(group, place, strict=True)]
+    own = [rows[i, places[i, j]] for i, j in zip(group, place, strict=True)]
+    np.testing.assert_array_equal(own, np.arange(len(slots)))
+    return found
+
+
+@each("size", [(str(size), lambda size=size: size) for size in (1, 8)])
 @each("ordering", [(name, lambda name=name: name) for name in ("maxmin", "random", "given")])
-def test_it_is_the_density_of_a_sparse_inverse_factor(ordering, x64):
-    estimator = Vecchia(5, ordering=ordering()).find_neighbors(X)
+def test_it_is_the_density_of_a_sparse_inverse_factor(ordering, size, x64):
+    estimator = Vecchia(5, ordering=ordering(), group_size=size()).find_neighbors(X)
     assert estimator.graph is not None
     gp = process(estimator)
     H = gp.kernel.covariance(gp.X) + gp.noise_variance * np.eye(N)
     U = np.zeros((N, N))  # columns of the inverse factor
     place = np.argsort(estimator.graph.order)
-    for i, near in enumerate(np.asarray(estimator.graph.nearest)):
-        near = near[near < N]
-        assert len(near) == min(5, place[i])
+    nearest = np.asarray(estimator.graph.nearest)
+    for i, near in enumerate(given_each(estimator.graph)):
+        own = nearest[i][nearest[i] < N]
+        assert len(own) == min(5, place[i])
+        assert set(own) <= set(near)
+        assert size() > 1 or len(near) == len(own)
         assert (place[near] < place[i]).all()
         b = np.linalg.solve(H[np.ix_(near, near)], H[near, i])
         U[i, i], U[near, i] = 1.0, -b
@@ -127,8 +160,24 @@ def test_the_bias_falls_with_the_number_of_neighbors(x64):
     assert errors[0] > 4.0 * errors[1] > 16.0 * errors[2]
 
 
-def test_mini_batches_are_unbiased(x64):
-    estimator = Vecchia(8).find_neighbors(X)
+def test_groups_bring_the_density_closer(x64):
+    """The divergence from the exact density: expected errors, without a draw of y."""
+    rows = np.random.default_rng(4).uniform(size=(600, 2))
+    gp = sgp.GaussianProcess(sgp.kernels.Matern32(0.1), rows, 0.1)
+    H = np.asarray(gp.kernel.covariance(gp.X)) + 0.1 * np.eye(len(rows))
+    exact = np.linalg.slogdet(H)[1]
+    divergences = []
+    for size in (1, 8):
+        graph = Vecchia(10, group_size=size).find_neighbors(rows).graph
+        near = enumerate(given_each(graph))
+        left = [H[i, i] - H[i, g] @ np.linalg.solve(H[np.ix_(g, g)], H[g, i]) for i, g in near]
+        divergences.append(0.5 * (np.sum(np.log(left)) - exact))
+    assert 0.0 < divergences[1] < 0.75 * divergences[0]
+
+
+@each("size", [(str(size), lambda size=size: size) for size in (1, 8)])
+def test_mini_batches_are_unbiased(size, x64):
+    estimator = Vecchia(8, group_size=size()).find_neighbors(X)
     batches = [estimator.on(np.arange(start, N, 6)) for start in range(6)]
     value = jax.jit(lambda estimator, p: jax.value_and_grad(density(estimator))(p))
     whole = value(estimator, PARAMETERS)
