@@ -278,25 +278,28 @@ class Vecchia(AbstractNeighbors):
             weights = n / len(index) / counts[some].astype(operator.dtype)
         known = self._known(operator)
 
-        def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        def of_chunk(
+            chunk: tuple[Array, Array, Array],
+        ) -> tuple[Array, conditionals.Trouble]:
             rows, places, weights = chunk
             # Groups that fill a chunk are empty.
             places = jnp.where(weights[:, None] > 0, places, rows.shape[1])
             found = known.groups(rows, places)
             is_own = places < rows.shape[1]
             seen = jnp.where((rows < n)[..., None], values[jnp.where(rows < n, rows, 0)], 0.0)
-            errors, left = conditionals.errors(found, seen)
+            errors, left, trouble = conditionals.errors(found, seen)
             left = jnp.where(is_own, left, 1.0)
             terms = jnp.log(left)[..., None] + errors * errors / left[..., None]
             terms = jnp.where(is_own[..., None], weights[:, None, None] * terms, 0.0)
             whole = jnp.where(is_own, conditionals.variances(found), 0.0)
-            return jnp.sum(terms, axis=(0, 1)), conditionals.count_of_few_digits(whole, left)
+            few = conditionals.few_digits(whole, left)
+            return jnp.sum(terms, axis=(0, 1)), jax.tree.map(jnp.add, trouble, few)
 
         chunk = divided((rows, places, weights), operator.mesh)
         width, most = rows.shape[1], places.shape[1]
         size = rows_at_a_time(width - 1, columns=most * (1 + values.shape[1]))
-        total, few = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
-        conditionals.warn_of_few_digits(few)
+        total, trouble = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
+        trouble.warn()
         found = -0.5 * (total + n * math.log(2.0 * math.pi))
         return (found + check).reshape(residual.shape[:-1])
 

@@ -73,6 +73,30 @@ def _covariances(
     return jnp.where(both, K.astype(noise.dtype), 0.0) + diagonal
 
 
+class Trouble(NamedTuple):
+    """What is to be warned of, outside of loops and of what is computed anew for derivatives.
+
+    Each adds up over rows.
+    """
+
+    num_failed: Float[Array, ""]  # factors that are none
+    num_lifted: Float[Array, ""]  # factors that took jitter
+    num_few: Float[Array, ""]  # variances so small, beside what they were, that rounding shows
+
+    def warn(self) -> None:
+        """Warn, on the host, if there is any."""
+        failed, lifted, few = jax.lax.stop_gradient(tuple(self))
+        linalg.warn_of_steps(failed == 0, (lifted > 0).astype(jnp.int32), few=few > 0)
+
+
+def few_digits(variance: Float[Array, "*b"], left: Float[Array, "*b"]) -> Trouble:
+    """The trouble with what is left of variances."""
+    rounding = linalg.FEW_ROUNDINGS * jnp.finfo(left.dtype).eps
+    few = jax.lax.stop_gradient(left < rounding * variance)
+    none = jnp.zeros((), left.dtype)
+    return Trouble(none, none, jnp.sum(few.astype(left.dtype)))
+
+
 class Groups(NamedTuple):
     """Noisy values in groups of k, of which o stand at some places, each given those before it."""
 
@@ -101,14 +125,17 @@ def groups(
 
 def errors(
     found: Groups, values: Float[Array, "b k s"]
-) -> tuple[Float[Array, "b o s"], Float[Array, "b o"]]:
+) -> tuple[Float[Array, "b o s"], Float[Array, "b o"], Trouble]:
     """Values minus their means given those before, for s sets, and variances, in O(b k^2 (k + o)).
+
+    Trouble is for the caller to warn of, outside of what is computed anew for derivatives.
 
     One factor H = L L' has them all: errors L_ii z_i with z = L^-1 r, variances L_ii^2. With a, b
     the solutions for what comes before value i, of which c are the covariances with it, derivatives
     are dr_i - a'dc + b'dH a - b'dr and dH_ii - 2 b'dc + b'dH b.
     """
-    return _errors(found.H, values, found.places, _factor(found.H))
+    L, trouble = _factors(found.H)
+    return *_errors(found.H, values, found.places, L), trouble
 
 
 def variances(found: Groups) -> Float[Array, "b o"]:
@@ -139,19 +166,6 @@ def weights(found: Systems) -> tuple[Float[Array, "b k"], Float[Array, " b"]]:
     """H^-1 c, which multiplies given values in the mean, and the variances."""
     b = _solutions(found.H, found.C[..., None], _factor(found.H))[..., 0]
     return b, found.variance - jnp.sum(b * found.C, axis=1)
-
-
-def count_of_few_digits(variance: Float[Array, "*b"], left: Float[Array, "*b"]) -> Float[Array, ""]:
-    """How many variances have so little left, given the others, that rounding shows."""
-    rounding = linalg.FEW_ROUNDINGS * jnp.finfo(left.dtype).eps
-    few = jax.lax.stop_gradient(left < rounding * variance)
-    return jnp.sum(few.astype(left.dtype))
-
-
-def warn_of_few_digits(count: Float[Array, ""]) -> None:
-    """Warn, on the host, if there are any."""
-    none = jnp.zeros((), jnp.int32)
-    linalg.warn_of_steps(jnp.ones((), bool), none, few=jax.lax.stop_gradient(count) > 0)
 
 
 @lasting_jvp
@@ -276,11 +290,20 @@ def _solutions(H: Array, B: Array, L: Array) -> Array:
 
 
 def _factor(H: Float[Array, "b k k"]) -> Float[Array, "b k k"]:
+    """Cholesky factors, as `_factors` makes them; with a warning where they took jitter."""
+    L, trouble = _factors(H)
+    trouble.warn()
+    return L
+
+
+def _factors(H: Float[Array, "b k k"]) -> tuple[Float[Array, "b k k"], Trouble]:
     """Cholesky factors, without a derivative; with jitter on the diagonal of those that need it."""
-    H = jax.lax.stop_gradient(H)
+    # LAPACK wants columns, which those of the transpose are as they lie in memory.
+    H = jax.lax.stop_gradient(H).mT
     identity = jnp.eye(H.shape[-1], dtype=H.dtype)
     unit = jnp.finfo(H.dtype).eps * jnp.mean(jnp.diagonal(H, axis1=1, axis2=2), axis=1)
     ladder = jnp.array(linalg.JITTER_LADDER, H.dtype)
+    factorize = functools.partial(jax.lax.linalg.cholesky, symmetrize_input=False)
 
     def fails(L: Array) -> Array:
         return ~jnp.all(jnp.isfinite(jnp.diagonal(L, axis1=1, axis2=2)), axis=1)
@@ -291,14 +314,14 @@ def _factor(H: Float[Array, "b k k"]) -> Float[Array, "b k k"]:
 
     def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
         step, L = state[0] + 1, state[1]
-        again = jnp.linalg.cholesky(H + (ladder[step] * unit)[:, None, None] * identity)
+        again = factorize(H + (ladder[step] * unit)[:, None, None] * identity)
         return step, jnp.where(fails(L)[:, None, None], again, L)
 
     def with_jitter(L: Array) -> Array:
-        step, L = jax.lax.while_loop(go_on, attempt, (jnp.zeros((), jnp.int32), L))
-        linalg.warn_of_steps(jnp.all(~fails(L)), step)
-        return L
+        return jax.lax.while_loop(go_on, attempt, (jnp.zeros((), jnp.int32), L))[1]
 
-    L = jnp.linalg.cholesky(H)
+    L = first = factorize(H)
     # A loop costs more than the factors, even if it ends at once.
-    return jax.lax.cond(largest_of_batch(jnp.any(fails(L))), with_jitter, lambda L: L, L)
+    L = jax.lax.cond(largest_of_batch(jnp.any(fails(first))), with_jitter, lambda L: L, first)
+    num_lifted, num_failed = (jnp.sum(fails(one).astype(L.dtype)) for one in (first, L))
+    return L, Trouble(num_failed, num_lifted, jnp.zeros_like(num_lifted))

@@ -104,7 +104,9 @@ class Residual(eqx.Module):
     ) -> tuple[Statistics, Float[Array, ""]]:
         """The linear model of the decorrelated known rows, and the sum of log variances."""
 
-        def of_chunk(chunk: tuple[Array, Array, Array]) -> tuple[Statistics, Array, Array]:
+        def of_chunk(
+            chunk: tuple[Array, Array, Array],
+        ) -> tuple[Statistics, Array, conditionals.Trouble]:
             index, near, counts = chunk
             # Rows that fill a chunk have no neighbors.
             near = jnp.where(counts[:, None] > 0, near, len(self.Phi))
@@ -116,14 +118,14 @@ class Residual(eqx.Module):
             return (
                 statistics,
                 jnp.sum(logs),
-                conditionals.count_of_few_digits(whole, found.variance),
+                conditionals.few_digits(whole, found.variance),
             )
 
         every = jnp.arange(len(near), dtype=near.dtype)
         chunk = every, near, jnp.ones(len(near), values.dtype)
         kept = (conditionals.SOLUTIONS,)
-        found, logs, few = sum_rows(of_chunk, chunk, self.rows_at_a_time(), kept=kept)
-        conditionals.warn_of_few_digits(few)
+        found, logs, trouble = sum_rows(of_chunk, chunk, self.rows_at_a_time(), kept=kept)
+        trouble.warn()
         return found, logs
 
 
