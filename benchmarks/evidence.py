@@ -57,6 +57,7 @@ HEADS = {
     "sparse_seconds": "seconds before",
     "ratio": "lengthscale / exact",
     "error": "error of log p(y) a row",
+    "expected_error": "expected error of log p(y) a row",
     "off": "largest difference of a mean, in exact deviations",
     "gradient_error": "of its gradient",
     "search_seconds": "seconds to find neighbors",
@@ -128,7 +129,10 @@ LENGTHSCALES = (
     *(f"RR-CG {number}" for number in (6, 8)),
     *(f"RFF {number}" for number in (20, 40, 80, 160)),
 )
-NEIGHBORS = tuple(f"{number} neighbors" for number in (5, 10, 20, 30, 60))
+NEIGHBORS = (
+    *(f"{number} neighbors" for number in (5, 10, 20, 30, 60)),
+    *(f"{number} neighbors, without groups" for number in (30, 40)),
+)
 ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
 TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
 

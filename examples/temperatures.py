@@ -95,7 +95,7 @@ def score(predictive, y, scale):
     }
 
 
-def main(steps=400, batch_size=512, side=150, folder="outputs/temperatures"):
+def main(steps=400, batch_size=128, side=150, folder="outputs/temperatures"):
     """Fit, predict, score, draw; returns the scores."""
     X, y, X_hidden, y_hidden, middle, scale = load(side)
     X, X_hidden = jnp.asarray(X, jnp.float32), jnp.asarray(X_hidden, jnp.float32)

@@ -369,7 +369,8 @@ def in_order(
 
 _TRACED = (
     "`X` is traced, and the neighbors of its rows are found on the host: find them beforehand, by "
-    "`estimator.find_neighbors(X, kernel)`, and give the `GaussianProcess` that estimator."
+    "`estimator.find_neighbors(X, kernel)`, and give the `GaussianProcess` that estimator. "
+    "Each X of a batch is traced: write a site for each."
 )
 
 
