@@ -296,8 +296,7 @@ class Vecchia(AbstractNeighbors):
             return jnp.sum(terms, axis=(0, 1)), jax.tree.map(jnp.add, trouble, few)
 
         chunk = divided((rows, places, weights), operator.mesh)
-        width, most = rows.shape[1], places.shape[1]
-        size = rows_at_a_time(width - 1, columns=most * (1 + values.shape[1]))
+        size = rows_at_a_time(rows.shape[1] - 1)
         total, trouble = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
         trouble.warn()
         found = -0.5 * (total + n * math.log(2.0 * math.pi))
@@ -341,8 +340,7 @@ class Vecchia(AbstractNeighbors):
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
             return conditionals.weights_in_groups(known.groups(*chunk))
 
-        size = rows_at_a_time(width - 1, columns=most)
-        b, variance = map_rows(of_chunk, (rows, places), size)
+        b, variance = map_rows(of_chunk, (rows, places), rows_at_a_time(width - 1))
         slots = graph.groups.slots
         b, variance = b.reshape(-1, width)[slots], variance.reshape(-1)[slots]
         return in_order(graph.order, rows[slots // most], b, variance, white) + check

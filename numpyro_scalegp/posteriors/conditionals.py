@@ -17,6 +17,10 @@ from numpyro_scalegp.kernels import AbstractKernel
 
 # The name of what is worth keeping for the way back.
 SOLUTIONS = "solutions"
+# Operations of a batched call of LAPACK from which jaxlib 0.10 shares it among the threads that run
+# the program, and waits for them. As many such calls at once as there are threads wait for ever.
+# Calls stay below, at the same speed.
+_MAX_OPERATIONS = 200_000
 
 _product = functools.partial(jnp.matmul, precision="highest")
 
@@ -170,7 +174,7 @@ def weights(found: Systems) -> tuple[Float[Array, "b k"], Float[Array, " b"]]:
 
 @lasting_jvp
 def _moments(H: Array, C: Array, variance: Array, values: Array, L: Array) -> tuple[Array, Array]:
-    white = solve_triangular(L, jnp.concatenate([C[..., None], values], axis=2), lower=True)
+    white = _solve(L, jnp.concatenate([C[..., None], values], axis=2))
     mean = jnp.sum(white[..., :1] * white[..., 1:], axis=1)
     return mean, variance - jnp.sum(jnp.square(white[..., 0]), axis=1)
 
@@ -188,6 +192,26 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple, t
     return (mean, rest), (dmean, moved)
 
 
+def _cholesky(H: Float[Array, "b k k"]) -> Float[Array, "b k k"]:
+    factorize = functools.partial(jax.lax.linalg.cholesky, symmetrize_input=False)
+    return _in_calls(factorize, H.shape[1] ** 3 // 3, H)
+
+
+def _solve(L: Float[Array, "b k k"], B: Float[Array, "b k s"], trans: int = 0) -> Array:
+    solve = functools.partial(solve_triangular, lower=True, trans=trans)
+    return _in_calls(solve, B.shape[1] ** 2 * B.shape[2], L, B)
+
+
+def _in_calls(function: Callable[..., Array], operations: int, *batches: Array) -> Array:
+    """A function of each member of batches; on CPUs in calls of few operations each."""
+    size = len(batches[0])
+    if jax.default_backend() == "cpu":
+        size = max(1, (_MAX_OPERATIONS - 1) // max(1, operations))
+    starts = range(0, len(batches[0]), size)
+    parts = [function(*(batch[start : start + size] for batch in batches)) for start in starts]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
 def _at(values: Float[Array, "b k *s"], places: Int[Array, "b o"]) -> Float[Array, "b o *s"]:
     return jax.vmap(lambda values, places: values[places])(values, places)
 
@@ -203,7 +227,7 @@ def _before(H: Float[Array, "b k k"], places: Int[Array, "b o"]) -> Float[Array,
 
 @lasting_jvp
 def _errors(H: Array, values: Array, places: Array, L: Array) -> tuple[Array, Array]:
-    white = solve_triangular(L, values, lower=True)
+    white = _solve(L, values)
     scale = _at(jnp.diagonal(L, axis1=1, axis2=2), places)
     return scale[..., None] * _at(white, places), jnp.square(scale)
 
@@ -230,13 +254,13 @@ def _given_before(H: Array, values: Array, places: Array, L: Array) -> Array:
     L^-1 of the former are rows of L.
     """
     before = _is_before(H.shape[1], places)[..., None]
-    white = solve_triangular(L, values, lower=True)[:, :, None]
+    white = _solve(L, values)[:, :, None]
     both = [
         _at(L, places).mT[..., None],
         jnp.broadcast_to(white, before.shape[:3] + white.shape[3:]),
     ]
     return _of_columns(
-        lambda B: solve_triangular(L, B, lower=True, trans=1),
+        lambda B: _solve(L, B, 1),
         jnp.where(before, jnp.concatenate(both, axis=3), 0.0),
     )
 
@@ -268,9 +292,9 @@ def _leading_solutions(
     before = _is_before(H.shape[1], places)[..., None]
 
     def solve(_: Any, B: Array) -> Array:
-        white = _of_columns(lambda B: solve_triangular(L, B, lower=True), B)
+        white = _of_columns(lambda B: _solve(L, B), B)
         white = jnp.where(before, white, 0.0)
-        return _of_columns(lambda B: solve_triangular(L, B, lower=True, trans=1), white)
+        return _of_columns(lambda B: _solve(L, B, 1), white)
 
     def product(B: Array) -> Array:
         seen = _of_columns(lambda B: _product(H, B), jnp.where(before, B, 0.0))
@@ -283,8 +307,8 @@ def _solutions(H: Array, B: Array, L: Array) -> Array:
     """H^-1 B, given the factor of H, with derivatives of every order in H and B."""
 
     def solve(_: Any, B: Array) -> Array:
-        white = solve_triangular(L, B, lower=True)
-        return solve_triangular(L, white, lower=True, trans=1)
+        white = _solve(L, B)
+        return _solve(L, white, 1)
 
     return jax.lax.custom_linear_solve(lambda B: _product(H, B), B, solve, symmetric=True)
 
@@ -303,7 +327,6 @@ def _factors(H: Float[Array, "b k k"]) -> tuple[Float[Array, "b k k"], Trouble]:
     identity = jnp.eye(H.shape[-1], dtype=H.dtype)
     unit = jnp.finfo(H.dtype).eps * jnp.mean(jnp.diagonal(H, axis1=1, axis2=2), axis=1)
     ladder = jnp.array(linalg.JITTER_LADDER, H.dtype)
-    factorize = functools.partial(jax.lax.linalg.cholesky, symmetrize_input=False)
 
     def fails(L: Array) -> Array:
         return ~jnp.all(jnp.isfinite(jnp.diagonal(L, axis1=1, axis2=2)), axis=1)
@@ -314,13 +337,13 @@ def _factors(H: Float[Array, "b k k"]) -> tuple[Float[Array, "b k k"], Trouble]:
 
     def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
         step, L = state[0] + 1, state[1]
-        again = factorize(H + (ladder[step] * unit)[:, None, None] * identity)
+        again = _cholesky(H + (ladder[step] * unit)[:, None, None] * identity)
         return step, jnp.where(fails(L)[:, None, None], again, L)
 
     def with_jitter(L: Array) -> Array:
         return jax.lax.while_loop(go_on, attempt, (jnp.zeros((), jnp.int32), L))[1]
 
-    L = first = factorize(H)
+    L = first = _cholesky(H)
     # A loop costs more than the factors, even if it ends at once.
     L = jax.lax.cond(largest_of_batch(jnp.any(fails(first))), with_jitter, lambda L: L, first)
     num_lifted, num_failed = (jnp.sum(fails(one).astype(L.dtype)) for one in (first, L))

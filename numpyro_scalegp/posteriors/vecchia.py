@@ -24,10 +24,8 @@ from numpyro_scalegp.posteriors.function_samples import (
 )
 from numpyro_scalegp.posteriors.posterior import AbstractConditioned
 
-# Operations of a batched call of LAPACK from which jaxlib 0.10 shares it among the threads that run
-# the program, and waits for them. As many such calls at once as there are threads wait for ever.
-# Chunks stay below, at the same speed.
-_MAX_OPERATIONS = 200_000
+# Entries of the neighbors' covariances in a chunk on CPUs, whose caches hold them.
+_MAX_CACHED = 2**14
 
 
 def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
@@ -40,22 +38,18 @@ def scaled(kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n k"
     return jnp.concatenate(found, axis=1) if found else X
 
 
-def rows_at_a_time(
-    num_neighbors: int, width: int = 0, most: int | None = None, *, columns: int = 2
-) -> int:
+def rows_at_a_time(num_neighbors: int, width: int = 0, most: int | None = None) -> int:
     """Rows of a chunk, with a few matrices of the neighbors' covariance for each.
 
     Args:
         num_neighbors: of each row.
         width: further entries for each row.
         most: how many rows at most.
-        columns: of the systems that are solved for each row.
     """
     size = num_neighbors + 1
     found = rows_per_chunk(8 * size**2 + width)
     if jax.default_backend() == "cpu":
-        operations = max(size**3 // 3, size**2 * columns)
-        found = min(found, max(1, (_MAX_OPERATIONS - 1) // operations))
+        found = min(found, max(1, _MAX_CACHED // size**2))
     return found if most is None else min(found, most)
 
 
