@@ -25,8 +25,8 @@ _NUM_CANDIDATES = 8
 # merges more, for the sake of what members then know of each other.
 _COST = 1.5
 _MAX_ROUNDS = 32
-# Pairs of sets of which the unions are counted at a time.
-_PAIRS_AT_A_TIME = 2**17
+# Entries of the pairs of sets of which the unions are counted at a time.
+_ENTRIES_AT_A_TIME = 2**24
 
 
 def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
@@ -170,9 +170,9 @@ def _merged(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndar
 
 
 def _sizes_of_unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    found = np.empty(len(left), int)
-    for start in range(0, len(left), _PAIRS_AT_A_TIME):
-        some = slice(start, start + _PAIRS_AT_A_TIME)
+    found, num = np.empty(len(left), int), max(1, _ENTRIES_AT_A_TIME // (2 * members.shape[1]))
+    for start in range(0, len(left), num):
+        some = slice(start, start + num)
         found[some] = np.sum(_merged(members, left[some], right[some]) < len(members), axis=1)
     return found
 

@@ -178,7 +178,7 @@ class Vecchia(AbstractNeighbors):
 
     Rows with many neighbors in common share them in a group, in which each is given all rows before
     it, its own neighbors and those of others: closer to the exact density for as many neighbors, at
-    about the same cost, since one factorization serves a whole group.
+    no more cost, since one factorization serves a whole group.
 
     A sum over rows has unbiased mini-batches: `estimator.on(index)` takes rows of an `sgp.plate`,
     and scales them to all. The site, of all of y, stands outside of the plate.
@@ -229,8 +229,8 @@ class Vecchia(AbstractNeighbors):
     def on(self, index: Int[ArrayLike, " b"]) -> "Vecchia":
         """This estimator on a mini-batch of rows, scaled to all: unbiased over batches.
 
-        Each row stands for its group, whose mean term it counts: a batch takes several times as
-        many rows as it names, at the cost of as many.
+        Each row stands for its group, whose mean term it counts: b rows have the terms of several
+        times as many, at the cost of b groups.
 
         Args:
             index: the rows, shape (b,), as entering an `sgp.plate` gives them. None may be left out
@@ -283,7 +283,8 @@ class Vecchia(AbstractNeighbors):
         ) -> tuple[Array, conditionals.Trouble]:
             rows, places, weights = chunk
             # Groups that fill a chunk are empty.
-            places = jnp.where(weights[:, None] > 0, places, rows.shape[1])
+            is_real = weights[:, None] > 0
+            rows, places = jnp.where(is_real, rows, n), jnp.where(is_real, places, rows.shape[1])
             found = known.groups(rows, places)
             is_own = places < rows.shape[1]
             seen = jnp.where((rows < n)[..., None], values[jnp.where(rows < n, rows, 0)], 0.0)

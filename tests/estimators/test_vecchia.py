@@ -222,6 +222,14 @@ def test_few_digits_are_warned_of():
         jax.effects_barrier()
 
 
+def test_what_fills_a_chunk_is_not_warned_of():
+    rows = np.linspace(0.0, 1e5, 700, dtype=np.float32)[:, None]
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), rows, 1e-9, estimator=Vecchia(8))
+    expected = dist.Normal(0.0, 1.0).log_prob(np.sin(rows[:, 0])).sum()
+    np.testing.assert_allclose(gp.log_prob(np.sin(rows[:, 0])), expected, rtol=1e-5)
+    jax.effects_barrier()
+
+
 def test_neighbors_of_other_rows_are_refused(x64, unchecked):
     estimator = Vecchia(5).find_neighbors(X)
     for rows in (X[:-1], X + 1.0):
