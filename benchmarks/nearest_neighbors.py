@@ -17,6 +17,7 @@ samplers.
 """
 
 import argparse
+import functools
 import math
 import time
 
@@ -40,32 +41,38 @@ def number_in(method):
     return int("".join(filter(str.isdigit, method)))
 
 
+def density_and_gradient(X, y, parameters, estimator):
+    """Log densities of y and of zeros, and the gradient of the former in log parameters."""
+
+    def values(parameters):
+        scale, variance, noise = jnp.exp(parameters)
+        kernel = sgp.kernels.Matern32(scale, variance)
+        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator)
+        found = gp.log_prob(jnp.stack([y, jnp.zeros_like(y)]))
+        return found[0], found[1]
+
+    (value, zeros), gradient = jax.jit(jax.value_and_grad(values, has_aux=True))(parameters)
+    return value, zeros, gradient
+
+
+@functools.lru_cache(1)
+def exact_density(seed, rows, lengthscale, noise):
+    """Places, values that the model draws there, log parameters, and the exact density."""
+    key = jax.random.key(seed)
+    X = jax.random.uniform(key, (rows, 2))
+    parameters = jnp.log(jnp.array([lengthscale, 1.0, noise]))
+    process = sgp.GaussianProcess(sgp.kernels.Matern32(lengthscale), X, noise)
+    given = X, process.sample(jax.random.fold_in(key, 1)), parameters
+    return given, density_and_gradient(*given, sgp.estimators.Cholesky())
+
+
 def record_density(data, split, seed, method, *, rows=5000, lengthscale=0.1, noise=0.1):
     """The record of a unit: error of the log density, nats a row, and of its gradient."""
     with jax.enable_x64(True):
-        key = jax.random.key(seed)
-        X = jax.random.uniform(key, (rows, 2))
-        parameters = jnp.log(jnp.array([lengthscale, 1.0, noise]))
-
-        def process(parameters, estimator):
-            scale, variance, noise = jnp.exp(parameters)
-            kernel = sgp.kernels.Matern32(scale, variance)
-            return sgp.GaussianProcess(kernel, X, noise, estimator=estimator)
-
-        exact = sgp.estimators.Cholesky()
-        y = process(parameters, exact).sample(jax.random.fold_in(key, 1))
+        given, (truth, of_zeros, of_truth) = exact_density(seed, rows, lengthscale, noise)
         groups = {"group_size": 1} if method.endswith("without groups") else {}
         estimator = sgp.estimators.Vecchia(number_in(method), **groups)
-
-        def values(parameters, estimator):
-            found = process(parameters, estimator).log_prob(jnp.stack([y, jnp.zeros_like(y)]))
-            return found[0], found[1]
-
-        both = [
-            jax.jit(jax.value_and_grad(lambda p, one=one: values(p, one), has_aux=True))(parameters)
-            for one in (exact, estimator)
-        ]
-        ((truth, of_zeros), of_truth), ((value, zeros), gradient) = both
+        value, zeros, gradient = density_and_gradient(*given, estimator)
         return {
             # The quadratic forms are the same in expectation; zeros have none.
             "expected_error": float(of_zeros - zeros) / rows,
