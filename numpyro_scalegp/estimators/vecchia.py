@@ -178,7 +178,7 @@ class Vecchia(AbstractNeighbors):
 
     Rows with many neighbors in common share them in a group, in which each is given all rows before
     it, its own neighbors and those of others: closer to the exact density for as many neighbors, at
-    no more cost, since one factorization serves a whole group.
+    about the same cost, since one factorization serves a whole group.
 
     A sum over rows has unbiased mini-batches: `estimator.on(index)` takes rows of an `sgp.plate`,
     and scales them to all. The site, of all of y, stands outside of the plate.
