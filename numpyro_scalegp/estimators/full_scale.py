@@ -10,12 +10,8 @@ from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.estimators.vecchia import (
-    AbstractNeighbors,
-    NeighborGraph,
-    Ordering,
-    in_order,
-)
+from numpyro_scalegp.estimators.neighbor_graph import NeighborGraph, Ordering
+from numpyro_scalegp.estimators.vecchia import AbstractNeighbors, in_order
 from numpyro_scalegp.features.linear_model import log_densities_given
 from numpyro_scalegp.posteriors.collapsed import WhitenedPoints
 from numpyro_scalegp.posteriors.full_scale import FullScalePosterior, Residual

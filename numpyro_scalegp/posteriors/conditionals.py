@@ -144,7 +144,7 @@ def errors(
 
 def variances(found: Groups) -> Float[Array, "b o"]:
     """What the values vary by alone."""
-    return _at(jnp.diagonal(found.H, axis1=1, axis2=2), found.places)
+    return _diagonals(*found)
 
 
 def weights_in_groups(found: Groups) -> tuple[Float[Array, "b o k"], Float[Array, "b o"]]:
@@ -216,6 +216,10 @@ def _at(values: Float[Array, "b k *s"], places: Int[Array, "b o"]) -> Float[Arra
     return jax.vmap(lambda values, places: values[places])(values, places)
 
 
+def _diagonals(H: Float[Array, "b k k"], places: Int[Array, "b o"]) -> Float[Array, "b o"]:
+    return _at(jnp.diagonal(H, axis1=1, axis2=2), places)
+
+
 def _is_before(size: int, places: Int[Array, "b o"]) -> Bool[Array, "b k o"]:
     return jnp.arange(size)[:, None] < places[:, None, :]
 
@@ -228,7 +232,7 @@ def _before(H: Float[Array, "b k k"], places: Int[Array, "b o"]) -> Float[Array,
 @lasting_jvp
 def _errors(H: Array, values: Array, places: Array, L: Array) -> tuple[Array, Array]:
     white = _solve(L, values)
-    scale = _at(jnp.diagonal(L, axis1=1, axis2=2), places)
+    scale = _diagonals(L, places)
     return scale[..., None] * _at(white, places), jnp.square(scale)
 
 
@@ -239,7 +243,7 @@ def _(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[tuple, tup
     b, A = found[..., 0], found[..., 1:]
     C, dC = _before(H, places), _before(dH, places)
     changed = dC - _product(dH, b)
-    variance, dvariance = variances(Groups(H, places)), variances(Groups(dH, places))
+    variance, dvariance = _diagonals(H, places), _diagonals(dH, places)
     error = _at(values, places) - jnp.sum(C[..., None] * A, axis=1)
     dmean = jnp.sum(A * changed[..., None], axis=1) + _product(b.mT, dvalues)
     derror = _at(dvalues, places) - dmean
