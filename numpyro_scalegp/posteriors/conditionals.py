@@ -221,7 +221,7 @@ def _diagonals(H: Float[Array, "b k k"], places: Int[Array, "b o"]) -> Float[Arr
 
 
 def _is_before(size: int, places: Int[Array, "b o"]) -> Bool[Array, "b k o"]:
-    return jnp.arange(size)[:, None] < places[:, None, :]
+    return jnp.arange(size, dtype=places.dtype)[:, None] < places[:, None, :]
 
 
 def _before(H: Float[Array, "b k k"], places: Int[Array, "b o"]) -> Float[Array, "b k o"]:
