@@ -18,6 +18,7 @@ since this file is one of its hooks. Only running needs more than Python's stand
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -60,6 +61,14 @@ HEADS = {
     "expected_error": "expected error of log p(y) a row",
     "off": "largest difference of a mean, in exact deviations",
     "gradient_error": "of its gradient",
+    "memory": "MiB at once",
+    "nanoseconds_a_pair": "ns for each n²",
+    "bare_ratio": "of that with K in memory",
+    "quadratic_ratio": "quadratic gradient, products",
+    "bilinear_ratio": "bilinear gradient, products",
+    "milliseconds": "ms a step",
+    "growth": "largest over smallest",
+    **{f"1e{power}": f"ms at 10^{power}" for power in range(4, 8)},
     "search_seconds": "seconds to find neighbors",
     "predict_seconds": "seconds to predict",
     "mae": "MAE",
@@ -76,8 +85,9 @@ PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 class Run:
     """A declared run: what is called for each unit, and what that needs.
 
-    `minutes` is a rough figure for two cores at 400 GFLOP/s. Runs whose data are not "made up" need
-    the folder in SCALEGP_DATA. Methods whose names have "gpytorch" need the peer.
+    `minutes` is a rough figure for two cores at 400 GFLOP/s, or for the GPU that a run is declared
+    for. Runs whose data are not "made up" need the folder in SCALEGP_DATA. Methods whose names have
+    "gpytorch" need the peer.
     """
 
     name: str
@@ -89,6 +99,12 @@ class Run:
     seeds: tuple[int, ...] = (0,)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     function: str = "record"
+    device: str = "cpu"
+
+    def on_gpu(self, minutes: float, **changes: Any) -> "Run":
+        """The same run on a GPU, under a name of its own."""
+        changes = {"name": f"{self.name}-gpu", "minutes": minutes, "device": "gpu", **changes}
+        return dataclasses.replace(self, **changes)
 
     def units(self) -> Iterator[dict[str, Any]]:
         """Each unit, in the order in which they run."""
@@ -129,6 +145,8 @@ LENGTHSCALES = (
     *(f"RR-CG {number}" for number in (6, 8)),
     *(f"RFF {number}" for number in (20, 40, 80, 160)),
 )
+PRODUCTS = tuple(f"{rows} rows" for rows in ("15,000", "50,000", "100,000"))
+MEAN_POINTS = tuple(f"{1000 * 2**power:,} mean points" for power in range(5))
 NEIGHBORS = (
     *(f"{number} neighbors" for number in (5, 10, 20, 30, 60)),
     *(f"{number} neighbors, without groups" for number in (30, 40)),
@@ -145,7 +163,7 @@ def starts(name: str, minutes: float, **options: Any) -> Run:
     )  # fmt: skip
 
 
-RUNS = (
+ON_CPU = (
     Run(
         "time-against-error",
         "time_against_error",
@@ -168,6 +186,7 @@ RUNS = (
         SPLITS,
         options={"steps": 500, "num_inducing": 128, "batch_size": 256},
     ),
+    Run("product", "iterative", 5, ("made up",), PRODUCTS, function="record_product"),
     Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
     starts("warm-starts", 10, block_size=250),
     starts("warm-starts-sgd", 6, solver="sgd"),
@@ -202,6 +221,13 @@ RUNS = (
         ("100,000 features, 10,000 a step",), SPLITS,
         options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
                  "learning_rate": 0.01, "dense_rate": 0.0},
+    ),
+    Run(
+        "features-cost", "quadruply_stochastic", 5, ("kin40k",), ("features", "rows"),
+        function="record_cost",
+    ),
+    Run(
+        "decoupled-steps", "decoupled", 2, ("made up",), MEAN_POINTS, function="record_steps",
     ),
     Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
     Run(
@@ -241,6 +267,19 @@ RUNS = (
         options={"steps": 1200, "num_residual": 6000},
     ),
 )  # fmt: skip
+NAMED = {run.name: run for run in ON_CPU}
+RUNS = (
+    *ON_CPU,
+    NAMED["product"].on_gpu(0.5, methods=(*PRODUCTS, "300,000 rows", "1,000,000 rows")),
+    NAMED["neighbors-cost"].on_gpu(1),
+    NAMED["features-cost"].on_gpu(1),
+    NAMED["decoupled-steps"].on_gpu(1),
+    NAMED["road"].on_gpu(5, data=(*LARGER, *LARGE), methods=("road",)),
+    NAMED["sparse-large"].on_gpu(2, data=("kin40k",)),
+    NAMED["decoupled-kin40k"].on_gpu(1),
+    NAMED["many-features-kin40k"].on_gpu(1),
+    NAMED["many-features-sets"].on_gpu(1),
+)
 
 
 def unit_of(record: dict[str, Any]) -> tuple:
@@ -289,7 +328,7 @@ def complete(
     return list(records.values())
 
 
-def session(command: str) -> dict[str, Any]:
+def session(command: str, device: str = "cpu") -> dict[str, Any]:
     """The machine and the versions: what a record must be read beside."""
     said = subprocess.run(
         [sys.executable, ROOT / ".ci" / "machine.py"], capture_output=True, text=True, check=True
@@ -306,10 +345,34 @@ def session(command: str) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "gflops": int(rate[1]) if rate else None,
+        **({} if device == "cpu" else gpu()),
         "versions": versions,
         "commit": git("rev-parse", "HEAD"),
         "clean": not changed,
     }
+
+
+def backend() -> str:
+    """The kind of device that JAX has here."""
+    import jax
+
+    return jax.default_backend()
+
+
+def gpu() -> dict[str, Any]:
+    """The GPU's name, and its rate in a float32 product of 8192-square matrices, not in TF32."""
+    import jax
+    import jax.numpy as jnp
+
+    A = jax.random.normal(jax.random.key(0), (8192, 8192))
+    multiply = jax.jit(lambda A: jnp.matmul(A, A, precision="highest"))
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        multiply(A).block_until_ready()
+        times.append(time.perf_counter() - start)
+    rate = round(2e-9 * 8192**3 / min(times[1:]))
+    return {"gpu": jax.devices()[0].device_kind, "gpu_gflops": rate}
 
 
 def git(*arguments: str) -> str:
@@ -393,19 +456,21 @@ def footer(stored: dict[str, Any]) -> str:
     alike: dict[tuple, list[dict[str, Any]]] = {}
     for one in used:
         versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        alike.setdefault((one["command"], one["cpu"], one["cores"], versions), []).append(one)
+        key = one["command"], one.get("gpu"), one["cpu"], one["cores"], versions
+        alike.setdefault(key, []).append(one)
     lines = []
-    for (command, cpu, cores, versions), some in alike.items():
+    for (command, gpu, cpu, cores, versions), some in alike.items():
         dates = between([one["date"][:10] for one in some])
         rates = between([one["gflops"] for one in some])
         commits = dict.fromkeys(
             one["commit"][:9] + ("" if one["clean"] else " with changes that were not committed")
             for one in some
         )
-        lines.append(
-            f"`{command}`, {dates}: {cpu}, {cores} cores, {rates} GFLOP/s in a 4096-square float32 "
-            f"product; {versions}; commit {', '.join(commits)}."
-        )
+        machine = f"{cpu}, {cores} cores, {rates} GFLOP/s in a 4096-square float32 product"
+        if gpu:
+            found = between([one["gpu_gflops"] for one in some])
+            machine = f"{gpu}, {found} GFLOP/s in an 8192-square float32 product; {machine}"
+        lines.append(f"`{command}`, {dates}: {machine}; {versions}; commit {', '.join(commits)}.")
     # The units before have a load of the number of cores.
     loads = [record["load"] for record in stored["records"]]
     if max(loads) > 1.1 * max(one["cores"] for one in stored["sessions"]):
@@ -473,6 +538,9 @@ def main() -> None:
         return
     peers = util.find_spec("gpytorch") is not None
     for run in chosen:
+        if run.device != (found := backend()):
+            print(f"{run.name}: skipped, since it is for a {run.device} and here is a {found}")
+            continue
         if run.data != ("made up",) and "SCALEGP_DATA" not in os.environ:
             print(f"{run.name}: skipped, since SCALEGP_DATA is not set", flush=True)
             continue
@@ -489,7 +557,7 @@ def main() -> None:
 
         path = given.json or RESULTS / f"{run.name}.json"
         command = f"python benchmarks/evidence.py {run.name}"
-        described = lambda command=command: session(command)  # noqa: E731
+        described = functools.partial(session, command, run.device)
         complete(run, path, call, described, force=given.force, skip=skip)
         if hasattr(script, "draw"):
             import matplotlib

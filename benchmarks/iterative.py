@@ -1,7 +1,6 @@
 """The iterative marginal likelihood: products, gradient steps, warm starts, solvers and accuracy.
 
-    python benchmarks/evidence.py solvers warm-starts pathwise-training
-    python benchmarks/iterative.py product                 # K V beside a resident matrix
+    python benchmarks/evidence.py product solvers warm-starts pathwise-training
     python benchmarks/iterative.py step --data elevators   # one gradient beside GPyTorch
     python benchmarks/iterative.py value --data pol        # log p(y) beside Cholesky's
 
@@ -15,8 +14,6 @@ import functools
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -34,7 +31,7 @@ import numpyro_scalegp as sgp
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 
-COMMANDS = ["product", "step", "value"]
+COMMANDS = ["step", "value"]
 SOLVERS = {
     "ap": sgp.solvers.AlternatingProjections,
     "cg": sgp.solvers.ConjugateGradients,
@@ -57,12 +54,6 @@ def seconds(function, *arguments, repeats=5, warm=False):
 def peak_memory():
     """The largest resident memory of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def resident_memory():
-    """The resident memory of this process now, in GiB (on Linux)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**30
 
 
 def load(arguments):
@@ -130,49 +121,42 @@ def train(X, y, estimator, num_steps, *, cold=False, seed=0):
     return state, compiling, time.perf_counter() - start
 
 
-def product(arguments):
-    """K(X, X) V: its time and memory, each n in a process of its own, and the bare product.
+def record_product(data, split, seed, method, *, columns=65, d=18):
+    """The record of a unit: seconds of K(X, X) V, and of gradients of forms with as many vectors.
 
-    Beside it the gradients of quadratic and of bilinear forms with as many vectors. All are timed
-    in turn, so that whatever else the machine does falls on each of them alike.
+    All are timed in turn, so that whatever else the machine does falls on each of them alike. The
+    ratios are of minima: of the product to that with K in memory, where that is not too large, and
+    of the gradients of sum_c w_c v_c'H v_c and sum_c u_c'H v_c to the product. `memory` is what the
+    product takes beside its arguments and result, in MiB.
     """
-    if not arguments.n:
-        for n in ("15000", "50000"):
-            subprocess.run([sys.executable, __file__, "product", "--n", n], check=True)
-        return
-    n = arguments.n
-    X = jax.random.normal(jax.random.key(0), (n, 18))
-    V = jax.random.normal(jax.random.key(1), (n, 65))
-    weights = jnp.linspace(-1.0, 1.0, 65)
-    H = sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.full(18, 2.0)), X, 0.1)
+    n = int(method.split()[0].replace(",", ""))
+    keys = jax.random.split(jax.random.key(seed), 3)
+    X, V = jax.random.normal(keys[0], (n, d)), jax.random.normal(keys[1], (n, columns))
+    weights = jnp.linspace(-1.0, 1.0, columns)
+    H = sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.full(d, 2.0)), X, 0.1)
     multiply = jax.jit(lambda H, V: H.matmul(V)).lower(H, V).compile()
-    before = resident_memory()
-    # The high-water mark is that of the product only where it rises: imports and compilation have
-    # left one, too.
-    earlier = peak_memory()
-    jax.block_until_ready(multiply(H, V))
-    above = f"{peak_memory() - before:.2f} GiB above what the process held before"
-    bound = "" if peak_memory() > earlier else "at most "
-    square = jax.random.normal(jax.random.key(2), (4096, 4096))
+    square = jax.random.normal(keys[2], (4096, 4096))
+    exactly = jax.jit(functools.partial(jnp.matmul, precision="highest"))  # no TF32
     tasks = {
         "product": (multiply, H, V),
-        "quadratic gradient": (jax.jit(lambda H, w, V: H.quadratic_gradient(w, V)), H, weights, V),
-        "bilinear gradient": (jax.jit(lambda H, U, V: H.bilinear_gradient(U, V)), H, V[::-1], V),
-        "4096-square": (jax.jit(jnp.matmul), square, square),
+        "quadratic": (jax.jit(lambda H, w, V: H.quadratic_gradient(w, V)), H, weights, V),
+        "bilinear": (jax.jit(lambda H, U, V: H.bilinear_gradient(U, V)), H, V[::-1], V),
+        "square": (exactly, square, square),
     }
     if n <= 20_000:
-        K = jax.jit(lambda H: H.kernel(H.X, H.X))(H)
-        tasks["bare"] = (jax.jit(jnp.matmul), K, V)
-    found = seconds_in_turn(tasks, repeats=3 if n > 20_000 else 30)
-    ours = min(found["product"])
-    print(f"n = {n}: {ours:.3f} s, {1e9 * ours / n**2:.2f} ns for each n^2, {bound}{above}")
-    rate = 2e-9 * 4096**3 / min(found["4096-square"])
-    print(f"  {rate:.0f} GFLOP/s in a float32 product of 4096-square matrices")
-    for name in ("quadratic gradient", "bilinear gradient"):
-        show_ratio(name, found[name], found["product"], "products")
-    if n <= 20_000:
-        print(f"  with K in memory {min(found['bare']):.3f} s")
-        show_ratio("product", found["product"], found["bare"], "bare products")
+        tasks["bare"] = (exactly, jax.jit(lambda H: H.kernel(H.X, H.X))(H), V)
+    found = seconds_in_turn(tasks, repeats=30 if n <= 20_000 else 3)
+    least = {name: min(times) for name, times in found.items()}
+    ours = least["product"]
+    return {
+        "seconds": ours,
+        "nanoseconds_a_pair": 1e9 * ours / n**2,
+        **({"bare_ratio": ours / least["bare"]} if "bare" in least else {}),
+        "quadratic_ratio": least["quadratic"] / ours,
+        "bilinear_ratio": least["bilinear"] / ours,
+        "memory": multiply.memory_analysis().temp_size_in_bytes / 2**20,
+        "square_gflops": 2e-9 * 4096**3 / least["square"],
+    }
 
 
 def seconds_in_turn(tasks, repeats):
@@ -184,12 +168,6 @@ def seconds_in_turn(tasks, repeats):
         for _ in range(repeats)
     ]
     return {name: [one[name] for one in rounds] for name in tasks}
-
-
-def show_ratio(name, times, unit, words):
-    """One time over another, by the minimum and the median of both."""
-    low, middle = np.min(times) / np.min(unit), np.median(times) / np.median(unit)
-    print(f"  {name}: {min(times):.3f} s, {low:.2f} {words} (medians {middle:.2f})", flush=True)
 
 
 @jax.enable_x64(True)

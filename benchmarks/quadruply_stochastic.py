@@ -1,18 +1,17 @@
 """Weight-space GPs: what a step costs, what control variates save, and what a fit reaches.
 
-    python benchmarks/evidence.py many-features many-features-sets
-    python benchmarks/quadruply_stochastic.py cost
+    python benchmarks/evidence.py many-features many-features-sets features-cost
     python benchmarks/quadruply_stochastic.py variance
 
-`cost` times steps of `RowSVI` against the number of features and of rows, alternating between
-them so that a noisy machine disturbs all alike, and writes a figure. `variance` takes 1000 draws of
-the objective <f_i, f_j> / noise and of its gradient at a draw of the weights from the prior, under
-hyperparameters of an exact GP on 1000 random rows, as in figure 1 of Evans and Nair (2020). The
-declared runs are fits; their times include compilation. All need SCALEGP_DATA.
+The declared runs are fits, their times with compilation, and the cost of steps of `RowSVI` against
+the number of features and of rows. `variance` takes 1000 draws of the objective <f_i, f_j> / noise
+and of its gradient at a draw of the weights from the prior, under hyperparameters of an exact GP on
+1000 random rows, as in figure 1 of Evans and Nair (2020). All need SCALEGP_DATA.
 """
 
 import argparse
 import functools
+import json
 import math
 import time
 from pathlib import Path
@@ -172,43 +171,52 @@ class Steps:
         return 1e3 * float(np.median(self.times))
 
 
-def cost(arguments):
-    """Time a step against the number of features and of rows."""
-    import matplotlib.pyplot as plt
+def record_cost(data, split, seed, method, *, rank=0, num_set=2000, repeats=15):
+    """The record of a unit: milliseconds of a step, for numbers of features or of rows.
 
-    data = sgp.datasets.load_uci("kin40k", split=0)
-    X, y = jnp.asarray(data.X_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
-    sizes = [10**power for power in range(4, 8)]
-    by_features = {m: Steps(X, y, m, arguments.rank, arguments.set) for m in sizes}
-    print(f"device {jax.devices()[0]}: {BATCH} rows, sets of {arguments.set}, 500 support rows")
-    for _ in range(arguments.repeats):
-        for one in by_features.values():
+    The method says which of them grows. Sizes take turns, so that a noisy machine disturbs all
+    alike. `memory` is what a step takes beside its state, in MiB, at most.
+    """
+    if method == "features":
+        loaded = sgp.datasets.load_uci(data, split)
+        X, y = (jnp.asarray(part, jnp.float32) for part in (loaded.X_train, loaded.y_train))
+        sizes = [10**power for power in range(4, 8)]
+        runs = [Steps(X, y, size, rank, num_set) for size in sizes]
+    else:
+        sizes = [10**power for power in range(4, 7)]
+        made = made_up(sizes[-1])
+        X, y = (jnp.asarray(part, jnp.float32) for part in (made.X_train, made.y_train))
+        runs = [Steps(X[:size], y[:size], 10**5, rank, num_set) for size in sizes]
+    for _ in range(repeats):
+        for one in runs:
             one.run()
-    reference = by_features[10**5].milliseconds
-    for m, one in by_features.items():
-        print(
-            f"m = {m:9d}: {one.milliseconds:7.2f} ms ({one.milliseconds / reference:.3f} of 1e5), "
-            f"{one.temporary / 2**20:6.1f} MiB besides the state"
-        )
-    del one
-    curve = [by_features[m].milliseconds for m in sizes]
-    by_features.clear()
-    rows = [10_000, 100_000, 1_000_000]
-    made = made_up(rows[-1])
-    X, y = jnp.asarray(made.X_train, jnp.float32), jnp.asarray(made.y_train, jnp.float32)
-    by_rows = {n: Steps(X[:n], y[:n], 10**5, arguments.rank, arguments.set) for n in rows}
-    for _ in range(arguments.repeats):
-        for one in by_rows.values():
-            one.run()
-    for n, one in by_rows.items():
-        ratio = one.milliseconds / by_rows[rows[0]].milliseconds
-        print(f"n = {n:9d}: {one.milliseconds:7.2f} ms ({ratio:.3f} of 1e4)")
-    figure, axes = plt.subplots(figsize=(5, 3.2))
-    axes.loglog(sizes, curve, "o-", label="features m, at n = 36,000")
-    axes.loglog(rows, [by_rows[n].milliseconds for n in rows], "s--", label="rows n, at m = 1e5")
+    times = [one.milliseconds for one in runs]
+    return {
+        **{f"{size:.0e}".replace("+0", ""): time for size, time in zip(sizes, times, strict=True)},
+        "growth": max(times) / times[0],
+        "memory": max(one.temporary for one in runs) / 2**20,
+    }
+
+
+FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures"
+
+
+def draw(path):
+    """The figure of `features-cost`: milliseconds a step against features and against rows."""
+    from matplotlib.figure import Figure
+
+    run = json.loads(path.read_text())
+    if run["name"] != "features-cost":
+        return
+    labels = {"features": "features m, at n = 36,000", "rows": "rows n, at m = 1e5"}
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for one, style in zip(run["records"], ["o-", "s--"], strict=True):
+        found = {float(name): time for name, time in one.items() if name[:2] == "1e"}
+        axes.loglog(list(found), list(found.values()), style, label=labels[one["method"]])
     axes.set(xlabel="number", ylabel="milliseconds a step", ylim=(1.0, 100.0))
     axes.legend()
-    save(figure, "quadruply_stochastic_cost", arguments)
+    figure.savefig(FIGURE / "quadruply_stochastic_cost.svg", metadata={"Date": None})
 
 
 def variance(arguments):
@@ -274,10 +282,7 @@ def save(figure, name, arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["cost", "variance"])
-    parser.add_argument("--set", type=int, default=2000, help="features in a set; m takes all")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("command", choices=["variance"])
     parser.add_argument("--figures", default="outputs", help="the folder of figures")
     arguments = parser.parse_args()
-    {"cost": cost, "variance": variance}[arguments.command](arguments)
+    variance(arguments)
