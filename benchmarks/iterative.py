@@ -365,7 +365,7 @@ def record_solve(data, split, seed, method, *, tolerance=0.01, max_epochs=50):
     X, y, X_test, y_test = load(make_parser().parse_args(["value"], given))
     kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
     H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
-    draws = PriorDraws.from_key(jax.random.key(split), 64, 2000)
+    draws = PriorDraws.from_key(jax.random.key(split), 64, 2000, X)
     B = jnp.concatenate([y[:, None], draws.observations(kernel, X, H.noise())], axis=1)
     solver = compared_solvers({"tolerance": tolerance, "max_epochs": max_epochs})[method]
 

@@ -274,7 +274,7 @@ class AbstractIterative(AbstractEstimator):
             draws = start.draws
         else:
             count = self.num_probes if num_samples is None else num_samples
-            draws = PriorDraws.from_key(probe_key, count, self.num_features)
+            draws = PriorDraws.from_key(probe_key, count, self.num_features, operator.X)
         solver = self.solver.to_tolerance.with_budget(max_epochs)
         H, residual = refuse_derivatives(_FIXED, (operator, y - mean_function(operator.X)))
         system = H, residual.astype(H.dtype), draws
@@ -374,7 +374,7 @@ class AbstractIterative(AbstractEstimator):
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:
         """Draw from N(0, H) by random features, in O(n num_features) a draw."""
-        draws = PriorDraws.from_key(key, num_samples, self.num_features)
+        draws = PriorDraws.from_key(key, num_samples, self.num_features, operator.X)
         return draws.observations(operator.kernel, operator.X, operator.noise()).T
 
     def _of_same_probes(self, memory: Memory) -> Float[Array, "p n k"]:

@@ -45,5 +45,5 @@ class Pathwise(AbstractIterative):
         self, operator: KernelOperator, key: Key[Array, ""]
     ) -> Float[Array, "n num_probes"]:
         """Noisy observations of prior draws, xi_j ~ N(0, H)."""
-        draws = PriorDraws.from_key(key, self.num_probes, self.num_features)
+        draws = PriorDraws.from_key(key, self.num_probes, self.num_features, operator.X)
         return draws.observations(operator.kernel, operator.X, operator.noise())

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.features.linear_model import log_densities, statistics
-from numpyro_scalegp.features.prior_draws import PriorDraws
+from numpyro_scalegp.features.prior_draws import PriorDraws, center
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from numpyro_scalegp.solvers import KernelOperator
@@ -124,9 +123,9 @@ class RandomFourier(AbstractEstimator):
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:
         """Draw from N(0, H) by random features, in O(n num_features) a draw."""
-        draws = PriorDraws.from_key(key, num_samples, self.num_features)
+        draws = PriorDraws.from_key(key, num_samples, self.num_features, operator.X)
         return draws.observations(operator.kernel, operator.X, operator.noise()).T
 
     def _features(self, operator: KernelOperator, key: Key[Array, ""] | None) -> KernelFeatures:
-        origin = jax.lax.stop_gradient(operator.X[0])
-        return KernelFeatures(operator.kernel, self.required_key(key), self.num_features, origin)
+        key = self.required_key(key)
+        return KernelFeatures(operator.kernel, key, self.num_features, center(operator.X))

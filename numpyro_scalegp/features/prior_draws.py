@@ -22,12 +22,22 @@ def rows_stay() -> bool:
     return getattr(jax.config, "jax_threefry_partitionable", True)
 
 
+def center(X: Float[Array, "n d"]) -> Float[Array, " d"]:
+    """The mean of the rows, of finite entries."""
+    X = jax.lax.stop_gradient(X)
+    first = jnp.where(jnp.isfinite(X[0]), X[0], 0.0)
+    # Of differences: where the mean is large beside these, programs round it alike.
+    return first + jnp.mean(jnp.where(jnp.isfinite(X), X - first, 0.0), axis=0)
+
+
 class PriorDraws(eqx.Module):
     """Functions f_j = phi(.)'w_j with random features phi and standard normal weights w_j.
 
     With the same seed the frequencies, the weights and the noise stay what they are while the
-    draws follow the hyperparameters. Over seeds, Cov(f_j) = k exactly; each 16 draws have
-    frequencies of their own, so that the error of the features averages out over many draws.
+    draws follow the hyperparameters. Waves begin at `origin`: as lengthscales change, a draw moves
+    at a row by as much as that is away from there, and what warm starts save shrinks with it. Over
+    seeds, Cov(f_j) = k exactly; each 16 draws have frequencies of their own, so that the error of
+    the features averages out over many draws.
 
     References:
         Wilson et al. (2020), Efficiently Sampling Functions from Gaussian Process Posteriors.
@@ -36,11 +46,14 @@ class PriorDraws(eqx.Module):
     seed: UInt[Array, " 2"]
     num_draws: int = eqx.field(static=True)
     num_features: int = eqx.field(static=True)
+    origin: Float[Array, " d"]
 
     @classmethod
-    def from_key(cls, key: Key[Array, ""], num_draws: int, num_features: int) -> "PriorDraws":
-        """Take the seed from a key."""
-        return cls(jax.random.bits(key, (2,), jnp.uint32), num_draws, num_features)
+    def from_key(
+        cls, key: Key[Array, ""], num_draws: int, num_features: int, X: Float[Array, "n d"]
+    ) -> "PriorDraws":
+        """Take the seed from a key; waves begin at the center of X."""
+        return cls(jax.random.bits(key, (2,), jnp.uint32), num_draws, num_features, center(X))
 
     def is_same(self, other: "PriorDraws") -> Bool[Array, ""]:
         """Whether the draws are the same, given the same kernel, inputs and noise."""
@@ -57,13 +70,13 @@ class PriorDraws(eqx.Module):
         return jax.random.split(self.key)
 
     def __call__(
-        self, kernel: AbstractKernel, X: Float[Array, "n d"], origin: Float[Array, " d"]
+        self, kernel: AbstractKernel, X: Float[Array, "n d"]
     ) -> Float[Array, "n num_draws"]:
         """The draws at X, shape (n, num_draws), in chunks of rows: O(n num_features num_draws).
 
-        The waves begin at `origin`: the same functions have the same one, a row near the data, and
-        inputs of the same dtype, in which the weights are drawn.
+        The same functions have inputs of the same dtype, in which the weights are drawn.
         """
+        origin = self.origin.astype(X.dtype)
         num_groups = -(-self.num_draws // _GROUP)
         width = min(_GROUP, self.num_draws)
 
@@ -88,10 +101,9 @@ class PriorDraws(eqx.Module):
     ) -> Float[Array, "n num_draws"]:
         """Noisy values of the draws at X, xi_j = f_j(X) + sqrt(noise) w_j ~ N(0, H).
 
-        The draws' waves begin at the first row, and the noise's dtype is that of the draws.
+        The noise's dtype is that of the draws.
         """
-        X = X.astype(noise.dtype)
-        return self(kernel, X, X[0]) + self.errors(noise)
+        return self(kernel, X.astype(noise.dtype)) + self.errors(noise)
 
     def errors(self, noise: Float[Array, " n"]) -> Float[Array, "n num_draws"]:
         """The observations' errors, sqrt(noise) w_j, shape (n, num_draws)."""

@@ -94,13 +94,13 @@ class CollapsedPosterior(FeaturePosterior):
         weight_key, draw_key = jax.random.split(key)
         W, kernel = self.features.whitening, self.features.kernel
         Z = self.features.points.astype(W.dtype)
-        draws = prior_draws(draw_key, kernel, num_samples, num_features, Z[0])
+        draws = prior_draws(draw_key, kernel, num_samples, num_features, Z)
         at_points = draws_with(draws, kernel, Z, linalg.triangular_inverse(W))
         white = self._drawn_weights(weight_key, num_samples).T - matmul(W, at_points)
         columns = jnp.arange(num_samples)
         weights = matmul(W.T, white)
         return KernelFunctionSamples(
-            self.features.of_f, self.mean_function, draws, columns, Z[0], Z, weights
+            self.features.of_f, self.mean_function, draws, columns, Z, weights
         )
 
     def leave_one_out(self) -> dist.Normal:

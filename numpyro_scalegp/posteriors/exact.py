@@ -125,13 +125,11 @@ class ExactPosterior(AbstractInChunks):
     ) -> KernelFunctionSamples:
         L, a = self.factor.tril, self.representer_weights
         X = self.X.astype(L.dtype)
-        draws = prior_draws(key, self.kernel, num_samples, num_features, X[0])
+        draws = prior_draws(key, self.kernel, num_samples, num_features, X)
         observed = draws_with(draws, self.kernel, X, L)
         weights = a[:, None] - jax.scipy.linalg.cho_solve((L, True), observed)
         columns = jnp.arange(num_samples)
-        return KernelFunctionSamples(
-            self._of_f, self.mean_function, draws, columns, X[0], X, weights
-        )
+        return KernelFunctionSamples(self._of_f, self.mean_function, draws, columns, X, weights)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.

@@ -287,13 +287,13 @@ class FullScalePosterior(AbstractConditioned):
         weight_key, key = jax.random.split(key)
         w, known = self._weights(weight_key, num_samples), self.residual.known
         X = known.X.astype(w.dtype)
-        draws = prior_draws(key, known.kernel, num_samples, num_features, X[0])
+        draws = prior_draws(key, known.kernel, num_samples, num_features, X)
         features = self.residual.features
-        at_points = matmul(features.whitening, draws(known.kernel, features.points, X[0]))
+        at_points = matmul(features.whitening, draws(known.kernel, features.points))
         observed = draws.observations(known.kernel, X, known.noise)
         explained = matmul(self.residual.Phi, w - at_points)
         rest = self.values[:, None] - explained - observed
-        parts = self.part, self.mean_function, draws, X[0], w - at_points, rest
+        parts = self.part, self.mean_function, draws, w - at_points, rest
         return FullScaleFunctionSamples(self.residual, *parts)
 
 
@@ -308,7 +308,6 @@ class FullScaleFunctionSamples(AbstractFunctionSamples):
     part: WhitenedPoints | None
     mean_function: RowsFunction
     draws: PriorDraws
-    origin: Float[Array, " d"]
     weights: Float[Array, "M num_samples"]  # u_j
     rest: Float[Array, "n num_samples"]
 
@@ -327,7 +326,7 @@ class FullScaleFunctionSamples(AbstractFunctionSamples):
             rows, near = chunk
             none = jnp.zeros((len(rows), self.rest.shape[1]), self.rest.dtype)
             found = self.residual.decorrelated(near, rows, self.rest, none, none[:, 0], self.part)
-            drawn = self.draws(of_f.of_f, rows.astype(self.rest.dtype), self.origin)
+            drawn = self.draws(of_f.of_f, rows.astype(self.rest.dtype))
             update = matmul(of_f(rows).astype(self.rest.dtype), self.weights) - found.values
             return self.mean_function(rows)[:, None] + drawn + update
 

@@ -79,7 +79,6 @@ class KernelFunctionSamples(AbstractFunctionSamples):
     mean_function: RowsFunction
     draws: PriorDraws
     columns: Int[Array, " k"]  # which of the draws, in the order of the flattened weights
-    origin: Float[Array, " d"]  # where the draws' waves begin
     points: Float[Array, "M d"]  # Z
     weights: Float[Array, "M num_samples *batch"]  # a_j; k functions in all
 
@@ -95,7 +94,7 @@ class KernelFunctionSamples(AbstractFunctionSamples):
 
         def values(rows: Array) -> Array:
             # In another dtype the draws would be other functions.
-            drawn = self.draws(self.kernel, rows.astype(weights.dtype), self.origin)
+            drawn = self.draws(self.kernel, rows.astype(weights.dtype))
             update = matmul(self.kernel(rows, points), weights)
             return self.mean_function(rows)[:, None] + drawn[:, self.columns] + update
 
@@ -170,7 +169,7 @@ def prior_draws(
     kernel: AbstractKernel,
     num_draws: int,
     num_features: int | None,
-    point: Float[Array, " d"],
+    X: Float[Array, "n d"],
 ) -> PriorDraws:
     """Draws of a kernel's prior that are functions.
 
@@ -179,21 +178,21 @@ def prior_draws(
         kernel: covariance function.
         num_draws: number of draws.
         num_features: of each; None for `NUM_FEATURES`.
-        point: any row of inputs.
+        X: inputs, at whose center the draws' waves begin.
 
     Raises:
         ValueError: if the kernel has no random features.
     """
     num_features = NUM_FEATURES if num_features is None else num_features
     try:
-        jax.eval_shape(lambda: kernel.random_features(key, point[None], num_features))
+        jax.eval_shape(lambda: kernel.random_features(key, X[:1], num_features))
     except ValueError as error:
         raise ValueError(
             "functions are drawn by random features of the prior, and the kernel "
             f"`{type(kernel).__name__}` has none: draw at all inputs at once by `sample`, or give "
             f"the kernel `evaluate_features` (see `AbstractKernel`). The reason: {error}"
         ) from None
-    return PriorDraws.from_key(key, num_draws, num_features)
+    return PriorDraws.from_key(key, num_draws, num_features, X)
 
 
 def draws_with(

@@ -106,7 +106,7 @@ class PathwisePosterior(AbstractInChunks):
         # In another dtype the draws would be other functions.
         X, rows = (one.astype(U.dtype) for one in (self.X, rows))
         X, U = divided((X, U), mesh_of(X))
-        return self.draws(self._of_f, rows, X[0]) - matmul(self._of_f(rows, X), U)
+        return self.draws(self._of_f, rows) - matmul(self._of_f(rows, X), U)
 
     def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
         """The posterior covariance of f, shape (m, m), from the stored samples' deviations."""
@@ -155,7 +155,7 @@ class PathwisePosterior(AbstractInChunks):
         X = self.X.astype(value.dtype)
         weights = value[:, :1] - value[:, 1 + columns]
         return KernelFunctionSamples(
-            self._of_f, self.mean_function, source.draws, columns, X[0], X, weights
+            self._of_f, self.mean_function, source.draws, columns, X, weights
         )
 
     def resampled(self, key: Key[Array, ""], num_samples: int) -> "PathwisePosterior":
@@ -176,7 +176,7 @@ class PathwisePosterior(AbstractInChunks):
     def _resampled(self, key: Array, num_samples: int, num_features: int) -> "PathwisePosterior":
         operator = KernelOperator(self.kernel, self.X, self.noise_variance)
         solver_key, draw_key = jax.random.split(key)
-        draws = PriorDraws.from_key(draw_key, num_samples, num_features)
+        draws = PriorDraws.from_key(draw_key, num_samples, num_features, self.X)
         targets = draws.observations(self.kernel, self.X, operator.noise())
         found = self.solver.to_tolerance.solve(
             operator, targets, key=solver_key, num_averaged=targets.shape[1]

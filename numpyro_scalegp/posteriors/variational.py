@@ -217,8 +217,8 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
         draw_key, key = jax.random.split(key)
         centers = self._centers.astype(self._weights()[0].dtype)
         num = num_samples * math.prod(self.batch_shape)
-        draws = prior_draws(draw_key, self._whole, num, num_features, centers[0])
-        prior = draws(self._whole, centers, centers[0])
+        draws = prior_draws(draw_key, self._whole, num, num_features, centers)
+        prior = draws(self._whole, centers)
         # One prior draw for each function of the batch and sample, (*batch, M, num_samples).
         prior = jnp.moveaxis(prior.reshape(-1, num_samples, *self.batch_shape), (0, 1), (-2, -1))
 
@@ -233,7 +233,6 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             zero_function(weights.dtype),
             draws,
             jnp.arange(num),
-            centers[0],
             centers,
             jnp.moveaxis(weights, (-2, -1), (0, 1)),
         )

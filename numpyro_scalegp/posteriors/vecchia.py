@@ -237,9 +237,9 @@ class VecchiaPosterior(AbstractConditioned):
     ) -> "NeighborFunctionSamples":
         known, dtype = self._known, self.residual.dtype
         X = self.X.astype(dtype)
-        draws = prior_draws(key, self.kernel, num_samples, num_features, X[0])
+        draws = prior_draws(key, self.kernel, num_samples, num_features, X)
         rest = self.residual[:, None] - draws.observations(self.kernel, X, known.noise)
-        return NeighborFunctionSamples(known, self.part, self.mean_function, draws, X[0], rest)
+        return NeighborFunctionSamples(known, self.part, self.mean_function, draws, rest)
 
 
 class NeighborFunctionSamples(AbstractFunctionSamples):
@@ -253,7 +253,6 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
     part: AbstractKernel | None
     mean_function: RowsFunction
     draws: PriorDraws
-    origin: Float[Array, " d"]
     rest: Float[Array, "n num_samples"]
 
     @property
@@ -271,7 +270,7 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
             rows, near = chunk
             found = self.known.systems(near, rows, self.part)
             values = jnp.where((near < len(self.rest))[..., None], self.rest[near], 0.0)
-            drawn = self.draws(own, rows.astype(self.rest.dtype), self.origin)
+            drawn = self.draws(own, rows.astype(self.rest.dtype))
             b = conditionals.weights(found)[0]
             update = jnp.einsum("bk,bks->bs", b, values, precision="highest")
             return self.mean_function(rows)[:, None] + drawn + update

@@ -383,8 +383,8 @@ def test_draws_stay_where_rows_are_appended(dtype):
     """What all this rests on: functions and errors of the first rows are the same."""
     kernel = sgp.kernels.Matern32(0.8, 1.3)
     for seed, count in ((0, 3), (1, 17)):
-        draws = PriorDraws.from_key(jax.random.key(seed), count, 16)
         few, many = (jnp.asarray(rows(num)[0], dtype) for num in (N, MORE))
+        draws = PriorDraws.from_key(jax.random.key(seed), count, 16, few)
         one = draws.observations(kernel, few, jnp.full(N, 0.1, dtype))
         other = draws.observations(kernel, many, jnp.full(MORE, 0.1, dtype))
         np.testing.assert_allclose(one, other[:N], rtol=2e-5 if dtype == "float32" else 1e-12)

@@ -62,9 +62,9 @@ def test_features_and_draws_add_up_to_the_whole(kernel, x64):
     assert [share.shape for share in shares] == len(parts) * [whole.shape]
     np.testing.assert_allclose(sum(shares), whole, atol=1e-12)
     assert all(np.any(np.abs(share - whole) > 1e-3) for share in shares)
-    draws = PriorDraws.from_key(KEY, 3, 32)
-    total = sum(draws(one, X, X[0]) for one in components)
-    np.testing.assert_allclose(total, draws(kernel, X, X[0]), atol=1e-12)
+    draws = PriorDraws.from_key(KEY, 3, 32, X)
+    total = sum(draws(one, X) for one in components)
+    np.testing.assert_allclose(total, draws(kernel, X), atol=1e-12)
 
 
 @each

@@ -133,5 +133,5 @@ def test_decoupled_without_a_basis_for_the_covariance(x64):
     q = sgp.DecoupledGP(kernel(), X, X, 0.1 * jnp.ones(N), X[:num], jnp.zeros((num, num)))
     posterior = q.posterior()
     functions = posterior.sample_functions(KEY, 2, num_features=8)
-    prior = functions.draws(kernel(), Xs, functions.origin).T
+    prior = functions.draws(kernel(), Xs).T
     np.testing.assert_allclose(functions(Xs), posterior.mean(Xs) + prior, atol=1e-9)
