@@ -330,10 +330,6 @@ def complete(
 
 def session(command: str, device: str = "cpu") -> dict[str, Any]:
     """The machine and the versions: what a record must be read beside."""
-    said = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "machine.py"], capture_output=True, text=True, check=True
-    ).stdout
-    rate = re.search(r"(\d+) GFLOP/s", said)
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         if util.find_spec(package) is not None:
@@ -344,8 +340,7 @@ def session(command: str, device: str = "cpu") -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "gflops": int(rate[1]) if rate else None,
-        **({} if device == "cpu" else gpu()),
+        **(gpu() if device == "gpu" else {"gflops": cpu_rate()}),
         "versions": versions,
         "commit": git("rev-parse", "HEAD"),
         "clean": not changed,
@@ -359,8 +354,17 @@ def backend() -> str:
     return jax.default_backend()
 
 
+def cpu_rate() -> int | None:
+    """GFLOP/s in a float32 product of 4096-square matrices."""
+    said = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "machine.py"], capture_output=True, text=True, check=True
+    ).stdout
+    rate = re.search(r"(\d+) GFLOP/s", said)
+    return int(rate[1]) if rate else None
+
+
 def gpu() -> dict[str, Any]:
-    """The GPU's name, and its rate in a float32 product of 8192-square matrices, not in TF32."""
+    """The GPU's name, and GFLOP/s in a float32 product of 8192-square matrices without TF32."""
     import jax
     import jax.numpy as jnp
 
@@ -372,7 +376,7 @@ def gpu() -> dict[str, Any]:
         multiply(A).block_until_ready()
         times.append(time.perf_counter() - start)
     rate = round(2e-9 * 8192**3 / min(times[1:]))
-    return {"gpu": jax.devices()[0].device_kind, "gpu_gflops": rate}
+    return {"gpu": jax.devices()[0].device_kind, "gflops": rate}
 
 
 def git(*arguments: str) -> str:
@@ -466,13 +470,13 @@ def footer(stored: dict[str, Any]) -> str:
             one["commit"][:9] + ("" if one["clean"] else " with changes that were not committed")
             for one in some
         )
-        machine = f"{cpu}, {cores} cores, {rates} GFLOP/s in a 4096-square float32 product"
-        if gpu:
-            found = between([one["gpu_gflops"] for one in some])
-            machine = f"{gpu}, {found} GFLOP/s in an 8192-square float32 product; {machine}"
-        lines.append(f"`{command}`, {dates}: {machine}; {versions}; commit {', '.join(commits)}.")
+        machine, side = (f"{gpu}, {cpu}", 8192) if gpu else (cpu, 4096)
+        lines.append(
+            f"`{command}`, {dates}: {machine}, {cores} cores, {rates} GFLOP/s in a {side}-square "
+            f"float32 product; {versions}; commit {', '.join(commits)}."
+        )
     # The units before have a load of the number of cores.
-    loads = [record["load"] for record in stored["records"]]
+    loads = [record.get("load", 0.0) for record in stored["records"]]
     if max(loads) > 1.1 * max(one["cores"] for one in stored["sessions"]):
         lines.append(
             f"Other programs ran beside it (load {min(loads):.1f} to {max(loads):.1f} before a "

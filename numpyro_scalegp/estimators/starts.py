@@ -54,6 +54,7 @@ def from_posterior(
     # In another type the draws are other functions.
     same_draws &= found.dtype == operator.dtype and (num_new == 0 or rows_stay())
     is_solution = is_same(system, before) & same_draws
+    is_solution &= jnp.all(draws.origin == posterior.draws.origin)
     # A failed solve is no start.
     value = jnp.where(jnp.isfinite(found), found, 0.0).astype(operator.dtype)
     value = jnp.pad(value, ((0, num_new), (0, 0)))

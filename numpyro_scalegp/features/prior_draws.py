@@ -56,7 +56,7 @@ class PriorDraws(eqx.Module):
         return cls(jax.random.bits(key, (2,), jnp.uint32), num_draws, num_features, center(X))
 
     def is_same(self, other: "PriorDraws") -> Bool[Array, ""]:
-        """Whether the draws are the same, given the same kernel, inputs and noise."""
+        """Whether the draws are the same, but for the origin, given the same kernel and noise."""
         counts = self.num_draws == other.num_draws and self.num_features == other.num_features
         return counts & jnp.all(self.seed == other.seed)
 

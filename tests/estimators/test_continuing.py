@@ -379,6 +379,19 @@ def test_what_is_no_start(unchecked):
 # More rows
 
 
+def test_which_row_is_first_does_not_say_how_far_draws_move_with_the_lengthscale():
+    """With waves that began at the first row, one far from the others moved them by more."""
+    inputs = np.concatenate([np.full((1, 2), 9.0), np.random.default_rng(0).normal(size=(60, 2))])
+
+    def moved(rows):
+        draws = PriorDraws.from_key(KEY, 64, 200, jnp.asarray(rows))
+        before, after = (draws(sgp.kernels.RBF(scale), jnp.asarray(rows)) for scale in (1.0, 1.05))
+        return np.sort(np.mean(np.square(after - before), axis=1))[:-1]
+
+    np.testing.assert_allclose(moved(inputs), moved(inputs[::-1]), rtol=1e-3)
+    assert np.mean(moved(inputs)) < 0.05
+
+
 def test_draws_stay_where_rows_are_appended(dtype):
     """What all this rests on: functions and errors of the first rows are the same."""
     kernel = sgp.kernels.Matern32(0.8, 1.3)
@@ -421,14 +434,25 @@ def test_appended_rows_start_at_zero(way, monkeypatch):
     np.testing.assert_array_equal(starts[0].candidates[0, :N], before.solution.value)
     assert not np.any(starts[0].candidates[0, N:])
     assert not starts[0].is_solution
-    assert_same(posterior.draws, before.draws)
+    # Functions go on from a posterior; otherwise their waves begin at the center of all rows.
+    assert posterior.draws.is_same(before.draws)
+    assert np.all(posterior.draws.origin == before.draws.origin) == (way == "start")
     assert_solves(posterior, y_more)
     cold: Any = process(X_more).condition(y_more)
-    assert_same(cold.draws, posterior.draws)
     assert 0 < epochs(posterior) < epochs(cold)
     # For the first rows the state's memory still serves.
     if way == "memory":
         assert epochs(process(state=state).condition(Y)) == 0
+
+
+def test_functions_that_went_on_are_no_solution_for_those_that_begin_elsewhere():
+    X_more, y_more = rows(MORE)
+    gp = process(X_more)
+    before = gp.condition(y_more, start=process().condition(Y))
+    again: Any = process(X_more, state=gp.state).condition(y_more)
+    assert not np.array_equal(again.draws.origin, before.draws.origin)
+    assert_solves(again, y_more)
+    assert epochs(again) > 0
 
 
 def test_appended_rows_where_random_bits_depend_on_the_shape():
