@@ -171,7 +171,7 @@ def seconds_in_turn(tasks, repeats):
 
 
 @jax.enable_x64(True)
-def record_epochs(data, split, seed, method, *, steps=30, n=2000, max_epochs=10_000, **options):
+def record_epochs(data, split, seed, method, *, steps=30, n=1000, max_epochs=10_000, **options):
     """Solver epochs to tolerance, summed over steps, for an estimator and a start, in float64.
 
     A method is the estimator, "standard" or "pathwise", and the start, "cold", "warm" (from the

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -87,6 +88,22 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if num_compiled > 600 or nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
         num_compiled = 0
+
+
+seconds_by_file: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up what each file takes: what is slow may be many tests."""
+    seconds_by_file[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which files took longest, where the slowest tests are asked for."""
+    if terminalreporter.config.getoption("durations"):
+        terminalreporter.section("slowest files")
+        for name, seconds in seconds_by_file.most_common(30):
+            terminalreporter.line(f"{seconds:7.1f} s  {name}")
 
 
 @pytest.fixture
