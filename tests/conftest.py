@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -75,6 +76,14 @@ def count_compiled(event: str, duration: float, **_: object) -> None:
 
 
 jax.monitoring.register_event_duration_secs_listener(count_compiled)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave long tests out after the time that TEST_UNTIL says, in seconds since 1970."""
+    until = float(os.environ.get("TEST_UNTIL", "inf"))
+    long = {"slow", "monte_carlo", "one_interpreter"}
+    if time.time() > until and long & {mark.name for mark in item.iter_markers()}:
+        pytest.skip("a long test, left out since the time for tests is over")
 
 
 @pytest.hookimpl(trylast=True)

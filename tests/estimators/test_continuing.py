@@ -207,7 +207,7 @@ def test_a_posterior_of_a_fit_goes_on():
     # Rows that were appended start from the state of the old ones.
     more: Any = sgp.posterior(model, guide, result, *rows(MORE))
     assert_solves(more, rows(MORE)[1])
-    assert_same(more.draws, last.draws)
+    assert more.draws.is_same(last.draws)
     # A posterior takes the place of what the state has in this process alone.
     parameters = jax.tree.map(jnp.asarray, {**result.params, **result.state.mutable_state})
     again = sgp.posterior(model, guide, parameters, X, Y, start=last, progress_bar=False)
