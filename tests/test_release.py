@@ -46,3 +46,11 @@ def test_python_versions() -> None:
     ]
     (tested,) = found(".github/workflows/tests.yml", r"^        python: \[(.*)\]$")
     assert tested.replace('"', "").split(", ") == classified
+
+
+def test_badges() -> None:
+    versions = found(".github/workflows/tests.yml", r"^        python: \[(.*)\]$")[0].split(", ")
+    lowest, highest = versions[0].strip('"'), versions[-1].strip('"')
+    assert found("README.md", r"badge/python-(.*)-blue") == [f"{lowest}_to_{highest}"]
+    (jax,) = (one for one in PYPROJECT["project"]["dependencies"] if one.startswith("jax>="))
+    assert found("README.md", r"badge/JAX-(.*)_and_later-blue") == [jax.removeprefix("jax>=")]

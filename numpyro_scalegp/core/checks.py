@@ -305,11 +305,14 @@ def as_key(value: Any, name: str = "key") -> Key[Array, ""]:
 
 
 def as_index(value: Any, name: str = "index") -> Int[Array, "..."]:
-    """Convert indices, a sequence or an array of integers, to an array of JAX."""
+    """Convert indices, a sequence or an array of integers, to an array of JAX.
+
+    It has four bytes for each at least: compared with a number of rows, fewer would overflow.
+    """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must hold integers, got {array.dtype}.")
-    return jnp.asarray(array)
+    return jnp.asarray(array, jnp.int32 if array.dtype.itemsize < 4 else None)
 
 
 def to_positive(name: str, *, or_zero: bool = False) -> Callable[[Any], Float[Array, "..."]]:

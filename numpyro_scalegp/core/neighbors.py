@@ -44,6 +44,8 @@ def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
         Cholesky Factorization by Kullback-Leibler Minimization.
     """
     draws = np.random.default_rng(0)
+    # Exact, and no square of the largest entries is infinite.
+    X = np.ldexp(X, -int(np.frexp(np.max(np.abs(X), initial=0.0))[1]))
     first = np.unique(X, axis=0, return_index=True)[1]
     levels = [draws.permutation(np.setdiff1d(np.arange(len(X)), first))]
     left = draws.permutation(first)
@@ -54,9 +56,10 @@ def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
         distances, links = cKDTree(points).query(points, k=_NUM_LINKS, workers=-1)
         # As many have a second neighbor within this radius as have none.
         is_near = distances <= np.median(distances[:, 2])
-        is_near[:, 0] = False
         rows, ranks = np.nonzero(is_near)
-        kept = _independent(len(left), rows, links[rows, ranks])
+        columns = links[rows, ranks]
+        # A point need not be the first of those at a distance whose square is zero.
+        kept = _independent(len(left), rows[rows != columns], columns[rows != columns])
         gaps = cKDTree(points[kept]).query(points[~kept], workers=-1)[0]
         levels.append(left[~kept][np.argsort(-gaps, kind="stable")])
         left = left[kept]
@@ -67,7 +70,10 @@ def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
 def _independent(
     num: int, rows: Int[np.ndarray, " links"], columns: Int[np.ndarray, " links"]
 ) -> np.ndarray:
-    """Which points are in a maximal set without links, the first of linked ones first."""
+    """Which points are in a maximal set without links, the first of linked ones first.
+
+    No point may have a link to itself.
+    """
     rows, columns = np.concatenate([rows, columns]), np.concatenate([columns, rows])
     kept, out = np.zeros(num, bool), np.zeros(num, bool)
     while len(rows):
@@ -84,6 +90,8 @@ def _independent(
 def _farthest_first(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
     """Each point after the one farthest from all before it; first the one nearest to the mean."""
     gaps = np.full(len(X), np.inf)
+    if not len(X):
+        return np.zeros(0, int)
     order = [int(np.argmin(np.sum(np.square(X - X.mean(axis=0)), axis=1)))]
     while len(order) < len(X):
         gaps = np.minimum(gaps, np.sum(np.square(X - X[order[-1]]), axis=1))

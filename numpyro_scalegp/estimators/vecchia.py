@@ -19,6 +19,7 @@ from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.estimators.neighbor_graph import ORDERINGS, NeighborGraph, Ordering
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.posteriors import conditionals
 from numpyro_scalegp.posteriors.vecchia import (
     Neighbors,
@@ -65,11 +66,11 @@ class AbstractNeighbors(AbstractEstimator):
             The estimator for these rows alone, in O(n log n) for few columns, O(n^2) for many.
 
         Raises:
-            ValueError: if `X` or the kernel is traced.
+            ValueError: if `X` or the kernel is traced, or the kernel is a batch.
         """
         X = checks.inputs("X", X)
         if kernel is not None:
-            checks.instance("kernel", kernel, AbstractKernel)
+            as_single("kernel", kernel)
         if not checks.is_concrete((X, kernel)):
             raise ValueError(_TRACED)
         with checks.known_values(X):

@@ -25,7 +25,8 @@ class AbstractFunctionSamples(eqx.Module):
 
     `functions(Xs)` has the values of all functions at any inputs: pure, the same at each call and
     in chunks of any size, differentiable with respect to Xs, and a pytree that passes through JAX's
-    transformations and `sgp.save`. Made by `sample_functions` of a posterior.
+    transformations and `sgp.save`; `equinox.filter_jit(functions)` compiles them. Made by
+    `sample_functions` of a posterior.
     """
 
     def __call__(

@@ -93,7 +93,7 @@ class Neighbors(eqx.Module):
         Inputs that are traced stay in their own.
         """
         n, m = len(self.X), len(Xs)
-        rows = jnp.concatenate([self.X, Xs.astype(self.X.dtype)])
+        rows = self._and(Xs)
         points = scaled(self.kernel, rows)
         order = np.arange(m)
         if checks.is_concrete(points):
@@ -105,9 +105,13 @@ class Neighbors(eqx.Module):
     def with_rows(self, Xs: Float[Array, "m d"]) -> "Neighbors":
         """These and inputs without noise, but for what keeps equal ones apart."""
         nugget = linalg.default_jitter(self.noise.dtype) * self.kernel.diag(Xs)
-        rows = jnp.concatenate([self.X, Xs.astype(self.X.dtype)])
         noise = jnp.concatenate([self.noise, nugget.astype(self.noise.dtype)])
-        return Neighbors(self.kernel, rows, noise, self.num)
+        return Neighbors(self.kernel, self._and(Xs), noise, self.num)
+
+    def _and(self, Xs: Float[Array, "m d"]) -> Float[Array, "k d"]:
+        """The rows of X and others, in the wider of the dtypes: rounded, they were other ones."""
+        dtype = jnp.promote_types(self.X.dtype, Xs.dtype)
+        return jnp.concatenate([self.X.astype(dtype), Xs.astype(dtype)])
 
 
 def draw_in_turn(

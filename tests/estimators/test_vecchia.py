@@ -61,6 +61,24 @@ def test_first_points_of_a_maxmin_order_are_far_from_each_other(columns):
         assert small_gap(np.arange(1500), num) < 0.7 * small_gap(exact, num)
 
 
+@pytest.mark.parametrize("kind", ["few near zero", "all scales", "large", "small", "none"])
+def test_an_order_of_numbers_whose_squares_are_none(kind):
+    """A search squares differences, of which it has none between some rows, or infinite ones."""
+    draws = np.random.default_rng(0).uniform(size=(200, 1))
+    points = {
+        "few near zero": np.concatenate([draws, [[1e-200], [2e-200], [3e-200]]]),
+        "all scales": 10.0 ** (600.0 * draws - 300.0),
+        "large": 1e170 * draws,
+        "small": 1e-200 * draws,
+        "none": draws[:0],
+    }[kind]
+    order = neighbors.maxmin_order(points)
+    np.testing.assert_array_equal(np.sort(order), np.arange(len(points)))
+    if kind in ("large", "small"):
+        scale = 2.0 ** round(np.log2(points.max()))
+        np.testing.assert_array_equal(order, neighbors.maxmin_order(points / scale))
+
+
 def test_rows_that_repeat_others_come_last():
     points = np.repeat(RNG.uniform(size=(100, 2)), 5, axis=0)
     order = neighbors.maxmin_order(points)
@@ -212,6 +230,38 @@ def test_batches_that_cannot_be_are_refused(x64, unchecked):
 
     with pytest.raises(ValueError, match="stands outside of the plate"):
         numpyro.handlers.seed(inside, 0)(X, Y)
+
+
+def test_rows_may_be_named_in_bytes(x64):
+    places = np.arange(300.0)[:, None]
+    estimator = Vecchia(2).find_neighbors(places)
+    rows = np.arange(0, 125, 25)
+    found = [
+        sgp.GaussianProcess(
+            sgp.kernels.RBF(2.0), places, 0.1, estimator=estimator.on(rows.astype(kind))
+        ).log_prob(np.sin(places[:, 0]))
+        for kind in ("int8", "int64")
+    ]
+    assert found[0] == found[1]
+
+
+def test_neighbors_are_found_by_one_kernel(x64, unchecked):
+    with pytest.raises(ValueError, match="`kernel` must be one kernel, got a batch of shape"):
+        Vecchia(2).find_neighbors(np.arange(6.0)[:, None], sgp.kernels.RBF(np.ones((6, 1))))
+
+
+@pytest.mark.parametrize("kind", ["Vecchia", "FullScale"])
+def test_new_inputs_of_another_dtype_are_not_rounded(kind, x64):
+    """Of float32 some of these are the same: draws there would be equal, or of other places."""
+    places = np.float32(2000.0 + np.linspace(0.0, 0.01, 8))[:, None]
+    new = 2000.0 + np.array([[0.02], [0.02004], [0.02008]])
+    kernel = sgp.kernels.Matern32(1e-4)
+    points = jnp.asarray(places[:2], jnp.float64)
+    estimator = Vecchia(30) if kind == "Vecchia" else sgp.estimators.FullScale(points, 30)
+    gp = sgp.GaussianProcess(kernel, places, 0.1, estimator=estimator)
+    drawn = gp.condition(np.zeros(8)).sample(jax.random.key(0), new, 20_000)
+    # So far from the data it is the prior.
+    np.testing.assert_allclose(np.cov(drawn.T), kernel(new, new), atol=0.04)
 
 
 def test_few_digits_are_warned_of():
