@@ -253,7 +253,7 @@ def test_neighbors_are_found_by_one_kernel(x64, unchecked):
 @pytest.mark.parametrize("kind", ["Vecchia", "FullScale"])
 def test_new_inputs_of_another_dtype_are_not_rounded(kind, x64):
     """Of float32 some of these are the same: draws there would be equal, or of other places."""
-    places = np.float32(2000.0 + np.linspace(0.0, 0.01, 8))[:, None]
+    places = (2000.0 + np.linspace(0.0, 0.01, 8))[:, None].astype(np.float32)
     new = 2000.0 + np.array([[0.02], [0.02004], [0.02008]])
     kernel = sgp.kernels.Matern32(1e-4)
     points = jnp.asarray(places[:2], jnp.float64)
