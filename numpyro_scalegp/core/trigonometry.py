@@ -16,20 +16,29 @@ _SIN = (
 )  # fmt: skip
 
 
-def turns_of(X: Float[Array, "n d"], frequencies: Float[Array, "p d"]) -> Float[Array, "n p"]:
-    """Compute X frequencies' up to whole turns, for rows however far from the origin.
+def turns_of(
+    X: Float[Array, "n d"],
+    frequencies: Float[Array, "p d"],
+    origin: Float[Array, " d"] | None = None,
+) -> Float[Array, "n p"]:
+    """Compute (X - origin) frequencies' up to whole turns.
 
-    The phase of one row comes from exact products, from which whole turns are taken off exactly;
-    those of the others lie the product with their distances from it away.
+    Without an origin rows may lie however far from zero: the phase of one row comes from exact
+    products, from which whole turns are taken off exactly; those of the others lie the product with
+    their distances from it away. With one, each row has its own error, whichever others there are.
 
     Args:
         X: inputs, shape (n, d).
         frequencies: in turns per unit of the inputs, shape (p, d), of the dtype of X.
+        origin: where phases are zero, shape (d,); None for zero.
 
     Returns:
-        Turns, shape (n, p), with an error of `eps` times the phases' spread over the rows, not
-        times the phases. One product of an (n, d) matrix, as without that care.
+        Turns, shape (n, p), with an error of `eps` times the phases' spread over the rows, or their
+        distance from the origin given, not times the phases. One product of an (n, d) matrix, as
+        without that care.
     """
+    if origin is not None:
+        return matmul(X - origin, frequencies.T)
     anchor = jax.lax.stop_gradient(X[:1])
     phase = matmul(anchor, frequencies.T)
     exact = jnp.sum(_exact_fractions(anchor[:, None, :], frequencies), axis=-1)

@@ -370,7 +370,13 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         return self._of_shown(residual)
 
     def _of_shown(self, values: Float[Array, "... n"]) -> Float[Array, "... shown"]:
-        return values if (rows := self.shown_rows) is None else values[..., rows]
+        if (rows := self.shown_rows) is None:
+            return values
+        if self.observed is None or isinstance(rows, np.ndarray):
+            return values[..., rows]
+        # As many as a state has: others would be left out, or come twice.
+        is_right = jnp.sum(self.observed) == rows.size
+        return jnp.where(is_right, values[..., rows], jnp.nan)
 
     def _shown(self) -> "GaussianProcess":
         """This without the rows that have no target, as far as these are known."""

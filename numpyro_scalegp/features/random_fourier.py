@@ -120,13 +120,12 @@ class RandomFourier(AbstractKernelFeatures):
         pairs = index // 2
         if self.origin is not None:
             checks.shape("origin", self.origin, X.shape[1:], why="one row of inputs")
-            X = X - self.origin
         if self.table is None:
             frequencies, variance, active = self._waves(pairs, X.shape[1])
         else:
             frequencies = self.table[pairs] / _lengthscale(self.kernel)
             variance, active = self.kernel.diag(X[:1]), jnp.ones(pairs.shape, bool)
-        turns = turns_of(X, (frequencies / (2.0 * math.pi)).astype(X.dtype))
+        turns = turns_of(X, (frequencies / (2.0 * math.pi)).astype(X.dtype), self.origin)
         # A sine is a cosine a quarter of a turn later.
         waves = cos_of_turns(turns - 0.25 * (index % 2).astype(X.dtype))
         return jnp.where(active, jnp.sqrt(variance * (2.0 / self.num_features)), 0.0) * waves

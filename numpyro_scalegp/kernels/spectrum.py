@@ -136,10 +136,8 @@ class AbstractSpectrum(eqx.Module):
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """Random features of inputs that were checked, by default waves; see `random_features`."""
-        if origin is not None:
-            X = X - origin
         num_pairs = max(1, num_features // 2)
         waves = self.sample_waves(key, num_pairs, X.shape[1])
-        turns = turns_of(X, (waves.frequencies / (2.0 * math.pi)).astype(X.dtype))
+        turns = turns_of(X, (waves.frequencies / (2.0 * math.pi)).astype(X.dtype), origin)
         amplitude = jnp.where(waves.active, jnp.sqrt(waves.variance) / math.sqrt(num_pairs), 0.0)
         return jnp.tile(amplitude, 2) * jnp.concatenate(cos_sin_of_turns(turns), axis=1)

@@ -289,7 +289,7 @@ class FullScalePosterior(AbstractConditioned):
         X = known.X.astype(w.dtype)
         draws = prior_draws(key, known.kernel, num_samples, num_features, X)
         features = self.residual.features
-        at_points = matmul(features.whitening, draws(known.kernel, features.points))
+        at_points = matmul(features.whitening, draws(known.kernel, features.points.astype(w.dtype)))
         observed = draws.observations(known.kernel, X, known.noise)
         explained = matmul(self.residual.Phi, w - at_points)
         rest = self.values[:, None] - explained - observed

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
+from numpyro_scalegp.core.trigonometry import cos_sin_of_turns, turns_of
 
 # From a fraction of a turn to more turns than float32 can hold halves of.
 SIZES = (1e-4, 1.0, 30.0, 1e4, 1e8)
@@ -83,3 +83,13 @@ def test_derivatives(size, dtype):
     gradient = jax.jit(jax.grad(weighed))(angles)
     expected = 2 * np.pi * weights * (2 * cosine - sine)
     np.testing.assert_allclose(gradient, expected, rtol=0, atol=100 * bound)
+
+
+def test_with_an_origin_no_row_changes_the_turns_of_others():
+    X = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
+    frequencies = np.random.default_rng(1).normal(size=(7, 2)).astype(np.float32)
+    origin = np.array([0.5, -0.5], np.float32)
+    far = np.concatenate([[[1e5, -1e5]], X]).astype(np.float32)
+    found = turns_of(*map(jnp.asarray, (far, frequencies, origin)))[1:]
+    expected = (X.astype(float) - origin) @ frequencies.T.astype(float)
+    np.testing.assert_allclose(found, expected, atol=2e-6)

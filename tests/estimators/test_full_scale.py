@@ -134,3 +134,13 @@ def test_what_it_refuses(x64, unchecked):
                 sgp.kernels.RBF(1.0), X, 0.1, observed=observed, estimator=FullScale(Z)
             ).log_prob(Y)
         )(np.ones(N, bool))
+
+
+def test_points_of_another_dtype_have_the_same_functions(x64):
+    found = []
+    for kind in ("float32", "float64"):
+        points = jnp.asarray(Z.astype(np.float32), kind)
+        estimator = FullScale(points, 3)
+        gp = sgp.GaussianProcess(sgp.kernels.Matern32(0.5), X, 0.1, estimator=estimator)
+        found.append(gp.condition(Y).sample_functions(jax.random.key(3), 3, num_features=16)(NEW))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-3)

@@ -509,3 +509,27 @@ def test_nuts_over_a_model_with_a_state():
     trace = handlers.trace(handlers.seed(model, 0)).get_trace(X, y)
     assert np.isfinite(trace["y"]["fn"].log_prob(y))
     assert trace["solver"]["value"].memory.step == 1
+
+
+@pytest.mark.filterwarnings("ignore:a linear solve failed:RuntimeWarning")
+def test_a_traced_mask_of_another_number_of_rows_is_nan():
+    """Rows that a state has no place for were left out without a word, or one came twice."""
+    X, y = data()
+    solver = AlternatingProjections(5, TOLERANCE, 400)
+    estimator = Pathwise(solver, 2, num_features=4, num_logdet_probes=0)
+
+    def process(observed: Any) -> sgp.GaussianProcess:
+        options = {"estimator": estimator, "state": "solver", "key": KEY, "observed": observed}
+        return sgp.GaussianProcess(sgp.kernels.Matern32(0.7), X, 0.1, **options)
+
+    state = process(np.arange(N) < 12).state
+
+    @eqx.filter_jit
+    def found(state: Any, observed: Array) -> tuple[Array, Array]:
+        with handlers.substitute(data={"solver": state}):
+            gp = process(observed)
+        return gp.log_prob(y), gp.condition(y).mean(X[:2])
+
+    for rows, is_known in ((np.arange(12), True), (np.arange(8), False), (np.arange(15), False)):
+        value, mean = found(state, jnp.isin(jnp.arange(N), jnp.asarray(rows)))
+        assert bool(jnp.isfinite(value)) == bool(jnp.all(jnp.isfinite(mean))) == is_known
