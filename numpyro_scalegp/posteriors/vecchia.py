@@ -110,8 +110,9 @@ class Neighbors(eqx.Module):
 
     def _and(self, Xs: Float[Array, "m d"]) -> Float[Array, "k d"]:
         """The rows of X and others, in the wider of the dtypes: rounded, they were other ones."""
-        dtype = jnp.promote_types(self.X.dtype, Xs.dtype)
-        return jnp.concatenate([self.X.astype(dtype), Xs.astype(dtype)])
+        X, Xs = jnp.asarray(self.X), jnp.asarray(Xs)
+        dtype = jnp.promote_types(X.dtype, Xs.dtype)
+        return jnp.concatenate([X.astype(dtype), Xs.astype(dtype)])
 
 
 def draw_in_turn(
