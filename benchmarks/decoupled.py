@@ -37,6 +37,7 @@ from sparse import (
     hyperparameters,
     made_up,
     model,
+    number_in,
     score,
 )
 
@@ -144,7 +145,7 @@ def record(data, split, seed, method, *, steps=500, num_residual=4000, subset=No
 
 def record_steps(data, split, seed, method, *, rows=100_000, repeats=4):
     """The record of a unit: milliseconds and MiB of a step of SVI with as many mean points."""
-    made, size = made_up(rows), int(method.split()[0].replace(",", ""))
+    made, size = made_up(rows), number_in(method)
     X, y = jnp.asarray(made.X_train, jnp.float32), jnp.asarray(made.y_train, jnp.float32)
     guide = sgp.guides.AutoDecoupledGP(
         model, rest=AutoDelta, mean_points=X[:size], cov_points=X[:128], num_columns=128

@@ -1,4 +1,4 @@
-"""Benchmarks as data: declared runs, their stored results, and the tables that pages show of them.
+"""Benchmarks as data: what runs.py declares, its stored results, and tables of them for the pages.
 
     make evidence                       # run what is missing, one unit at a time
     make evidence RUNS="sparse-small"   # these runs only
@@ -17,10 +17,8 @@ since this file is one of its hooks. Only running needs more than Python's stand
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import math
 import os
@@ -29,15 +27,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "evidence" / "results"
-UNIT = ("data", "split", "seed", "method")
 HEADS = {
     "rmse": "RMSE",
     "nll": "NLL",
@@ -67,7 +67,6 @@ HEADS = {
     "quadratic_ratio": "quadratic gradient, products",
     "bilinear_ratio": "bilinear gradient, products",
     "milliseconds": "ms a step",
-    "growth": "largest over smallest",
     **{f"1e{power}": f"ms at 10^{power}" for power in range(4, 8)},
     "search_seconds": "seconds to find neighbors",
     "predict_seconds": "seconds to predict",
@@ -81,214 +80,8 @@ PEERS = ("gpytorch", "torch")
 PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A declared run: what is called for each unit, and what that needs.
-
-    `minutes` is a rough figure for two cores at 400 GFLOP/s, or for the GPU that a run is declared
-    for. Runs whose data are not "made up" need the folder in SCALEGP_DATA. Methods whose names have
-    "gpytorch" need the peer.
-    """
-
-    name: str
-    script: str
-    minutes: float
-    data: tuple[str, ...]
-    methods: tuple[str, ...]
-    splits: tuple[int, ...] = (0,)
-    seeds: tuple[int, ...] = (0,)
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    function: str = "record"
-    device: str = "cpu"
-
-    def on_gpu(self, minutes: float, **changes: Any) -> "Run":
-        """The same run on a GPU, under a name of its own."""
-        changes = {"name": f"{self.name}-gpu", "minutes": minutes, "device": "gpu", **changes}
-        return dataclasses.replace(self, **changes)
-
-    def units(self) -> Iterator[dict[str, Any]]:
-        """Each unit, in the order in which they run."""
-        for unit in itertools.product(self.data, self.splits, self.seeds, self.methods):
-            yield dict(zip(UNIT, unit, strict=True))
-
-
-SMALL = ("yacht", "energy", "concrete", "airfoil", "wine", "skillcraft", "parkinsons")
-LARGE = ("pol", "elevators", "bike")
-LARGER = ("kin40k", "keggdirected")
-SPLITS = (0, 1, 2)
-SPARSE = ("adam", "natural", "gpytorch")
-STARTS = tuple(
-    f"{kind}, {start}"
-    for kind in ("standard", "pathwise")
-    for start in ("cold", "warm", "extrapolated")
-)
-SOLVERS = (
-    "CG, greedy 100",
-    "CG, random 500",
-    "CG, random, default rank",
-    "CG, Nystrom 500",
-    "AP 1000",
-    "SGD",
-    "SDD",
-    "ADASAP, rank 100",
-    "ADASAP",
-    "AutoSolver (default)",
-)
-BIASES = (
-    *(f"CG {number}" for number in (3, 4, 6, 8, 10, 12)),
-    *(f"RR-CG {number}" for number in (4, 6, 8)),
-    *(f"RFF {number}" for number in (20, 40, 80, 160)),
-    *(f"SS-RFF {number}" for number in (20, 40, 80)),
-)
-LENGTHSCALES = (
-    *(f"CG {number}" for number in (3, 4, 5, 6)),
-    *(f"RR-CG {number}" for number in (6, 8)),
-    *(f"RFF {number}" for number in (20, 40, 80, 160)),
-)
-PRODUCTS = tuple(f"{rows} rows" for rows in ("15,000", "50,000", "100,000"))
-MEAN_POINTS = tuple(f"{1000 * 2**power:,} mean points" for power in range(5))
-NEIGHBORS = (
-    *(f"{number} neighbors" for number in (5, 10, 20, 30, 60)),
-    *(f"{number} neighbors, without groups" for number in (30, 40)),
-)
-ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
-TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
-
-
-def starts(name: str, minutes: float, **options: Any) -> Run:
-    """A run of `record_epochs`: what warm starts save of a solver's epochs."""
-    return Run(
-        name, "iterative", minutes, ("pol", "elevators"), STARTS, SPLITS, options=options,
-        function="record_epochs",
-    )  # fmt: skip
-
-
-ON_CPU = (
-    Run(
-        "time-against-error",
-        "time_against_error",
-        5,
-        ("pol",),
-        ("sparse", "gpytorch", "road-quick", "road"),
-    ),
-    Run("gpytorch-svgp", "sparse", 10, (*LARGE, *LARGER), ("gpytorch",), SPLITS),
-    Run("road", "road", 20, LARGE, ("road-quick", "road"), SPLITS),
-    Run("road-large", "road", 30, LARGER, ("road-quick", "road"), SPLITS),
-    Run("road-small", "road", 10, SMALL, ("road",), SPLITS),
-    Run("sparse", "sparse", 10, LARGE, SPARSE, SPLITS, options={"epochs": 30}),
-    Run("sparse-large", "sparse", 10, LARGER, SPARSE, SPLITS, options={"epochs": 15}),
-    Run(
-        "sparse-small",
-        "sparse",
-        10,
-        SMALL,
-        SPARSE,
-        SPLITS,
-        options={"steps": 500, "num_inducing": 128, "batch_size": 256},
-    ),
-    Run("product", "iterative", 5, ("made up",), PRODUCTS, function="record_product"),
-    Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
-    starts("warm-starts", 10, block_size=125),
-    starts("warm-starts-sgd", 6, solver="sgd", batch_size=250),
-    starts("warm-starts-cg", 3, solver="cg", rank=0, group_size=1),
-    starts("warm-starts-block-cg", 2, solver="cg"),
-    Run(
-        "pathwise-training", "iterative", 15, LARGE, ("pathwise, warm",),
-        function="record_training",
-    ),
-    Run(
-        "truncation-bias", "truncation", 2, ("made up",), BIASES, function="record_bias",
-        options={"draws": 600},
-    ),
-    Run(
-        "truncation-lengthscale", "truncation", 5, ("made up",), LENGTHSCALES,
-        function="record_lengthscale", options={"draws": 40_000},
-    ),
-    Run(
-        "truncation-errors", "truncation", 8, (*LARGE, "kin40k"), ERRORS, SPLITS,
-        function="record_errors",
-    ),
-    Run("finite-rkhs", "feature_space", 15, (*LARGE[1:], "kin40k"), TREATMENTS, seeds=(0, 1, 2)),
-    Run("finite-rkhs-minimax", "feature_space", 4, (*LARGE[1:], "kin40k"), ("minimax",)),
-    Run("many-features", "quadruply_stochastic", 10, LARGE, ("10,000 features",), SPLITS),
-    Run(
-        "many-features-kin40k", "quadruply_stochastic", 5, ("kin40k",), ("10,000 features",),
-        SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
-                         "dense_rate": 1e-3, "start_rows": 0},
-    ),
-    Run(
-        "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),
-        ("100,000 features, 10,000 a step",), SPLITS,
-        options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
-                 "learning_rate": 0.01, "dense_rate": 0.0},
-    ),
-    Run(
-        "features-cost", "quadruply_stochastic", 5, ("kin40k",), ("features", "rows"),
-        function="record_cost",
-    ),
-    Run(
-        "decoupled-steps", "decoupled", 2, ("made up",), MEAN_POINTS, function="record_steps",
-    ),
-    Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
-    Run(
-        "hilbert-space", "hilbert_space", 5, ("made up",),
-        ("HilbertSpace", "numpyro.contrib.hsgp"), seeds=(0, 1, 2, 3),
-    ),
-    Run(
-        "neighbors-density", "nearest_neighbors", 3, ("made up",), NEIGHBORS, seeds=(0, 1, 2),
-        function="record_density",
-    ),
-    Run(
-        "neighbors-density-quiet", "nearest_neighbors", 3, ("made up",), NEIGHBORS,
-        seeds=(0, 1, 2), function="record_density", options={"noise": 0.01},
-    ),
-    Run(
-        "neighbors-sampling", "nearest_neighbors", 10, ("made up",), ("30 neighbors",),
-        seeds=(0, 1, 2), function="record_sampling",
-    ),
-    Run(
-        "neighbors-cost", "nearest_neighbors", 3, ("made up",),
-        ("10,000 rows", "100,000 rows", "1,000,000 rows"), function="record_cost",
-    ),
-    Run(
-        "neighbors-field", "nearest_neighbors", 10, ("made up",), ("Vecchia 30", "sparse 512"),
-        seeds=(0, 1, 2), function="record_field",
-    ),
-    Run(
-        "neighbors-counts", "nearest_neighbors", 10, ("made up",), ("neighbors 10", "sparse 512"),
-        seeds=(0, 1, 2), function="record_counts",
-    ),
-    Run(
-        "satellite", "nearest_neighbors", 10, ("satellite",),
-        ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
-    ),
-    Run(
-        "decoupled-kin40k", "decoupled", 4, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
-        options={"steps": 1200, "num_residual": 6000},
-    ),
-)  # fmt: skip
-NAMED = {run.name: run for run in ON_CPU}
-RUNS = (
-    *ON_CPU,
-    NAMED["product"].on_gpu(0.5, methods=(*PRODUCTS, "300,000 rows", "1,000,000 rows")),
-    NAMED["neighbors-cost"].on_gpu(1),
-    NAMED["features-cost"].on_gpu(1),
-    NAMED["decoupled-steps"].on_gpu(1),
-    NAMED["road"].on_gpu(5, data=(*LARGER, *LARGE), methods=("road",)),
-    NAMED["sparse-large"].on_gpu(2, data=("kin40k",)),
-    NAMED["decoupled-kin40k"].on_gpu(1),
-    NAMED["many-features-kin40k"].on_gpu(1),
-    NAMED["many-features-sets"].on_gpu(1),
-)
-
-
-def unit_of(record: dict[str, Any]) -> tuple:
-    """What tells a record from the others of its run."""
-    return tuple(record[name] for name in UNIT)
-
-
 def complete(
-    run: Run,
+    run: "Run",
     path: Path,
     call: Callable[..., dict[str, Any]],
     describe: Callable[[], dict[str, Any]],
@@ -308,7 +101,7 @@ def complete(
         skip: Methods that this machine cannot run.
     """
     stored = json.loads(path.read_text()) if path.exists() else {"sessions": [], "records": []}
-    records = {unit_of(record): record for record in stored["records"]}
+    records = {run.key(record): record for record in stored["records"]}
     units = [unit for unit in run.units() if unit["method"] not in skip]
     missing = [unit for unit in units if force or tuple(unit.values()) not in records]
     if missing:
@@ -475,7 +268,7 @@ def footer(stored: dict[str, Any]) -> str:
             f"`{command}`, {dates}: {machine}, {cores} cores, {rates} GFLOP/s in a {side}-square "
             f"float32 product; {versions}; commit {', '.join(commits)}."
         )
-    # The units before have a load of the number of cores.
+    # The units before have a load of the number of cores; of one run it was lost.
     loads = [record.get("load", 0.0) for record in stored["records"]]
     if max(loads) > 1.1 * max(one["cores"] for one in stored["sessions"]):
         lines.append(
@@ -520,6 +313,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def main() -> None:
     """Run what is missing."""
+    from runs import RUNS
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

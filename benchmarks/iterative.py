@@ -25,7 +25,7 @@ import numpyro
 import optax
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
-from sparse import score_of
+from sparse import number_in, score_of
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.prior_draws import PriorDraws
@@ -129,7 +129,7 @@ def record_product(data, split, seed, method, *, columns=65, d=18):
     of the gradients of sum_c w_c v_c'H v_c and sum_c u_c'H v_c to the product. `memory` is what the
     product takes beside its arguments and result, in MiB.
     """
-    n = int(method.split()[0].replace(",", ""))
+    n = number_in(method)
     keys = jax.random.split(jax.random.key(seed), 3)
     X, V = jax.random.normal(keys[0], (n, d)), jax.random.normal(keys[1], (n, columns))
     weights = jnp.linspace(-1.0, 1.0, columns)

@@ -30,15 +30,11 @@ import optax
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, init_to_median, init_to_value
 from numpyro.infer.autoguide import AutoDelta, AutoNormal
+from sparse import number_in
 
 import numpyro_scalegp as sgp
 
 KERNELS = {"matern12": sgp.kernels.Matern12, "matern32": sgp.kernels.Matern32}
-
-
-def number_in(method):
-    """The number in a method's name, as of "30 neighbors" or "1,000,000 rows"."""
-    return int("".join(filter(str.isdigit, method)))
 
 
 def density_and_gradient(X, y, parameters, estimator):

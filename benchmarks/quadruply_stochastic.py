@@ -193,7 +193,6 @@ def record_cost(data, split, seed, method, *, rank=0, num_set=2000, repeats=15):
     times = [one.milliseconds for one in runs]
     return {
         **{f"{size:.0e}".replace("+0", ""): time for size, time in zip(sizes, times, strict=True)},
-        "growth": max(times) / times[0],
         "memory": max(one.temporary for one in runs) / 2**20,
     }
 

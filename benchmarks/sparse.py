@@ -44,6 +44,11 @@ def score(mean: np.ndarray, variance: np.ndarray, y: np.ndarray) -> Score:
     return Score(float(np.sqrt(np.mean((y - mean) ** 2))), float(nll.mean()))
 
 
+def number_in(method):
+    """The number in a method's name, as of "30 neighbors" or "1,000,000 rows"."""
+    return int("".join(filter(str.isdigit, method)))
+
+
 def score_of(predictive, y):
     """The same of a posterior's predictive distribution, as parts of a record."""
     return {

@@ -1,13 +1,14 @@
 """Benchmarks as data: stored units are kept, tables are right, and pages show declared runs."""
 
 import ast
+import dataclasses
 import json
 
 import pytest
 
 from tests.files import ROOT, load
 
-evidence = load("benchmarks/evidence.py")
+evidence, runs = load("benchmarks/evidence.py"), load("benchmarks/runs.py")
 
 SESSION = {
     "command": "python x.py",
@@ -19,7 +20,7 @@ SESSION = {
     "commit": "0123456789abcdef",
     "clean": True,
 }
-RUN = evidence.Run("toy", "toy", 1, ("a", "b"), ("ours", "gpytorch"), splits=(0, 1))
+RUN = runs.Run("toy", "toy", 1, ("a", "b"), ("ours", "gpytorch"), splits=(0, 1))
 
 
 def test_mean_and_standard_error_are_known_values():
@@ -78,7 +79,7 @@ def test_runs_share_a_table_and_methods_its_columns(tmp_path):
     def call(data, split, seed, method):
         return {"rmse": 1.0 + split if method == "ours" else 4.0}
 
-    other = evidence.dataclasses.replace(RUN, name="other", methods=("ours", "third"))
+    other = dataclasses.replace(RUN, name="other", methods=("ours", "third"))
     for run in (RUN, other):
         evidence.complete(run, tmp_path / f"{run.name}.json", call, lambda: SESSION)
     shown = evidence.replace_markers("<!-- evidence: toy,other columns=rmse -->", tmp_path)
@@ -92,7 +93,7 @@ def test_runs_share_a_table_and_methods_its_columns(tmp_path):
     assert "| toy | b | 1.50 ± 0.50 | 4 |  |" in wide
 
 
-@pytest.mark.parametrize("run", evidence.RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", runs.RUNS, ids=lambda run: run.name)
 def test_a_declared_run_has_a_function_with_its_options(run):
     tree = ast.parse((ROOT / "benchmarks" / f"{run.script}.py").read_text())
     found = [one for one in tree.body if getattr(one, "name", "") == run.function]
@@ -102,7 +103,7 @@ def test_a_declared_run_has_a_function_with_its_options(run):
 
 
 def test_each_marker_of_a_page_names_a_declared_run_with_results():
-    names = {run.name for run in evidence.RUNS}
+    names = {run.name for run in runs.RUNS}
     for page in (ROOT / "docs").rglob("*.md"):
         text = page.read_text()
         for match in evidence.MARKER.finditer(text):

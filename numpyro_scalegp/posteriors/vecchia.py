@@ -93,7 +93,8 @@ class Neighbors(eqx.Module):
         Inputs that are traced stay in their own.
         """
         n, m = len(self.X), len(Xs)
-        rows = self._and(Xs)
+        # In the wider dtype: rounded, they were other inputs.
+        rows = jnp.concatenate([self.X, jnp.asarray(Xs)])
         points = scaled(self.kernel, rows)
         order = np.arange(m)
         if checks.is_concrete(points):
@@ -106,13 +107,7 @@ class Neighbors(eqx.Module):
         """These and inputs without noise, but for what keeps equal ones apart."""
         nugget = linalg.default_jitter(self.noise.dtype) * self.kernel.diag(Xs)
         noise = jnp.concatenate([self.noise, nugget.astype(self.noise.dtype)])
-        return Neighbors(self.kernel, self._and(Xs), noise, self.num)
-
-    def _and(self, Xs: Float[Array, "m d"]) -> Float[Array, "k d"]:
-        """The rows of X and others, in the wider of the dtypes: rounded, they were other ones."""
-        X, Xs = jnp.asarray(self.X), jnp.asarray(Xs)
-        dtype = jnp.promote_types(X.dtype, Xs.dtype)
-        return jnp.concatenate([X.astype(dtype), Xs.astype(dtype)])
+        return Neighbors(self.kernel, jnp.concatenate([self.X, Xs]), noise, self.num)
 
 
 def draw_in_turn(

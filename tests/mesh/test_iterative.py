@@ -204,8 +204,7 @@ def model(X: Array, y: Array) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_warm_starts_go_on_through_svi():
-    n = EVEN
-    data_on_one, data_on_mesh = data(n)[:2], sgp.shard_rows(mesh(), *data(n)[:2])
+    data_on_one, data_on_mesh = data(EVEN)[:2], sgp.shard_rows(mesh(), *data(EVEN)[:2])
     results, guide = [], AutoDelta(model)
     for X, y in (data_on_one, data_on_mesh):
         svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
@@ -218,7 +217,7 @@ def test_warm_starts_go_on_through_svi():
     solutions = several.state.mutable_state["solver"].memory.solutions
     assert len({str(shard.index) for shard in solutions.addressable_shards}) == 8
     means = [
-        sgp.posterior(model, guide, result, X, y).mean(data(n)[0][:5])
+        sgp.posterior(model, guide, result, X, y).mean(data(EVEN)[0][:5])
         for result, (X, y) in zip(results, (data_on_one, data_on_mesh), strict=True)
     ]
     assert_same(*means)

@@ -1,0 +1,214 @@
+"""The declared benchmarks, which evidence.py runs: scripts, data, splits, seeds and methods."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+UNIT = ("data", "split", "seed", "method")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A declared run: what is called for each unit, and what that needs.
+
+    `minutes` is a rough figure for two cores at 400 GFLOP/s, or for the GPU that a run is declared
+    for. Runs whose data are not "made up" need the folder in SCALEGP_DATA. Methods whose names have
+    "gpytorch" need the peer.
+    """
+
+    name: str
+    script: str
+    minutes: float
+    data: tuple[str, ...]
+    methods: tuple[str, ...]
+    splits: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = (0,)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    function: str = "record"
+    device: str = "cpu"
+
+    def on_gpu(self, minutes: float, **changes: Any) -> "Run":
+        """The same run on a GPU, under a name of its own."""
+        changes = {"name": f"{self.name}-gpu", "minutes": minutes, "device": "gpu", **changes}
+        return dataclasses.replace(self, **changes)
+
+    @staticmethod
+    def key(record: dict[str, Any]) -> tuple[Any, ...]:
+        """What tells a record, or a unit, from the others of its run."""
+        return tuple(record[name] for name in UNIT)
+
+    def units(self) -> Iterator[dict[str, Any]]:
+        """Each unit, in the order in which they run."""
+        for unit in itertools.product(self.data, self.splits, self.seeds, self.methods):
+            yield dict(zip(UNIT, unit, strict=True))
+
+
+SMALL = ("yacht", "energy", "concrete", "airfoil", "wine", "skillcraft", "parkinsons")
+LARGE = ("pol", "elevators", "bike")
+LARGER = ("kin40k", "keggdirected")
+SPLITS = (0, 1, 2)
+SPARSE = ("adam", "natural", "gpytorch")
+STARTS = tuple(
+    f"{kind}, {start}"
+    for kind in ("standard", "pathwise")
+    for start in ("cold", "warm", "extrapolated")
+)
+SOLVERS = (
+    "CG, greedy 100",
+    "CG, random 500",
+    "CG, random, default rank",
+    "CG, Nystrom 500",
+    "AP 1000",
+    "SGD",
+    "SDD",
+    "ADASAP, rank 100",
+    "ADASAP",
+    "AutoSolver (default)",
+)
+BIASES = (
+    *(f"CG {number}" for number in (3, 4, 6, 8, 10, 12)),
+    *(f"RR-CG {number}" for number in (4, 6, 8)),
+    *(f"RFF {number}" for number in (20, 40, 80, 160)),
+    *(f"SS-RFF {number}" for number in (20, 40, 80)),
+)
+LENGTHSCALES = (
+    *(f"CG {number}" for number in (3, 4, 5, 6)),
+    *(f"RR-CG {number}" for number in (6, 8)),
+    *(f"RFF {number}" for number in (20, 40, 80, 160)),
+)
+PRODUCTS = tuple(f"{rows} rows" for rows in ("15,000", "50,000", "100,000"))
+MEAN_POINTS = tuple(f"{1000 * 2**power:,} mean points" for power in range(5))
+NEIGHBORS = (
+    *(f"{number} neighbors" for number in (5, 10, 20, 30, 60)),
+    *(f"{number} neighbors, without groups" for number in (30, 40)),
+)
+ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
+TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
+
+
+def starts(name: str, minutes: float, **options: Any) -> Run:
+    """A run of `record_epochs`: what warm starts save of a solver's epochs."""
+    return Run(
+        name, "iterative", minutes, ("pol", "elevators"), STARTS, SPLITS, options=options,
+        function="record_epochs",
+    )  # fmt: skip
+
+
+ON_CPU = (
+    Run(
+        "time-against-error",
+        "time_against_error",
+        5,
+        ("pol",),
+        ("sparse", "gpytorch", "road-quick", "road"),
+    ),
+    Run("gpytorch-svgp", "sparse", 10, (*LARGE, *LARGER), ("gpytorch",), SPLITS),
+    Run("road", "road", 20, LARGE, ("road-quick", "road"), SPLITS),
+    Run("road-large", "road", 30, LARGER, ("road-quick", "road"), SPLITS),
+    Run("road-small", "road", 10, SMALL, ("road",), SPLITS),
+    Run("sparse", "sparse", 10, LARGE, SPARSE, SPLITS, options={"epochs": 30}),
+    Run("sparse-large", "sparse", 10, LARGER, SPARSE, SPLITS, options={"epochs": 15}),
+    Run(
+        "sparse-small",
+        "sparse",
+        10,
+        SMALL,
+        SPARSE,
+        SPLITS,
+        options={"steps": 500, "num_inducing": 128, "batch_size": 256},
+    ),
+    Run("product", "iterative", 5, ("made up",), PRODUCTS, function="record_product"),
+    Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
+    starts("warm-starts", 10, block_size=125),
+    starts("warm-starts-sgd", 6, solver="sgd", batch_size=250),
+    starts("warm-starts-cg", 3, solver="cg", rank=0, group_size=1),
+    starts("warm-starts-block-cg", 2, solver="cg"),
+    Run(
+        "pathwise-training", "iterative", 15, LARGE, ("pathwise, warm",),
+        function="record_training",
+    ),
+    Run(
+        "truncation-bias", "truncation", 2, ("made up",), BIASES, function="record_bias",
+        options={"draws": 600},
+    ),
+    Run(
+        "truncation-lengthscale", "truncation", 5, ("made up",), LENGTHSCALES,
+        function="record_lengthscale", options={"draws": 40_000},
+    ),
+    Run(
+        "truncation-errors", "truncation", 8, (*LARGE, "kin40k"), ERRORS, SPLITS,
+        function="record_errors",
+    ),
+    Run("finite-rkhs", "feature_space", 15, (*LARGE[1:], "kin40k"), TREATMENTS, seeds=(0, 1, 2)),
+    Run("finite-rkhs-minimax", "feature_space", 4, (*LARGE[1:], "kin40k"), ("minimax",)),
+    Run("many-features", "quadruply_stochastic", 10, LARGE, ("10,000 features",), SPLITS),
+    Run(
+        "many-features-kin40k", "quadruply_stochastic", 5, ("kin40k",), ("10,000 features",),
+        SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
+                         "dense_rate": 1e-3, "start_rows": 0},
+    ),
+    Run(
+        "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),
+        ("100,000 features, 10,000 a step",), SPLITS,
+        options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
+                 "learning_rate": 0.01, "dense_rate": 0.0},
+    ),
+    Run(
+        "features-cost", "quadruply_stochastic", 5, ("kin40k",), ("features", "rows"),
+        function="record_cost",
+    ),
+    Run(
+        "decoupled-steps", "decoupled", 2, ("made up",), MEAN_POINTS, function="record_steps",
+    ),
+    Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
+    Run(
+        "hilbert-space", "hilbert_space", 5, ("made up",),
+        ("HilbertSpace", "numpyro.contrib.hsgp"), seeds=(0, 1, 2, 3),
+    ),
+    Run(
+        "neighbors-density", "nearest_neighbors", 3, ("made up",), NEIGHBORS, seeds=(0, 1, 2),
+        function="record_density",
+    ),
+    Run(
+        "neighbors-density-quiet", "nearest_neighbors", 3, ("made up",), NEIGHBORS,
+        seeds=(0, 1, 2), function="record_density", options={"noise": 0.01},
+    ),
+    Run(
+        "neighbors-sampling", "nearest_neighbors", 10, ("made up",), ("30 neighbors",),
+        seeds=(0, 1, 2), function="record_sampling",
+    ),
+    Run(
+        "neighbors-cost", "nearest_neighbors", 3, ("made up",),
+        ("10,000 rows", "100,000 rows", "1,000,000 rows"), function="record_cost",
+    ),
+    Run(
+        "neighbors-field", "nearest_neighbors", 10, ("made up",), ("Vecchia 30", "sparse 512"),
+        seeds=(0, 1, 2), function="record_field",
+    ),
+    Run(
+        "neighbors-counts", "nearest_neighbors", 10, ("made up",), ("neighbors 10", "sparse 512"),
+        seeds=(0, 1, 2), function="record_counts",
+    ),
+    Run(
+        "satellite", "nearest_neighbors", 10, ("satellite",),
+        ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
+    ),
+    Run(
+        "decoupled-kin40k", "decoupled", 4, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
+        options={"steps": 1200, "num_residual": 6000},
+    ),
+)  # fmt: skip
+NAMED = {run.name: run for run in ON_CPU}
+RUNS = (
+    *ON_CPU,
+    NAMED["product"].on_gpu(0.5, methods=(*PRODUCTS, "300,000 rows", "1,000,000 rows")),
+    NAMED["neighbors-cost"].on_gpu(1),
+    NAMED["features-cost"].on_gpu(1),
+    NAMED["decoupled-steps"].on_gpu(1),
+    NAMED["road"].on_gpu(5, data=(*LARGER, *LARGE), methods=("road",)),
+    NAMED["sparse-large"].on_gpu(2, data=("kin40k",)),
+    NAMED["decoupled-kin40k"].on_gpu(1),
+    NAMED["many-features-kin40k"].on_gpu(1),
+    NAMED["many-features-sets"].on_gpu(1),
+)

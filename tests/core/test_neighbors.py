@@ -1,0 +1,89 @@
+"""Orderings, nearest neighbors and groups, against all distances."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from numpyro_scalegp.core import neighbors
+from tests.conformance import each
+
+
+@each("columns", [(str(d), lambda d=d: d) for d in (1, 2, 6)])
+def test_first_points_of_a_maxmin_order_are_far_from_each_other(columns):
+    points = np.random.default_rng(1).uniform(size=(1500, columns()))
+    order = neighbors.maxmin_order(points)
+    np.testing.assert_array_equal(np.sort(order), np.arange(1500))
+
+    def small_gap(order, num):
+        """Of the distances of first points from the nearest other one, a small one."""
+        some = points[order[:num]]
+        squared = np.sum(np.square(some[:, None] - some[None]), axis=2)
+        gaps = np.min(squared + np.diag(np.full(num, np.inf)), axis=1)
+        return np.sqrt(np.quantile(gaps, 0.1))
+
+    exact = neighbors._farthest_first(points)
+    for num in (20, 100, 500, 1000):
+        assert small_gap(order, num) > 0.7 * small_gap(exact, num)
+        # Rows in a random order fail.
+        assert small_gap(np.arange(1500), num) < 0.7 * small_gap(exact, num)
+
+
+@pytest.mark.parametrize("kind", ["few near zero", "all scales", "large", "small", "none"])
+def test_an_order_of_numbers_whose_squares_are_none(kind):
+    """A search squares differences, of which it has none between some rows, or infinite ones."""
+    draws = np.random.default_rng(0).uniform(size=(200, 1))
+    points = {
+        "few near zero": np.concatenate([draws, [[1e-200], [2e-200], [3e-200]]]),
+        "all scales": 10.0 ** (600.0 * draws - 300.0),
+        "large": 1e170 * draws,
+        "small": 1e-200 * draws,
+        "none": draws[:0],
+    }[kind]
+    order = neighbors.maxmin_order(points)
+    np.testing.assert_array_equal(np.sort(order), np.arange(len(points)))
+    if kind in ("large", "small"):
+        scale = 2.0 ** round(np.log2(points.max()))
+        np.testing.assert_array_equal(order, neighbors.maxmin_order(points / scale))
+
+
+def test_rows_that_repeat_others_come_last():
+    points = np.repeat(np.random.default_rng(0).uniform(size=(100, 2)), 5, axis=0)
+    order = neighbors.maxmin_order(points)
+    assert len(np.unique(points[order[:100]], axis=0)) == 100
+    for same in (np.zeros((70, 2)), np.zeros((1, 3)), np.eye(3)[:2]):
+        np.testing.assert_array_equal(np.sort(neighbors.maxmin_order(same)), np.arange(len(same)))
+
+
+@each("limits", [("all", lambda: None), ("before", lambda: np.arange(300))])
+@each("num", [(str(num), lambda num=num: num) for num in (1, 7, 299)])
+def test_nearest_points_are_those_of_all_distances(num, limits, x64):
+    points, num = np.random.default_rng(2).uniform(size=(300, 3)), num()
+    allowed = np.full(300, 300) if limits() is None else limits()
+    squared = np.sum(np.square(points[:, None] - points[None]), axis=2)
+    squared[np.arange(300)[None] >= allowed[:, None]] = np.inf
+    ranks = np.argsort(squared, axis=1)[:, :num]
+    expected = np.where(np.isinf(np.take_along_axis(squared, ranks, axis=1)), 300, ranks)
+    find = functools.partial(neighbors.nearest, num=num, limits=limits())
+    np.testing.assert_array_equal(find(points, points), expected)
+    np.testing.assert_array_equal(jax.jit(find)(points, points), expected)
+
+
+@each("most", [(str(most), lambda most=most: most) for most in (1, 3, 8)])
+@each("columns", [(str(d), lambda d=d: d) for d in (1, 2, 6)])
+def test_groups_are_of_points_that_share_neighbors(columns, most):
+    n, m, size, most = 1000, 9, 22, most()
+    points = np.random.default_rng(3).uniform(size=(n, columns()))
+    near = np.asarray(neighbors.nearest(points, points, m, np.arange(n)))
+    members, group = neighbors.grouped(near, most, size)
+    counts = np.bincount(group)
+    assert counts.min() > 0
+    assert counts.max() <= most
+    for i, found in enumerate(members):
+        own = np.nonzero(group == i)[0]
+        union = np.unique(np.append(near[own], own))
+        union = union[union < n]
+        np.testing.assert_array_equal(found, np.append(union, np.full(size - len(union), n)))
+    if most == 8:
+        assert counts.mean() > {1: 4.0, 2: 3.0, 6: 1.5}[columns()]
