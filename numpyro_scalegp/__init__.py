@@ -30,6 +30,7 @@ from numpyro_scalegp.families import (
     LatentGP,
     NearestNeighborGP,
     SparseGP,
+    VariationalNearestNeighborGP,
     WeightSpaceGP,
 )
 from numpyro_scalegp.families.relevance import relevance_vectors
@@ -49,6 +50,7 @@ __all__ = [
     "MultiOutputGP",
     "NearestNeighborGP",
     "SparseGP",
+    "VariationalNearestNeighborGP",
     "WeightSpaceGP",
     "datasets",
     "estimators",

@@ -1,5 +1,6 @@
 """Nearest neighbors, and orderings of points from coarse to fine."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -216,8 +217,26 @@ def nearest(
     if checks.is_concrete((points, queries, limits)) and d <= _MAX_COLUMNS_OF_TREE:
         known, wanted = (as_numpy(one).astype(np.float64) for one in (points, queries))
         return jnp.asarray(_by_trees(known, wanted, num, as_numpy(allowed)), jnp.int32)
-    arrays = jnp.asarray(points), jnp.asarray(queries)
-    return _by_distances(*arrays, num=num, limits=jnp.asarray(allowed))
+    # Who is near has no derivative.
+    points, queries = jax.lax.stop_gradient((jnp.asarray(points), jnp.asarray(queries)))
+    if not checks.is_concrete(allowed):
+        return _by_distances(points, queries, num, jnp.asarray(allowed))
+    allowed, found = as_numpy(allowed), []
+    for some, most in _parts(allowed, num, n):
+        size = max(num, most)
+        near = _by_distances(points[:size], queries[some], num, jnp.asarray(allowed[some]))
+        found.append(jnp.where(near < size, near, n))
+    return jnp.concatenate(found) if found else jnp.zeros((0, num), jnp.int32)
+
+
+def _parts(limits: Int[np.ndarray, " q"], num: int, n: int) -> Iterator[tuple[slice, int]]:
+    """Queries that may have at least half of the first points, and how many points these are."""
+    start = 0
+    while start < len(limits):
+        size = min(n, max(2 * int(limits[start]), 2 * num))
+        end = int(np.searchsorted(limits, size, side="right"))
+        yield slice(start, end), int(limits[end - 1])
+        start = end
 
 
 def _by_trees(
@@ -226,14 +245,10 @@ def _by_trees(
     num: int,
     limits: Int[np.ndarray, " q"],
 ) -> Int[np.ndarray, "q num"]:
-    n, found, start = len(points), np.full((len(queries), num), len(points)), 0
-    while start < len(queries):
-        # Queries that may have at least half of a tree's points share it.
-        size = min(n, max(2 * int(limits[start]), 2 * num))
-        end = int(np.searchsorted(limits, size, side="right"))
-        size = int(limits[end - 1])
-        tree, rows = cKDTree(points[:size]), np.arange(start, end)
-        k = min(size, num if limits[start] == size else 2 * num)
+    n, found = len(points), np.full((len(queries), num), len(points))
+    for some, size in _parts(limits, num, n):
+        tree, rows = cKDTree(points[:size]), np.arange(some.start, some.stop)
+        k = min(size, num if limits[some.start] == size else 2 * num)
         while len(rows) and k:
             near = tree.query(queries[rows], k=[*range(1, k + 1)], workers=-1)[1]
             allowed = near < limits[rows, None]
@@ -242,7 +257,6 @@ def _by_trees(
             best = np.take_along_axis(np.where(allowed[done], near[done], n), ranks, axis=1)
             found[rows[done], : best.shape[1]] = best
             rows, k = rows[~done], min(size, 2 * k)
-        start = end
     return found
 
 
@@ -259,7 +273,9 @@ def _by_distances(
         product = jnp.matmul(some, points.T, precision="highest")
         closeness = 2.0 * product - squares  # what all of a query's distances share is left out
         closeness = jnp.where(jnp.arange(n) < allowed[:, None], closeness, -jnp.inf)
-        values, index = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
+        # Behind the barrier XLA leaves what it is; combined with what follows, it sorts all.
+        best = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
+        values, index = jax.lax.optimization_barrier(best)
         # A product has too few digits for small distances: of twice as many, the nearest.
         squared = jnp.sum(jnp.square(points[index] - some[:, None]), axis=2)
         ranks = jnp.argsort(jnp.where(values > -jnp.inf, squared, jnp.inf), axis=1)[:, :num]

@@ -7,6 +7,7 @@ from numpyro_scalegp.families.hybrid import HybridGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.nearest_neighbors import NearestNeighborGP
 from numpyro_scalegp.families.sparse import SparseGP
+from numpyro_scalegp.families.variational_neighbors import VariationalNearestNeighborGP
 from numpyro_scalegp.families.weight_space import WeightSpaceGP
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "LatentGP",
     "NearestNeighborGP",
     "SparseGP",
+    "VariationalNearestNeighborGP",
     "WeightSpaceGP",
 ]

@@ -267,7 +267,7 @@ def declare_whitened(
     """
     Z = declare_points(param, start, rows, kernel)
     M = Z.shape[-2]
-    loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype), constraint=_whitened_loc)
+    loc = param("loc", lambda _: jnp.zeros((*batch_shape, M), Z.dtype), constraint=whitened_loc)
     scale_tril = param(
         "scale_tril",
         lambda _: jnp.broadcast_to(jnp.eye(M, dtype=Z.dtype), (*batch_shape, M, M)),
@@ -299,7 +299,7 @@ class _ScaleTril(constraints.ParameterFreeConstraint):
         return constraints.lower_cholesky(x)
 
 
-_whitened_loc, _scale_tril = _WhitenedLoc(), _ScaleTril()
+whitened_loc, _scale_tril = _WhitenedLoc(), _ScaleTril()
 
 
 class _FromSquare(transforms.ParameterFreeTransform):

@@ -80,6 +80,29 @@ class Neighbors(eqx.Module):
         given = self.X[safe], self.noise[safe], is_given
         return conditionals.systems(self.kernel, *given, rows, part, is_part)
 
+    def weights(
+        self,
+        near: Int[Array, "r k"],
+        rows: Float[Array, "r d"],
+        part: AbstractKernel | None = None,
+        is_part: Callable[[Array], Array] | None = None,
+    ) -> tuple[Float[Array, "r k"], Float[Array, " r"]]:
+        """What multiplies the neighbors in each row's mean, and the variances; in chunks.
+
+        Args:
+            near: the neighbors of each row.
+            rows: where f, or a part of it, is in question.
+            part: of f.
+            is_part: which of some neighbors are values of the part.
+        """
+
+        def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+            near, rows = chunk
+            given = None if is_part is None else is_part(near)
+            return conditionals.weights(self.systems(near, rows, part, given))
+
+        return map_rows(of_chunk, (near, rows), rows_at_a_time(self.num))
+
     def groups(self, rows: Int[Array, "r k"], places: Int[Array, "r o"]) -> conditionals.Groups:
         """Observations in groups, those at the places each given those before it."""
         is_given = rows < len(self.X)
@@ -108,6 +131,29 @@ class Neighbors(eqx.Module):
         nugget = linalg.default_jitter(self.noise.dtype) * self.kernel.diag(Xs)
         noise = jnp.concatenate([self.noise, nugget.astype(self.noise.dtype)])
         return Neighbors(self.kernel, jnp.concatenate([self.X, Xs]), noise, self.num)
+
+    def draw(
+        self,
+        key: Key[Array, ""],
+        Xs: Float[Array, "m d"],
+        near: Int[Array, "m k"],
+        values: Float[Array, "n s"],
+        num_samples: int,
+        part: AbstractKernel | None = None,
+    ) -> Float[Array, "num_samples m"]:
+        """Draws of f, or a part of it, at inputs in their order, as `in_turn` gives both.
+
+        Args:
+            key: a typed JAX key.
+            Xs: inputs.
+            near: their neighbors.
+            values: the observations, one for all draws or one for each.
+            num_samples: number of draws.
+            part: of f.
+        """
+        n = len(self.X)
+        b, variance = self.with_rows(Xs).weights(near, Xs, part, lambda near: near >= n)
+        return draw_in_turn(key, b, variance, near, values, num_samples)
 
 
 def draw_in_turn(
@@ -222,14 +268,7 @@ class VecchiaPosterior(AbstractConditioned):
     @eqx.filter_jit
     def _drawn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
         """Draws at rows of which each has neighbors among those of X and those before it."""
-        known, n = self._known.with_rows(Xs), len(self.X)
-
-        def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-            rows, near = chunk
-            return conditionals.weights(known.systems(near, rows, self.part, near >= n))
-
-        b, variance = map_rows(of_chunk, (Xs, near), rows_at_a_time(self.num_neighbors))
-        f = draw_in_turn(key, b, variance, near, self.residual[:, None], num_samples)
+        f = self._known.draw(key, Xs, near, self.residual[:, None], num_samples, self.part)
         return f + self.mean_function(Xs)
 
     def _functions(
