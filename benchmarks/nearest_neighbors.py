@@ -12,8 +12,9 @@ rows, then predictions at 10,000 other places of a field with 100,000 rows, agai
 function; a sparse GP with 512 points trains for as long. `satellite`: the same on the land surface
 temperatures of Heaton et al. (2019), by their four scores, in degrees; it needs SCALEGP_DATA.
 `counts`: Poisson counts of such a field with 20,000 rows, by independent normals that make up the
-function of 10 neighbors, and by a sparse GP that trains for as long. Float32, but for densities and
-samplers.
+function of 10 neighbors, by 4,096 inducing values in mini-batches, and by a sparse GP that trains
+for as long as the first; `batches`: with 200,000 rows, by inducing values, and a sparse GP that
+trains for as long. Float32, but for densities and samplers.
 """
 
 import argparse
@@ -242,6 +243,21 @@ def by_points(
     return (posterior, guide.median(params)), taken
 
 
+def by_inducing_values(X, y, kernel, num_inducing=4096, steps=1000, batch_size=512, rate=0.03):
+    """The posterior of a function of counts and medians, and all seconds."""
+    start = time.perf_counter()
+    guide = sgp.guides.AutoNearestNeighborGP(
+        sparse_model, rest=AutoDelta, num_inducing=num_inducing, num_neighbors=10
+    )
+    optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    svi = SVI(sparse_model, guide, optimizer, sgp.infer.QuadratureELBO())
+    given = X, y, batch_size, kernel, True
+    result = svi.run(jax.random.key(0), steps, *given, progress_bar=False)
+    posterior = sgp.posterior(sparse_model, guide, result, X, y, None, kernel, True)
+    taken = time.perf_counter() - start
+    return (posterior, guide.median(result.params)), taken
+
+
 def by_white_values(X, y, num_neighbors, kernel, key, steps=300, rate=0.05, num_draws=30):
     """Draws of the function behind counts, its level included, and all seconds.
 
@@ -311,18 +327,40 @@ def record_field(data, split, seed, method, *, rows=100_000):
     return {**of_function(*moments, f_new), "seconds": seconds}
 
 
-def record_counts(data, split, seed, method, *, rows=20_000):
-    """The record of a unit: errors against the function behind counts, its level included."""
+def made_up_counts(seed, rows):
+    """Counts of the field, with its function at other places and a key for what is drawn next."""
     X, f, _, X_new, f_new = made_up_field(seed, rows)
     key = jax.random.key(seed + 100)
-    y, kernel = jax.random.poisson(key, jnp.exp(f)).astype(f.dtype), sgp.kernels.Matern32
-    draws, seconds = by_white_values(X, y, 10, kernel, key)
+    return X, jax.random.poisson(key, jnp.exp(f)).astype(f.dtype), X_new, f_new, key
+
+
+def record_counts(data, split, seed, method, *, rows=20_000):
+    """The record of a unit: errors against the function behind counts, its level included."""
+    X, y, X_new, f_new, key = made_up_counts(seed, rows)
+    if method.startswith("inducing"):
+        return record_batches(data, split, seed, method, rows=rows)
+    draws, seconds = by_white_values(X, y, 10, sgp.kernels.Matern32, key)
     if method.startswith("neighbors"):
-        moments = moments_of_draws(draws, X, 10, kernel, X_new)
-    else:
-        options = {"nodes": 20, "counts": True}
-        (posterior, median), seconds = by_points(X, y, kernel, seconds, **options)
-        moments = median["level"] + posterior.mean(X_new), posterior.variance(X_new)
+        moments = moments_of_draws(draws, X, 10, sgp.kernels.Matern32, X_new)
+        return {**of_function(*moments, f_new), "seconds": seconds}
+    return of_sparse_counts(X, y, X_new, f_new, seconds)
+
+
+def record_batches(data, split, seed, method, *, rows=200_000):
+    """The same in mini-batches."""
+    X, y, X_new, f_new, _ = made_up_counts(seed, rows)
+    (posterior, median), seconds = by_inducing_values(X, y, sgp.kernels.Matern32)
+    if not method.startswith("inducing"):
+        return of_sparse_counts(X, y, X_new, f_new, seconds)
+    moments = median["level"] + posterior.mean(X_new), posterior.variance(X_new)
+    return {**of_function(*moments, f_new), "seconds": seconds}
+
+
+def of_sparse_counts(X, y, X_new, f_new, seconds):
+    """Errors of a sparse GP of counts that trains for so many seconds."""
+    options = {"nodes": 20, "counts": True}
+    (posterior, median), seconds = by_points(X, y, sgp.kernels.Matern32, seconds, **options)
+    moments = median["level"] + posterior.mean(X_new), posterior.variance(X_new)
     return {**of_function(*moments, f_new), "seconds": seconds}
 
 

@@ -187,8 +187,12 @@ ON_CPU = (
         seeds=(0, 1, 2), function="record_field",
     ),
     Run(
-        "neighbors-counts", "nearest_neighbors", 10, ("made up",), ("neighbors 10", "sparse 512"),
-        seeds=(0, 1, 2), function="record_counts",
+        "neighbors-counts", "nearest_neighbors", 10, ("made up",),
+        ("neighbors 10", "inducing 4096", "sparse 512"), seeds=(0, 1, 2), function="record_counts",
+    ),
+    Run(
+        "neighbors-batches", "nearest_neighbors", 10, ("made up",), ("inducing 4096", "sparse 512"),
+        seeds=(0, 1, 2), function="record_batches",
     ),
     Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),

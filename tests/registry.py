@@ -247,6 +247,11 @@ def _decoupled(kernel: AbstractKernel, X: Array) -> sgp.DecoupledGP:
     )  # fmt: skip
 
 
+def _neighbors(kernel: AbstractKernel, X: Array) -> sgp.VariationalNearestNeighborGP:
+    loc, scale = jnp.linspace(-1.0, 1.0, 6), jnp.linspace(0.3, 0.9, 6)
+    return sgp.VariationalNearestNeighborGP(kernel, X, X[:6] + 0.1, loc, scale, num_neighbors=2)
+
+
 def _chevron(features: AbstractFeatures, X: Array) -> sgp.ChevronGP:
     m = features.size(X)
     columns = 0.1 * jnp.ones((m, 2))
@@ -296,6 +301,7 @@ LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]
     ("natural", _natural),
     ("hybrid", _hybrid),
     ("decoupled", _decoupled),
+    ("neighbors", _neighbors),
     ("chevron", lambda kernel, X: _chevron(sgp.features.RandomFourier(kernel, 6, seed=0), X)),
     (
         "chevron_inducing",
@@ -446,6 +452,13 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     ("natural", lambda kernel, X: _natural(kernel, X).posterior()),
+    # With all inducing values and inputs for neighbors, its samples have its moments.
+    (
+        "nearest_neighbors",
+        lambda kernel, X: sgp.VariationalNearestNeighborGP(
+            kernel, X, X[:4] + 0.1, jnp.linspace(-1.0, 1.0, 4), 0.5 * jnp.ones(4), num_neighbors=30
+        ).posterior(),
+    ),
     (
         "sparse_batch",
         lambda kernel, X: SparsePosterior(
@@ -507,6 +520,7 @@ GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
             model, mean_points=jnp.eye(5, NUM_COLUMNS), cov_points=jnp.eye(3, NUM_COLUMNS)
         ),
     ),
+    ("neighbors", lambda model: sgp.guides.AutoNearestNeighborGP(model, num_inducing=5)),
     ("chevron", lambda model: sgp.guides.AutoChevronGP(model, rank=2)),
     ("own", lambda model: CLASSES["AutoPseudoDataGP"](model, jnp.eye(4, NUM_COLUMNS))),
 ]

@@ -73,12 +73,15 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     def _weights(self) -> tuple[Any, ...]:
         return self.loc, self.scale
 
-    def _factorize(self) -> NeighborLevels:
-        Z = self.inducing_points
-        prior = self.kernel.diag(Z)
+    @property
+    def _points(self) -> Neighbors:
+        prior = self.kernel.diag(self.inducing_points)
         jitter = linalg.default_jitter(prior.dtype) if self.jitter is None else self.jitter
         noise = jnp.broadcast_to(jitter * jnp.mean(prior), prior.shape)
-        return NeighborLevels.found(Neighbors(self.kernel, Z, noise, self.num_neighbors))
+        return Neighbors(self.kernel, self.inducing_points, noise, self.num_neighbors)
+
+    def _factorize(self) -> NeighborLevels:
+        return NeighborLevels.found(self._points)
 
     def _moments(
         self, levels: NeighborLevels, X: Float[Array, "n d"]
@@ -119,9 +122,7 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         return self._each(of_one, batches.keys(key, self.batch_shape))
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        # Who is near whom, by the kernel alone.
-        points = Neighbors(self.kernel, self.inducing_points, jnp.zeros(0), self.num_neighbors)
-        order, near = points.in_turn(Xs)
+        order, near = self._points.in_turn(Xs)
         drawn = self._drawn_in_turn(key, Xs[order], near, num_samples)
         return jnp.moveaxis(drawn, -2, 0)[..., np.argsort(order)]
 

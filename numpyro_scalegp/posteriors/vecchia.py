@@ -296,7 +296,7 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
 
     @property
     def _num_columns(self) -> int:
-        return self.known.X.shape[1]
+        return self.known.X.shape[-1]
 
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._at(Xs, self.known.nearest(Xs), chunk_size)

@@ -111,6 +111,11 @@ class HideGPSite(Messenger):
     def process_message(self, msg: dict) -> None:
         """Stop at the GP site."""
         if takes_part(msg):
+            if msg["name"] in self.partial:
+                raise ValueError(
+                    f"the plate `{msg['name']}` is made twice, and would take other elements each "
+                    "time: make it once, rows = sgp.plate(...), and enter it wherever it is needed."
+                )
             self.partial[msg["name"]] = msg["args"]
         if is_observed(msg):
             self.is_normal &= isinstance(unwrapped(msg["fn"]).distribution, dist.Normal)
