@@ -66,6 +66,12 @@ Y = np.stack([y, y], axis=1)
 counts = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
 outputs = functools.partial(sgp.MultiOutputGP, rbf, coregion, X)
 decoupled = functools.partial(sgp.DecoupledGP, rbf, X)
+
+
+def near(Z=Z, loc=y[:3], scale=np.ones(3), **options):  # noqa: B008
+    return sgp.VariationalNearestNeighborGP(rbf, X, Z, loc, scale, **options)
+
+
 hybrid = functools.partial(sgp.HybridGP, rbf, X, Z, np.zeros(3), eye)
 collapsed = functools.partial(sgp.FeatureSpaceGP, num_data=6, logdet=L.MiniBatch())
 weights = functools.partial(collapsed, lambda X: X, X)
@@ -825,6 +831,12 @@ LATENT: list[Row] = [
         "`scale_tril` must be a number or",
     ),
     ("scale nan", lambda: sgp.SparseGP(rbf, X, Z, y[:3], nan * eye), "`scale_tril` must be finite"),
+    ("no neighbors", lambda: near(num_neighbors=0), "`num_neighbors` must be at least 1, got 0"),
+    ("neighbors loc", lambda: near(loc=y), r"`loc` must have shape \(3,\), got \(6"),
+    ("neighbors scale", lambda: near(scale=0.0 * y[:3]), "`scale` must be positive"),
+    ("scales", lambda: near(scale=y), r"`scale` must have shape \(3,\), got \(6,\)"),
+    ("neighbors points", lambda: near(Z=gap[:3]), "`inducing_points` must be finite"),
+    ("neighbors key", lambda: near(key="a"), "`key` must be a JAX key"),
     ("mean weights", lambda: decoupled(Z, y, Z, eye), r"`mean_weights` must have shape \(3,\)"),
     ("weights nan", lambda: decoupled(Z, [nan] * 3, Z, eye), "`mean_weights` must be finite"),
     ("mean points", lambda: decoupled(y, y[:3], Z, eye), "`mean_points` must have shape"),
@@ -976,6 +988,16 @@ GUIDES: list[Row] = [
         "`inducing_points` must be f",
     ),
     ("jitter", lambda: G.AutoSparseGP(model, jitter="a"), "`jitter` must be a number, got 'a'"),
+    (
+        "neighbors",
+        lambda: G.AutoNearestNeighborGP(model, num_neighbors=1.5),
+        "`num_neighbors` must be an integer",
+    ),
+    (
+        "neighbors points",
+        lambda: G.AutoNearestNeighborGP(model, inducing_points=gap),
+        "`inducing_points` must be finite",
+    ),
     ("mean size", lambda: G.AutoDecoupledGP(model, mean_size=0), "`mean_size` must be at least 1"),
     ("cov size", lambda: G.AutoDecoupledGP(model, cov_size=2.0), "`cov_size` must be an integer"),
     ("growth", lambda: G.AutoDecoupledGP(model, growth=0), "`growth` must be at least 1, got 0"),

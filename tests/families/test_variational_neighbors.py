@@ -33,7 +33,7 @@ def family(num, k=None, **options):
     return sgp.VariationalNearestNeighborGP(k, *parts(), num_neighbors=num, **options)
 
 
-def dense(k, X, Z, loc, scale, num):
+def dense(num, k, X, Z, loc, scale):
     """Moments by one conditional distribution after the other, in NumPy."""
     K, across, X, Z = (np.asarray(one) for one in (k.covariance(Z), k(X, Z), X, Z))
     K = K + np.eye(M) * 100.0 * np.finfo(K.dtype).eps * np.mean(np.diag(K))
@@ -62,7 +62,7 @@ def dense(k, X, Z, loc, scale, num):
 @pytest.mark.parametrize("num", [1, 4, 9])
 def test_moments_are_those_of_dense_algebra(x64, num):
     q = family(num)
-    mean, covariance, unexplained = dense(kernel(), *parts(), num)
+    mean, covariance, unexplained = dense(num, kernel(), *parts())
     found = q.split_marginals()
     for one, expected in zip(found, (mean, np.diag(covariance), unexplained), strict=True):
         np.testing.assert_allclose(one, expected, rtol=1e-8, atol=1e-10)
@@ -139,7 +139,7 @@ def test_joint_draws_and_functions_have_the_moments(x64):
     num, k = 12, kernel(0.9)
     q = family(num, k)
     X, posterior = q.X[:8], q.posterior()
-    mean, covariance, unexplained = dense(k, *parts(), num)
+    mean, covariance, unexplained = dense(num, k, *parts())
     size = 4_000
     for values in (
         posterior.sample(jax.random.key(1), X, size),
