@@ -241,6 +241,7 @@ def both_terms(kernel: Any) -> tuple[Any, Any]:
     return inner.left, inner.right
 
 
+@pytest.mark.one_interpreter
 @each("factory", POSTERIORS)
 def test_posterior_draws_functions(factory):
     X, key = inputs(), jax.random.key(1)

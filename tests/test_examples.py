@@ -91,6 +91,7 @@ def test_thompson(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 @pytest.mark.filterwarnings("ignore:a covariance matrix")  # of a step that is too long
 def test_carriers(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
@@ -104,6 +105,7 @@ def test_carriers(tmp_path: Path, x64: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_weather(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
     scores = example("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
@@ -113,6 +115,7 @@ def test_weather(tmp_path: Path, x64: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_latent_inputs(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("sklearn")
     scores, noises = example("latent_inputs").main(200, 80, folder=tmp_path)
@@ -122,6 +125,7 @@ def test_latent_inputs(tmp_path: Path, x64: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_counts(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
     scores = example("counts").main(2000, num_inducing=20, num_steps=250, folder=tmp_path)
@@ -131,6 +135,7 @@ def test_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_space(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
     scores = example("space").main(num_steps=200, num_draws=100, folder=tmp_path)
@@ -172,6 +177,7 @@ def test_births(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_deep_kernel(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     errors = example("deep_kernel").main(folder=tmp_path)
@@ -182,6 +188,7 @@ def test_deep_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_network_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flax")
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
@@ -191,6 +198,7 @@ def test_network_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_heteroscedastic(tmp_path: Path) -> None:
     pytest.importorskip("statsmodels")
     scores = example("heteroscedastic").main(10, num_draws=200, folder=tmp_path)
@@ -200,6 +208,7 @@ def test_heteroscedastic(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_robust(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
     scores = example("robust").main(60, num_steps=200, num_draws=100, folder=tmp_path)
@@ -211,6 +220,7 @@ def test_robust(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_exact_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
     small = {"subset_size": 100, "num_subsets": 1, "num_steps": 40, "num_refinements": 4}
@@ -240,6 +250,7 @@ def test_bayesian_hyperparameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_streaming(tmp_path: Path) -> None:
     errors = example("streaming").main(
         40, every=20, held=10, num_inducing=30, num_residual=256, output=tmp_path
@@ -261,6 +272,7 @@ def test_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_more_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("grain")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -283,6 +295,7 @@ def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_flights_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
@@ -311,6 +324,7 @@ def test_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_digits_classes(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     scores = example("digits_classes").main(50, num_steps=200, num_draws=50, folder=tmp_path)
