@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pytest
 from jaxtyping import Array
 from numpyro.distributions.kl import kl_divergence
 
