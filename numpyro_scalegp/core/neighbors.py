@@ -273,9 +273,7 @@ def _by_distances(
         product = jnp.matmul(some, points.T, precision="highest")
         closeness = 2.0 * product - squares  # what all of a query's distances share is left out
         closeness = jnp.where(jnp.arange(n) < allowed[:, None], closeness, -jnp.inf)
-        # Behind the barrier XLA leaves what it is; combined with what follows, it sorts all.
-        best = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
-        values, index = jax.lax.optimization_barrier(best)
+        values, index = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
         # A product has too few digits for small distances: of twice as many, the nearest.
         squared = jnp.sum(jnp.square(points[index] - some[:, None]), axis=2)
         ranks = jnp.argsort(jnp.where(values > -jnp.inf, squared, jnp.inf), axis=1)[:, :num]

@@ -63,6 +63,9 @@ sparse = functools.partial(sgp.guides.AutoSparseGP, inducing_points=POINTS)
 GUIDES: dict[str, Callable[..., Any]] = {
     "sparse": sparse,
     "natural": functools.partial(sparse, natural=True),
+    "neighbors": functools.partial(
+        sgp.guides.AutoNearestNeighborGP, inducing_points=POINTS, num_neighbors=3
+    ),
     "decoupled": functools.partial(
         sgp.guides.AutoDecoupledGP, mean_size=24, cov_size=12, growth=8, num_columns=8
     ),
