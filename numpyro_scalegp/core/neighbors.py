@@ -1,5 +1,6 @@
 """Nearest neighbors, and orderings of points from coarse to fine."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ _NUM_LINKS = 8
 _NUM_FARTHEST = 64
 # Columns up to which a tree is faster than all distances.
 _MAX_COLUMNS_OF_TREE = 16
+# Columns up to which distances come from differences, and not from a product.
+_MAX_COLUMNS_OF_DIFFERENCES = 4
 # Candidates beyond twice the neighbors that are wanted.
 _MORE = 8
 # Neighbors of each point, the nearest first, with whose groups its own may merge.
@@ -270,9 +273,15 @@ def _by_distances(
 
     def of_chunk(rows: tuple[Array, Array]) -> Array:
         some, allowed = rows
+        is_allowed = jnp.arange(n) < allowed[:, None]
+        if points.shape[1] <= _MAX_COLUMNS_OF_DIFFERENCES:
+            gaps = [jnp.square(some[:, j, None] - points[:, j]) for j in range(points.shape[1])]
+            closeness = jnp.where(is_allowed, -functools.reduce(jnp.add, gaps), -jnp.inf)
+            values, index = jax.lax.top_k(closeness, num)
+            return jnp.where(values > -jnp.inf, index, n)
         product = jnp.matmul(some, points.T, precision="highest")
         closeness = 2.0 * product - squares  # what all of a query's distances share is left out
-        closeness = jnp.where(jnp.arange(n) < allowed[:, None], closeness, -jnp.inf)
+        closeness = jnp.where(is_allowed, closeness, -jnp.inf)
         values, index = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
         # A product has too few digits for small distances: of twice as many, the nearest.
         squared = jnp.sum(jnp.square(points[index] - some[:, None]), axis=2)

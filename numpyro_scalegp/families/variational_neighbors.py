@@ -58,7 +58,11 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     def restrict(
         self, change: Callable[[AbstractKernel], AbstractKernel]
     ) -> "NearestNeighborPosterior":
-        """The posterior of a part of f; see `AbstractPosterior.restrict`."""
+        """The posterior of a part of f, as the m nearest values tell it from the rest.
+
+        Joint draws know more of it than each value's moments do, for few neighbors; see
+        `AbstractPosterior.restrict`.
+        """
         own = self.kernel if self.part is None else self.part
         return dataclasses.replace(self, part=change(own))
 
@@ -104,8 +108,12 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         normal = jax.random.normal(key, (len(self.loc), num_samples), self.loc.dtype)
         return levels.values(self.loc[:, None] + self.scale[:, None] * normal)
 
+    @property
+    def _takes_batches(self) -> bool:
+        return False
+
     @eqx.filter_jit
-    def given_draw(
+    def _given_draw(
         self, key: Key[Array, ""], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
         """Mean and variance of f at each row given one draw of the inducing values.
@@ -172,7 +180,7 @@ class VariationalNearestNeighborGP(AbstractVariationalGP):
         inducing_points: Z, shape (M, d), from coarse to fine.
         loc: mean of v, shape (M,), or (*batch, M) for independent functions.
         scale: deviations of v, positive, of the same shape.
-        num_neighbors: m, positive. With M <= 2 m all is as of `SparseGP`.
+        num_neighbors: m, positive. With M <= m all is as of `SparseGP`.
         jitter: what each inducing value gets as independent variance, relative to the mean of
             k(z, z); None for 100 `eps`.
         unexplained_scale: as of `SparseGP`.
@@ -185,7 +193,7 @@ class VariationalNearestNeighborGP(AbstractVariationalGP):
 
     References:
         Wu, Pleiss and Cunningham (2022), Variational Nearest Neighbor Gaussian Process, here with
-        independent v in place of u. The draw of a part of what is integrated out is usual.
+        independent v in place of u.
 
     Example:
         >>> import jax.numpy as jnp
@@ -238,13 +246,10 @@ class VariationalNearestNeighborGP(AbstractVariationalGP):
         super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
 
     def marginals(self) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-        """The mean and the variance of f at each row; with a key, given a draw of what they have.
-
-        That is, given inducing values.
-        """
+        """The mean and the variance of f at each row; with a key, given drawn inducing values."""
         if self.key is None:
             return super().marginals()
-        return self.posterior().given_draw(self.key, self.X)
+        return self.posterior()._given_draw(self.key, self.X)
 
     def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
         """Mean, variance of the inducing values' part, zero if drawn, and unexplained variance."""

@@ -63,8 +63,10 @@ class NeighborLevels(eqx.Module):
         drawn = self.scale[:, None] * white[first:]
         u = matmul(self.tril, white[:first])
         for level in self._levels():
-            # Not by products, of which each would be one small one.
-            explained = jnp.sum(self.weights[level, :, None] * u[self.near[level]], axis=1)
+            # No sum of products: of these jaxlib 0.10 makes wrong ones under `vmap` on CPUs.
+            explained = jnp.einsum(
+                "rm,rms->rs", self.weights[level], u[self.near[level]], precision="highest"
+            )
             u = jnp.concatenate([u, explained + drawn[level]])
         return u
 

@@ -126,9 +126,10 @@ class Neighbors(eqx.Module):
         num = min(self.num, n + m - 1)
         return order, neighbors.nearest(points, points[n:], num, n + np.arange(m))
 
-    def with_rows(self, Xs: Float[Array, "m d"]) -> "Neighbors":
-        """These and inputs without noise, but for what keeps equal ones apart."""
-        nugget = linalg.default_jitter(self.noise.dtype) * self.kernel.diag(Xs)
+    def with_rows(self, Xs: Float[Array, "m d"], part: AbstractKernel | None = None) -> "Neighbors":
+        """These and values of f, or a part of it, without noise but what keeps equal ones apart."""
+        own = self.kernel if part is None else part
+        nugget = linalg.default_jitter(self.noise.dtype) * own.diag(Xs)
         noise = jnp.concatenate([self.noise, nugget.astype(self.noise.dtype)])
         return Neighbors(self.kernel, jnp.concatenate([self.X, Xs]), noise, self.num)
 
@@ -152,7 +153,7 @@ class Neighbors(eqx.Module):
             part: of f.
         """
         n = len(self.X)
-        b, variance = self.with_rows(Xs).weights(near, Xs, part, lambda near: near >= n)
+        b, variance = self.with_rows(Xs, part).weights(near, Xs, part, lambda near: near >= n)
         return draw_in_turn(key, b, variance, near, values, num_samples)
 
 

@@ -58,8 +58,9 @@ def test_rows_that_repeat_others_come_last():
 
 @each("limits", [("all", lambda: None), ("before", lambda: np.arange(300))])
 @each("num", [(str(num), lambda num=num: num) for num in (1, 7, 299)])
-def test_nearest_points_are_those_of_all_distances(num, limits, x64):
-    points, num = np.random.default_rng(2).uniform(size=(300, 3)), num()
+@each("columns", [(str(d), lambda d=d: d) for d in (3, 6)])
+def test_nearest_points_are_those_of_all_distances(columns, num, limits, x64):
+    points, num = np.random.default_rng(2).uniform(size=(300, columns())), num()
     allowed = np.full(300, 300) if limits() is None else limits()
     squared = np.sum(np.square(points[:, None] - points[None]), axis=2)
     squared[np.arange(300)[None] >= allowed[:, None]] = np.inf
@@ -87,3 +88,14 @@ def test_groups_are_of_points_that_share_neighbors(columns, most):
         np.testing.assert_array_equal(found, np.append(union, np.full(size - len(union), n)))
     if most == 8:
         assert counts.mean() > {1: 4.0, 2: 3.0, 6: 1.5}[columns()]
+
+
+def test_neighbors_in_clusters_far_apart():
+    """In float32, where the square of a distance has no digit of those within a cluster."""
+    draws = np.random.default_rng(0)
+    points = draws.uniform(size=(60, 2)) + 2e4 * (np.arange(60) % 2)[:, None]
+    points = points.astype(np.float32)
+    expected = neighbors.nearest(points, points, 5)
+    np.testing.assert_array_equal(
+        jax.jit(functools.partial(neighbors.nearest, num=5))(points, points), expected
+    )

@@ -175,6 +175,23 @@ def test_a_batch_of_functions():
     assert not np.any(drawn[1])
 
 
+def test_many_draws_of_a_batch():
+    """As of each function by itself: more than 2^15 values side by side."""
+    X, Z, loc, scale = parts()
+    both = jnp.stack([loc, -loc]), jnp.stack([scale, scale])
+    posterior = sgp.VariationalNearestNeighborGP(kernel(), X, Z, *both, num_neighbors=5).posterior()
+    white = jax.random.normal(KEY, (2, M, 20_000))
+    levels = posterior._factorize()
+    together = jax.jit(jax.vmap(levels.values))(white)
+    for one, alone in zip(together, white, strict=True):
+        np.testing.assert_allclose(one, levels.values(alone), rtol=1e-4, atol=1e-4)
+    draws = posterior.sample(KEY, X[:3], 20_000)
+    deviation = jnp.sqrt(posterior.variance(X[:3]))
+    assert jnp.max(jnp.abs(draws.mean(axis=0) - posterior.mean(X[:3])) / deviation) < 0.3
+    with pytest.raises(ValueError, match=r"`Xs` must have shape \(n, d\)"):
+        posterior.sample(KEY, jnp.stack([X, X]))
+
+
 def test_each_point_is_the_farthest_from_those_before():
     X = np.asarray(jax.random.normal(KEY, (60, 3))) * [1.0, 10.0, 0.1]
     found = np.asarray(coarse_to_fine(jnp.asarray(X), 20))
