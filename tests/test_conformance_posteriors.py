@@ -246,7 +246,6 @@ def both_terms(kernel: Any) -> tuple[Any, Any]:
 SAME_FUNCTIONS = (
     "exact_without_noise",
     "natural",
-    "sparse_batch",
     "batch_with_hidden_rows",
     "multi_output_with_gaps",
 )
