@@ -336,9 +336,9 @@ def made_up_counts(seed, rows):
 
 def record_counts(data, split, seed, method, *, rows=20_000):
     """The record of a unit: errors against the function behind counts, its level included."""
-    X, y, X_new, f_new, key = made_up_counts(seed, rows)
     if method.startswith("inducing"):
         return record_batches(data, split, seed, method, rows=rows)
+    X, y, X_new, f_new, key = made_up_counts(seed, rows)
     draws, seconds = by_white_values(X, y, 10, sgp.kernels.Matern32, key)
     if method.startswith("neighbors"):
         moments = moments_of_draws(draws, X, 10, sgp.kernels.Matern32, X_new)

@@ -75,9 +75,12 @@ def default_jitter(dtype: jnp.dtype) -> float:
 
 def add_jitter(K: Float[Array, "n n"], jitter: float | None = None) -> Float[Array, "n n"]:
     """Add `jitter` times the mean diagonal to the diagonal, differentiably."""
-    if jitter is None:
-        jitter = default_jitter(K.dtype)
-    return K + jitter * jnp.mean(jnp.diagonal(K)) * jnp.eye(K.shape[0], dtype=K.dtype)
+    return K + added_variance(jnp.diagonal(K), jitter) * jnp.eye(K.shape[0], dtype=K.dtype)
+
+
+def added_variance(variance: Float[Array, " n"], jitter: float | None = None) -> Float[Array, ""]:
+    """What a covariance with these variances gets on its diagonal: `jitter` times their mean."""
+    return (default_jitter(variance.dtype) if jitter is None else jitter) * jnp.mean(variance)
 
 
 def least_diagonal(trace: Float[Array, ""]) -> Float[Array, ""]:

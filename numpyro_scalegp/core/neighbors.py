@@ -104,6 +104,27 @@ def _farthest_first(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
     return np.array(order)
 
 
+def coarse_to_fine(X: Float[Array, "n d"], num: int) -> Int[Array, " num"]:
+    """Rows of which each is the one farthest from all before it, in O(n num d).
+
+    The first is the one nearest to the mean. Distances are in units of the columns' deviations.
+
+    References:
+        Gonzalez (1985), Clustering to Minimize the Maximum Intercluster Distance.
+    """
+    scale = jnp.std(X, axis=0)
+    X = (X - jnp.mean(X, axis=0)) / jnp.where(scale > 0.0, scale, 1.0)
+
+    def step(state: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
+        gaps, row = state
+        gaps = jnp.minimum(gaps, jnp.sum(jnp.square(X - X[row]), axis=1)).at[row].set(-1.0)
+        return (gaps, jnp.argmax(gaps)), row
+
+    first = jnp.argmin(jnp.sum(jnp.square(X), axis=1))
+    start = jnp.full(len(X), jnp.inf, X.dtype), first
+    return jax.lax.scan(step, start, None, length=num)[1]
+
+
 class Groups(NamedTuple):
     """Groups of points, and all points that one of a group has as a neighbor, or is."""
 
@@ -216,15 +237,13 @@ def nearest(
         all distances, in O(n q d).
     """
     (n, d), num_queries = jnp.shape(points), jnp.shape(queries)[0]
-    allowed = np.full(num_queries, n) if limits is None else limits
-    if checks.is_concrete((points, queries, limits)) and d <= _MAX_COLUMNS_OF_TREE:
+    allowed = np.full(num_queries, n) if limits is None else as_numpy(limits)
+    if checks.is_concrete((points, queries)) and d <= _MAX_COLUMNS_OF_TREE:
         known, wanted = (as_numpy(one).astype(np.float64) for one in (points, queries))
-        return jnp.asarray(_by_trees(known, wanted, num, as_numpy(allowed)), jnp.int32)
+        return jnp.asarray(_by_trees(known, wanted, num, allowed), jnp.int32)
     # Who is near has no derivative.
     points, queries = jax.lax.stop_gradient((jnp.asarray(points), jnp.asarray(queries)))
-    if not checks.is_concrete(allowed):
-        return _by_distances(points, queries, num, jnp.asarray(allowed))
-    allowed, found = as_numpy(allowed), []
+    found = []
     for some, most in _parts(allowed, num, n):
         size = max(num, most)
         near = _by_distances(points[:size], queries[some], num, jnp.asarray(allowed[some]))

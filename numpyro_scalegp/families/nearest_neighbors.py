@@ -89,9 +89,8 @@ class NearestNeighborGP(AbstractPriorGP):
 
     @property
     def _operator(self) -> KernelOperator:
-        variance = self.variance
-        jitter = linalg.default_jitter(variance.dtype) if self.jitter is None else self.jitter
-        return KernelOperator(self.kernel, self.X, jitter * jnp.mean(variance))
+        noise = linalg.added_variance(self.variance, self.jitter)
+        return KernelOperator(self.kernel, self.X, noise)
 
     def log_prob(
         self, value: Float[ArrayLike, "... n"], intermediates: list | None = None

@@ -80,8 +80,7 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     @property
     def _points(self) -> Neighbors:
         prior = self.kernel.diag(self.inducing_points)
-        jitter = linalg.default_jitter(prior.dtype) if self.jitter is None else self.jitter
-        noise = jnp.broadcast_to(jitter * jnp.mean(prior), prior.shape)
+        noise = jnp.broadcast_to(linalg.added_variance(prior, self.jitter), prior.shape)
         return Neighbors(self.kernel, self.inducing_points, noise, self.num_neighbors)
 
     def _factorize(self) -> NeighborLevels:

@@ -10,12 +10,12 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.neighbors import coarse_to_fine
 from numpyro_scalegp.families import VariationalNearestNeighborGP
 from numpyro_scalegp.families.bases import InitialPoints, spread_rows
 from numpyro_scalegp.families.sparse import whitened_loc
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.guides.sparse import declare_unexplained_scale
-from numpyro_scalegp.posteriors.neighbor_levels import coarse_to_fine
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # Random rows for each point that is chosen among them: the more there are, the more evenly points

@@ -4,7 +4,6 @@ import itertools
 import math
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -105,24 +104,3 @@ def level_ends(num_points: int, num_neighbors: int) -> list[int]:
     while ends[-1] < num_points:
         ends.append(min(num_points, math.ceil(_GROWTH * ends[-1])))
     return ends
-
-
-def coarse_to_fine(X: Float[Array, "n d"], num: int) -> Int[Array, " num"]:
-    """Rows of which each is the one farthest from all before it, in O(n num d).
-
-    The first is the one nearest to the mean. Distances are in units of the columns' deviations.
-
-    References:
-        Gonzalez (1985), Clustering to Minimize the Maximum Intercluster Distance.
-    """
-    scale = jnp.std(X, axis=0)
-    X = (X - jnp.mean(X, axis=0)) / jnp.where(scale > 0.0, scale, 1.0)
-
-    def step(state: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], Array]:
-        gaps, row = state
-        gaps = jnp.minimum(gaps, jnp.sum(jnp.square(X - X[row]), axis=1)).at[row].set(-1.0)
-        return (gaps, jnp.argmax(gaps)), row
-
-    first = jnp.argmin(jnp.sum(jnp.square(X), axis=1))
-    start = jnp.full(len(X), jnp.inf, X.dtype), first
-    return jax.lax.scan(step, start, None, length=num)[1]

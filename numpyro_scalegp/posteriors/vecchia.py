@@ -85,7 +85,7 @@ class Neighbors(eqx.Module):
         near: Int[Array, "r k"],
         rows: Float[Array, "r d"],
         part: AbstractKernel | None = None,
-        is_part: Callable[[Array], Array] | None = None,
+        is_part: Bool[Array, "r k"] | None = None,
     ) -> tuple[Float[Array, "r k"], Float[Array, " r"]]:
         """What multiplies the neighbors in each row's mean, and the variances; in chunks.
 
@@ -93,15 +93,14 @@ class Neighbors(eqx.Module):
             near: the neighbors of each row.
             rows: where f, or a part of it, is in question.
             part: of f.
-            is_part: which of some neighbors are values of the part.
+            is_part: which neighbors are values of the part, too.
         """
 
-        def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-            near, rows = chunk
-            given = None if is_part is None else is_part(near)
-            return conditionals.weights(self.systems(near, rows, part, given))
+        def of_chunk(chunk: tuple[Array, Array, Array | None]) -> tuple[Array, Array]:
+            near, rows, is_part = chunk
+            return conditionals.weights(self.systems(near, rows, part, is_part))
 
-        return map_rows(of_chunk, (near, rows), rows_at_a_time(self.num))
+        return map_rows(of_chunk, (near, rows, is_part), rows_at_a_time(self.num))
 
     def groups(self, rows: Int[Array, "r k"], places: Int[Array, "r o"]) -> conditionals.Groups:
         """Observations in groups, those at the places each given those before it."""
@@ -152,8 +151,7 @@ class Neighbors(eqx.Module):
             num_samples: number of draws.
             part: of f.
         """
-        n = len(self.X)
-        b, variance = self.with_rows(Xs, part).weights(near, Xs, part, lambda near: near >= n)
+        b, variance = self.with_rows(Xs, part).weights(near, Xs, part, near >= len(self.X))
         return draw_in_turn(key, b, variance, near, values, num_samples)
 
 

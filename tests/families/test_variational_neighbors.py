@@ -10,7 +10,8 @@ import pytest
 from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.posteriors.neighbor_levels import coarse_to_fine, level_ends
+from numpyro_scalegp.core.neighbors import coarse_to_fine
+from numpyro_scalegp.posteriors.neighbor_levels import level_ends
 
 KEY = jax.random.key(0)
 M = 40
