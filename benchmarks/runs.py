@@ -206,8 +206,9 @@ ON_CPU = (
 NAMED = {run.name: run for run in ON_CPU}
 RUNS = (
     *ON_CPU,
-    NAMED["product"].on_gpu(0.5, methods=(*PRODUCTS, "300,000 rows", "1,000,000 rows")),
+    NAMED["product"].on_gpu(2, methods=(*PRODUCTS, "300,000 rows")),
     NAMED["neighbors-cost"].on_gpu(1),
+    NAMED["neighbors-batches"].on_gpu(2),
     NAMED["features-cost"].on_gpu(1),
     NAMED["decoupled-steps"].on_gpu(1),
     NAMED["road"].on_gpu(5, data=(*LARGER, *LARGE), methods=("road",)),
