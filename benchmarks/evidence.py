@@ -356,6 +356,8 @@ def main() -> None:
 
         path = given.json or RESULTS / f"{run.name}.json"
         command = f"python benchmarks/evidence.py {run.name}"
+        if flags := os.environ.get("XLA_FLAGS"):
+            command = f'XLA_FLAGS="{flags}" {command}'
         described = functools.partial(session, command, run.device)
         complete(run, path, call, described, force=given.force, skip=skip)
         if hasattr(script, "draw"):

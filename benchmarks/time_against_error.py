@@ -34,8 +34,6 @@ def record(data, split, seed, method):
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, sparse.NUM_INDUCING)
     kind = {"sparse": sparse.Ours, "gpytorch": sparse.GPyTorch}[method]
     one = kind(loaded, points, sparse.BATCH_SIZE, total, sparse.LEARNING_RATE)
-    if method == "sparse":
-        one.steps.lower(one.state, one.X, one.y, total // 8).compile()
     seconds, curve = time.perf_counter() - start, []
     for _ in range(8):
         start = time.perf_counter()
