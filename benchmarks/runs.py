@@ -120,6 +120,10 @@ ON_CPU = (
     ),
     Run("product", "iterative", 5, ("made up",), PRODUCTS, function="record_product"),
     Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
+    Run(
+        "solvers-large", "iterative", 15, ("keggdirected",), ("AP 1000", "AutoSolver (default)"),
+        SPLITS, function="record_solve",
+    ),
     starts("warm-starts", 10, block_size=125),
     starts("warm-starts-sgd", 6, solver="sgd", batch_size=250),
     starts("warm-starts-cg", 3, solver="cg", rank=0, group_size=1),

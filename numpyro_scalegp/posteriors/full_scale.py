@@ -263,7 +263,7 @@ class FullScalePosterior(AbstractConditioned):
         phi = of_f(Xs).astype(w.dtype)
         both = dataclasses.replace(
             self.residual,
-            known=self.residual.known.with_rows(Xs),
+            known=self.residual.known.with_rows(Xs, of_f.of_f),
             Phi=jnp.concatenate([self.residual.Phi, phi]),
         )
         nothing = jnp.zeros((n + len(Xs), 1), w.dtype)

@@ -123,6 +123,17 @@ def test_parts_of_a_sum_add_up(num, x64):
         np.testing.assert_allclose(np.var(draws, axis=0), exact.variance(NEW), rtol=0.05)
 
 
+@each("estimator", [("neighbors", lambda: sgp.estimators.Vecchia(8)), ("both", lambda: FullScale(Z, 8))])
+def test_a_small_part_of_a_sum_is_drawn_with_nuggets_of_its_own(estimator):
+    kernel = sgp.kernels.RBF(0.6, 1e3) + sgp.kernels.Matern32(1.0, 1e-3)
+    gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator())
+    part = gp.condition(Y).component(lambda k: k.right)
+    rows = jnp.repeat(NEW[:3], 2, axis=0)  # each of them twice
+    draws = part.sample(jax.random.key(0), rows, 400)
+    deviation = jnp.std(draws[:, ::2])
+    assert jnp.max(jnp.abs(draws[:, ::2] - draws[:, 1::2])) < 0.05 * deviation
+
+
 def test_what_it_refuses(x64, unchecked):
     with pytest.raises(ValueError, match=r"`inducing_points` must have shape \(n, 3\)"):
         process(FullScale(Z[:, :2])).log_prob(Y)
