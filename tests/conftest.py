@@ -1,5 +1,6 @@
 """Set-up and fixtures that every test can use."""
 
+import functools
 import gc
 import os
 import shutil
@@ -37,6 +38,8 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from jax._src.interpreters import mlir
+from jax._src.lru_cache import LRUCache
 
 # The same examples in every run, and few: each new structure takes compilations.
 hypothesis.settings.register_profile(
@@ -45,13 +48,27 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile("bounded")
 
-# What was compiled once is loaded from here when another function, or the same one after the caches
-# were cleared, is lowered to the same program. A folder for each process, since JAX may read what
-# another process has half written.
-compiled_programs = tempfile.mkdtemp(prefix="compiled_programs_")
+# What one worker has compiled is loaded from here when any of them lowers another function, or the
+# same one after the caches were cleared, to the same program. JAX would read what another process
+# has half written, so files come whole.
+compiled_programs = os.environ.setdefault("COMPILED_PROGRAMS", tempfile.mkdtemp(prefix="programs_"))
+
+
+def put(cache: LRUCache, key: str, value: bytes) -> None:
+    path = cache.path / f"{key}-cache"
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(value)
+    partial.replace(path)
+
+
+LRUCache.put = put
 jax.config.update("jax_compilation_cache_dir", compiled_programs)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# JAX makes a context for each program that it lowers, which takes 5 ms, a quarter of what a small
+# program takes in all, and more than 1 MiB. Programs can share one: they are lowered one at a time.
+mlir.make_ir_context = shared_context = functools.cache(mlir.make_ir_context)
 
 # Shapes and types of public signatures are checked at run time in the tests only. The hook must
 # stand before the first import of the package.
@@ -59,8 +76,9 @@ jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
 
 def pytest_sessionfinish() -> None:
-    """Remove what this process has compiled."""
-    shutil.rmtree(compiled_programs, ignore_errors=True)
+    """Remove what was compiled."""
+    if not worker:
+        shutil.rmtree(compiled_programs, ignore_errors=True)
 
 
 # What was imported stays: the garbage collector, which tracing calls often, need not look at it.
@@ -90,12 +108,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Free what was compiled, after each module and now and then within a long one.
 
-    A process may only map so many regions of memory; and JAX keeps the context of each program
-    that it has lowered (more than 1 MiB): with 1,400 of them, the next takes twice as long.
+    A process may only map so many regions of memory.
     """
     global num_compiled
     if num_compiled > 600 or nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
+        shared_context.cache_clear()
         num_compiled = 0
 
 

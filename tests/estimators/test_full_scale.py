@@ -123,7 +123,10 @@ def test_parts_of_a_sum_add_up(num, x64):
         np.testing.assert_allclose(np.var(draws, axis=0), exact.variance(NEW), rtol=0.05)
 
 
-@each("estimator", [("neighbors", lambda: sgp.estimators.Vecchia(8)), ("both", lambda: FullScale(Z, 8))])
+@each(
+    "estimator",
+    [("neighbors", lambda: sgp.estimators.Vecchia(8)), ("both", lambda: FullScale(Z, 8))],
+)
 def test_a_small_part_of_a_sum_is_drawn_with_nuggets_of_its_own(estimator):
     kernel = sgp.kernels.RBF(0.6, 1e3) + sgp.kernels.Matern32(1.0, 1e-3)
     gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator())
