@@ -60,7 +60,7 @@ installed: build ## try the wheel with the newest and with the lowest dependenci
 
 bench: ## say how to run the benchmarks (they take long, so nothing runs them by itself)
 	@echo "$(INSTALL) --editable '.[bench,examples]'"
-	@for script in benchmarks/*.py; do [ ! -e "$$script" ] || echo "$(BIN)/python $$script"; done
+	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "$(BIN)/python $$script"; done
 
 evidence: $(VENV)/.stamp-test ## run the benchmarks whose results are missing: RUNS="name ...", MINUTES=10
 	@$(BIN)/python -c "import gpytorch" 2>/dev/null || echo "Without the peer: $(INSTALL) --editable '.[bench]'"

@@ -1,15 +1,12 @@
 """Outputs mixed from a few GPs under `QuadratureELBO`: milliseconds a step against their number.
 
-    python benchmarks/mixing.py --outputs 20 40 80 --functions 4
+    python benchmarks/evidence.py mixing
 
 Counts whose log rates are W f, functions in a plate and W learned: every entry of the likelihood
 depends on all functions, through one affine combination, and is integrated as one normal variable.
-Made-up data, an RBF kernel, float32. Steps of all sizes alternate in blocks, so that a noisy
-machine disturbs all alike. Prints the least of the blocks and the line through them: what the
-functions cost and what an output adds.
+Made-up data, an RBF kernel, float32.
 """
 
-import argparse
 import time
 
 import jax
@@ -20,6 +17,7 @@ import numpyro.distributions as dist
 import optax
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta
+from sparse import number_in
 
 import numpyro_scalegp as sgp
 
@@ -37,57 +35,41 @@ def model(X, Y, num_functions, batch_size):
         numpyro.sample("y", dist.Poisson(jnp.exp(W @ f)), obs=rows.take(Y.T).T)
 
 
-def steps(num_outputs, arguments):
-    """A compiled run of some steps, from one state to another, and the state to begin with."""
-    key = jax.random.key(num_outputs)
-    X = jax.random.normal(key, (arguments.rows, 3))
-    W = 0.5 * np.random.default_rng(0).normal(size=(num_outputs, arguments.functions))
-    f = jnp.sin(X @ jax.random.normal(key, (3, arguments.functions)))
+def record(
+    data,
+    split,
+    seed,
+    method,
+    *,
+    functions=4,
+    rows=5000,
+    batch_size=256,
+    num_inducing=100,
+    nodes=20,
+    steps=20,
+    blocks=40,
+):
+    """The record of a unit, of "20 outputs": milliseconds a step, the least of the blocks."""
+    key, outputs = jax.random.key(seed), number_in(method)
+    X = jax.random.normal(key, (rows, 3))
+    W = 0.5 * np.random.default_rng(seed).normal(size=(outputs, functions))
+    f = jnp.sin(X @ jax.random.normal(key, (3, functions)))
     Y = jax.random.poisson(key, jnp.exp(W @ f.T))
-    points = sgp.features.kmeans_points(key, X, arguments.num_inducing)
+    points = sgp.features.kmeans_points(key, X, num_inducing)
     guide = sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=points)
-    svi = SVI(model, guide, optax.adam(0.005), sgp.infer.QuadratureELBO(arguments.nodes))
-    given = X, Y, arguments.functions, arguments.batch_size
+    svi = SVI(model, guide, optax.adam(0.005), sgp.infer.QuadratureELBO(nodes))
+    given = X, Y, functions, batch_size
     state = svi.init(key, *given)
 
+    @jax.jit
     def run(state):
-        update = lambda state, _: svi.update(state, *given)  # noqa: E731
-        return jax.lax.scan(update, state, length=arguments.steps)
+        return jax.lax.scan(lambda state, _: svi.update(state, *given), state, length=steps)
 
-    return jax.jit(run).lower(state).compile(), state
-
-
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--outputs", type=int, nargs="+", default=[20, 40, 80])
-    parser.add_argument("--functions", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=5000)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--num-inducing", type=int, default=100)
-    parser.add_argument("--nodes", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
-    parser.add_argument("--blocks", type=int, default=15)
-    arguments = parser.parse_args()
-    runs = {number: steps(number, arguments) for number in arguments.outputs}
-    spent, losses = {number: [] for number in runs}, {number: [] for number in runs}
-    for block in range(arguments.blocks + 1):
-        for number, (run, state) in runs.items():
-            start = time.perf_counter()
-            state, loss = jax.block_until_ready(run(state))
-            if block:  # the first one warms up
-                spent[number].append(1e3 * (time.perf_counter() - start) / arguments.steps)
-            runs[number] = run, state
-            losses[number].append(float(loss.mean()))
-    print(f"{arguments.functions} functions, device {jax.devices()[0]}")
-    least = np.array([np.min(spent[number]) for number in runs])
-    slope, constant = np.polyfit(list(runs), least, 1)
-    for number, spent_ms in zip(runs, least, strict=True):
-        line, (first, *_, last) = constant + slope * number, losses[number]
-        print(f"{number:4d} outputs: {spent_ms:6.2f} ms a step, on the line {line:6.2f};", end=" ")
-        print(f"loss {first:.0f} to {last:.0f}")
-    print(f"{constant:.2f} ms, and {1e3 * slope:.0f} microseconds for each output")
-
-
-if __name__ == "__main__":
-    main()
+    losses, spent = [], []
+    for _ in range(blocks + 1):
+        start = time.perf_counter()
+        state, loss = jax.block_until_ready(run(state))
+        spent.append(1e3 * (time.perf_counter() - start) / steps)
+        losses.append(float(loss.mean()))
+    # The first block was compiled.
+    return {"milliseconds": min(spent[1:]), "first_loss": losses[0], "last_loss": losses[-1]}

@@ -13,8 +13,8 @@ class Run:
     """A declared run: what is called for each unit, and what that needs.
 
     `minutes` is a rough figure for two cores at 400 GFLOP/s, or for the GPU that a run is declared
-    for. Runs whose data are not "made up" need the folder in SCALEGP_DATA. Methods whose names have
-    "gpytorch" need the peer.
+    for. Runs whose data are neither "made up" nor "flights" need the folder in SCALEGP_DATA.
+    Methods whose names have "gpytorch" need the peer.
     """
 
     name: str
@@ -79,6 +79,7 @@ LENGTHSCALES = (
 )
 PRODUCTS = tuple(f"{rows} rows" for rows in ("15,000", "50,000", "100,000"))
 MEAN_POINTS = tuple(f"{1000 * 2**power:,} mean points" for power in range(5))
+OUTPUTS = tuple(f"{number} outputs" for number in (20, 40, 80, 160))
 NEIGHBORS = (
     *(f"{number} neighbors" for number in (5, 10, 20, 30, 60)),
     *(f"{number} neighbors, without groups" for number in (30, 40)),
@@ -166,6 +167,20 @@ ON_CPU = (
         "decoupled-steps", "decoupled", 2, ("made up",), MEAN_POINTS, function="record_steps",
     ),
     Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
+    Run(
+        "exact", "exact", 2, ("made up",),
+        ("1,000 rows, float64", "2,000 rows, float64", "4,000 rows, float64"),
+    ),
+    Run(
+        "laplace-sampling", "laplace", 5, ("flights",), ("integrated out", "over the function"),
+        function="record_sampling",
+    ),
+    Run(
+        "laplace-gradients", "laplace", 2, ("made up",),
+        tuple(f"{n} rows, {dtype}" for dtype in ("float32", "float64") for n in (500, 1000, 2000)),
+        function="record_gradients",
+    ),
+    Run("mixing", "mixing", 3, ("made up",), OUTPUTS),
     Run(
         "hilbert-space", "hilbert_space", 5, ("made up",),
         ("HilbertSpace", "numpyro.contrib.hsgp"), seeds=(0, 1, 2, 3),

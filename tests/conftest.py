@@ -40,6 +40,7 @@ import jaxtyping
 import pytest
 from jax._src.interpreters import mlir
 from jax._src.lru_cache import LRUCache
+from jaxlib.mlir import ir
 
 # The same examples in every run, and few: each new structure takes compilations.
 hypothesis.settings.register_profile(
@@ -51,7 +52,8 @@ hypothesis.settings.load_profile("bounded")
 # What one worker has compiled is loaded from here when any of them lowers another function, or the
 # same one after the caches were cleared, to the same program. JAX would read what another process
 # has half written, so files come whole.
-compiled_programs = os.environ.setdefault("COMPILED_PROGRAMS", tempfile.mkdtemp(prefix="programs_"))
+compiled_programs = os.environ.get("COMPILED_PROGRAMS") or tempfile.mkdtemp(prefix="programs_")
+os.environ["COMPILED_PROGRAMS"] = compiled_programs  # for the workers that this process starts
 
 
 def put(cache: LRUCache, key: str, value: bytes) -> None:
@@ -67,8 +69,20 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # JAX makes a context for each program that it lowers, which takes 5 ms, a quarter of what a small
-# program takes in all, and more than 1 MiB. Programs can share one: they are lowered one at a time.
-mlir.make_ir_context = shared_context = functools.cache(mlir.make_ir_context)
+# program takes in all, and more than 1 MiB. Programs that are lowered in turn share one.
+make_context = mlir.make_ir_context
+shared_context = functools.cache(make_context)
+
+
+def context_for_program() -> ir.Context:
+    try:
+        ir.Context.current  # noqa: B018
+    except ValueError:
+        return shared_context()
+    return make_context()  # a program within the lowering of another
+
+
+mlir.make_ir_context = context_for_program
 
 # Shapes and types of public signatures are checked at run time in the tests only. The hook must
 # stand before the first import of the package.
