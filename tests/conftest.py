@@ -39,7 +39,6 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 from jax._src.interpreters import mlir
-from jax._src.lru_cache import LRUCache
 from jaxlib.mlir import ir
 
 # The same examples in every run, and few: each new structure takes compilations.
@@ -49,21 +48,10 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile("bounded")
 
-# What one worker has compiled is loaded from here when any of them lowers another function, or the
-# same one after the caches were cleared, to the same program. JAX would read what another process
-# has half written, so files come whole.
-compiled_programs = os.environ.get("COMPILED_PROGRAMS") or tempfile.mkdtemp(prefix="programs_")
-os.environ["COMPILED_PROGRAMS"] = compiled_programs  # for the workers that this process starts
-
-
-def put(cache: LRUCache, key: str, value: bytes) -> None:
-    path = cache.path / f"{key}-cache"
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(value)
-    partial.replace(path)
-
-
-LRUCache.put = put
+# What was compiled once is loaded from here when another function, or the same one after the caches
+# were cleared, is lowered to the same program. A folder for each process, since JAX may read what
+# another process has half written.
+compiled_programs = tempfile.mkdtemp(prefix="compiled_programs_")
 jax.config.update("jax_compilation_cache_dir", compiled_programs)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -90,9 +78,8 @@ jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
 
 def pytest_sessionfinish() -> None:
-    """Remove what was compiled."""
-    if not worker:
-        shutil.rmtree(compiled_programs, ignore_errors=True)
+    """Remove what this process has compiled."""
+    shutil.rmtree(compiled_programs, ignore_errors=True)
 
 
 # What was imported stays: the garbage collector, which tracing calls often, need not look at it.
