@@ -1,25 +1,26 @@
 """A hybrid GP with a solved mean, streams, and what a step costs as the mean grows.
 
     python benchmarks/evidence.py decoupled decoupled-kin40k decoupled-steps
-    python benchmarks/decoupled.py stream --data kin40k
-    python benchmarks/decoupled.py sinc
+    python benchmarks/evidence.py decoupled-subset decoupled-stream decoupled-sinc
 
-`sinc` draws shared bases of 10 and of 100 points, and 100 points for the mean with 10 for the
-covariance. The declared runs train a sparse GP of 512 points for some steps, then add residual
-points for the mean: their weights by `solve_mean`, the noise at its optimum given the mean and the
-variances, twice over. With `subset`, all hyperparameters come from an exact GP on as many
-neighboring rows, and stay: then there is one solve.
+The declared runs train a sparse GP of 512 points for some steps, then add residual points for the
+mean: their weights by `solve_mean`, the noise at its optimum given the mean and the variances,
+twice over. With `subset`, all hyperparameters come from an exact GP on as many neighboring rows,
+and stay: then there is one solve.
 
-`stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points grow
-holds the last batches and solves for its mean on them now and then, its hyperparameters from an
-exact fit of the first batch; beside it a sparse GP that starts from the same values and
-trains them, on the same stream. Times include compilation. `stream` and the runs need SCALEGP_DATA.
+`decoupled-stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points
+grow holds the last batches and solves for its mean on them now and then, its hyperparameters from
+an exact fit of the first batch; beside it a sparse GP that starts from the same values and trains
+them, on the same stream. Times include compilation. `decoupled-sinc` draws shared bases of 10 and
+of 100 points, and 100 points for the mean with 10 for the covariance. All but the made-up data need
+SCALEGP_DATA.
 """
 
-import argparse
 import functools
+import json
 import time
 from collections import deque
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -176,14 +177,14 @@ def stream_model(X, y, size):
         numpyro.sample("y", dist.Normal(f, hyper[2]), obs=y)
 
 
-def follow(data, model, guide, arguments, solve_every=None):
-    """Train on a stream; the time and the test error, as a part of the variance, on the way."""
-    n, size = len(data.y_train), arguments.batch_size
-    held = min(arguments.held, n // size)
+def follow(data, model, guide, steps, num_held, solve_every=None):
+    """Train on a stream: on the way batches, seconds and the test error, of the variance."""
+    n = len(data.y_train)
+    held = min(num_held, n // STREAM_BATCH)
     X_train, y_train = data.X_train.astype(np.float32), data.y_train.astype(np.float32)
     X_test, variance = jnp.asarray(data.X_test, jnp.float32), np.var(data.y_test)
     generator = np.random.default_rng(0)
-    schedule = optax.cosine_decay_schedule(arguments.learning_rate, arguments.steps)
+    schedule = optax.cosine_decay_schedule(LEARNING_RATE, steps)
     svi = SVI(model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
     update = jax.jit(svi.update, static_argnums=3, donate_argnums=0)
 
@@ -196,16 +197,16 @@ def follow(data, model, guide, arguments, solve_every=None):
     solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, n).params)
     rows, recent, state, found = np.array([], int), deque(maxlen=held), None, []
     began = time.perf_counter()
-    for step in range(1, arguments.steps + 1):
-        if len(rows) < size:
+    for step in range(1, steps + 1):
+        if len(rows) < STREAM_BATCH:
             rows = np.concatenate([rows, generator.permutation(n)])
-        batch, rows = rows[:size], rows[size:]
+        batch, rows = rows[:STREAM_BATCH], rows[STREAM_BATCH:]
         X, y = jnp.asarray(X_train[batch]), jnp.asarray(y_train[batch])
         if state is None:
             state = jax.jit(svi.init, static_argnums=3)(jax.random.key(0), X, y, n)
         state, _ = update(state, X, y, n)
         recent.append((X, y))
-        last = step == arguments.steps
+        last = step == steps
         fitted = {**svi.get_params(state), **(state.mutable_state or {})}
         solves = solve_every is not None and (last or step % solve_every == 0)
         if solves:
@@ -215,45 +216,52 @@ def follow(data, model, guide, arguments, solve_every=None):
         if last or solves or step % 100 == 0:
             jax.block_until_ready(state)
             spent = time.perf_counter() - began
-            found.append((spent, float(error_of(fitted, X, y))))
-            print(f"{step:6d} batches, {spent:6.1f} s: nMSE {found[-1][1]:.4f}", flush=True)
+            found.append((step, spent, float(error_of(fitted, X, y))))
             began += time.perf_counter() - began - spent
     return found
 
 
-def stream(arguments):
-    """Follow a stream with a hybrid GP and with a sparse one, and draw their errors."""
-    from matplotlib.figure import Figure
+STREAM_BATCH = 1024
 
-    data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
-    first = np.random.default_rng(0).permutation(len(data.y_train))[: arguments.batch_size]
-    X, y = (jnp.asarray(part[first], jnp.float32) for part in (data.X_train, data.y_train))
-    began = time.perf_counter()
-    hyper = fit_exactly(X, y, len(y))
-    print(f"hyperparameters: {time.perf_counter() - began:.1f} s")
-    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
-    pinned = numpyro.handlers.condition(stream_model, data=hyper)
-    hybrid = sgp.guides.AutoHybridGP(
-        pinned,
-        rest=AutoDelta,
-        inducing_points=sgp.features.kmeans_points(jax.random.key(1), X, 128),
-        num_residual=arguments.num_residual,
-        growth=128,
-        train_residual=False,
-    )
-    points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
-    sparse = sgp.guides.AutoSparseGP(stream_model, rest=rest, inducing_points=points)
-    print(f"hybrid, {arguments.num_residual} and 128 points")
-    found = {"decoupled": follow(data, pinned, hybrid, arguments, arguments.solve_every)}
-    print(f"sparse, {arguments.num_inducing} points")
-    found["coupled"] = follow(data, stream_model, sparse, arguments)
-    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
-    panel = figure.subplots()
-    for name, errors in found.items():
-        panel.plot(*zip(*errors, strict=True), marker=".", label=name)
-    panel.set(xlabel="seconds", ylabel="test nMSE", yscale="log", title=data.name)
-    panel.legend()
-    figure.savefig(arguments.output or "docs/figures/decoupled_stream.svg")
+
+@functools.cache
+def first_fit(data, split):
+    """A data set, its first batch of inputs, and hyperparameters of an exact fit of that batch."""
+    loaded = sgp.datasets.load_uci(data, split)
+    first = np.random.default_rng(0).permutation(len(loaded.y_train))[:STREAM_BATCH]
+    X, y = (jnp.asarray(part[first], jnp.float32) for part in (loaded.X_train, loaded.y_train))
+    return loaded, X, fit_exactly(X, y, len(y))
+
+
+def record_stream(data, split, seed, method, *, steps, num_residual, solve_every, num_held=32):
+    """The record of a unit: nMSE and seconds at half of the batches, and at the end."""
+    loaded, X, hyper = first_fit(data, split)
+    kmeans = functools.partial(sgp.features.kmeans_points, jax.random.key(1), X)
+    if method.startswith("coupled"):
+        rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
+        points = kmeans(number_in(method))
+        guide = sgp.guides.AutoSparseGP(stream_model, rest=rest, inducing_points=points)
+        found = follow(loaded, stream_model, guide, steps, num_held)
+    else:
+        pinned = numpyro.handlers.condition(stream_model, data=hyper)
+        guide = sgp.guides.AutoHybridGP(
+            pinned,
+            rest=AutoDelta,
+            inducing_points=kmeans(128),
+            num_residual=num_residual,
+            growth=128,
+            train_residual=False,
+        )
+        found = follow(loaded, pinned, guide, steps, num_held, solve_every)
+    _, half_seconds, half_error = next(one for one in found if one[0] >= steps // 2)
+    _, seconds, error = found[-1]
+    return {
+        "half_seconds": half_seconds,
+        "half_nmse": half_error,
+        "seconds": seconds,
+        "nmse": error,
+        "curve": [list(one[1:]) for one in found],
+    }
 
 
 def sinc_model(X, y=None):
@@ -263,63 +271,68 @@ def sinc_model(X, y=None):
         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
 
 
-def sinc(arguments):
-    """Draw what shared and decoupled bases of several sizes make of 500 noisy rows of a sinc."""
-    from matplotlib.figure import Figure
-
+def sinc_data():
+    """500 noisy rows of a sinc, and places to draw at."""
     generator = np.random.default_rng(0)
     X = generator.uniform(-4, 4, size=(500, 1))
-    y = jnp.asarray(np.sinc(X[:, 0]) + 0.1 * generator.normal(size=500))
-    X, Xs = jnp.asarray(X), jnp.linspace(-4.0, 4.0, 300)[:, None]
-    truth = jnp.sinc(Xs[:, 0])
+    y = np.sinc(X[:, 0]) + 0.1 * generator.normal(size=500)
+    return X, y, np.linspace(-4.0, 4.0, 300)[:, None]
+
+
+def record_sinc(data, split, seed, method):
+    """What a shared or a decoupled basis makes of the sinc: its error, its deviation, the bound."""
+    X, y, Xs = map(jnp.asarray, sinc_data())
     few, many = (jnp.linspace(-4.0, 4.0, size)[:, None] for size in (10, 100))
-    guides = {
-        "shared basis of 10": sgp.guides.AutoSparseGP(sinc_model, inducing_points=few),
-        "100 for the mean, 10 for the covariance": sgp.guides.AutoDecoupledGP(
+    guide = {
+        "shared basis of 10": lambda: sgp.guides.AutoSparseGP(sinc_model, inducing_points=few),
+        "100 for the mean, 10 for the covariance": lambda: sgp.guides.AutoDecoupledGP(
             sinc_model, mean_points=many, cov_points=few, train_mean=False, num_columns=None
         ),
-        "shared basis of 100": sgp.guides.AutoSparseGP(sinc_model, inducing_points=many),
+        "shared basis of 100": lambda: sgp.guides.AutoSparseGP(sinc_model, inducing_points=many),
+    }[method]()
+    schedule = optax.cosine_decay_schedule(0.1, 3000)
+    svi = SVI(sinc_model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
+    params = svi.run(jax.random.key(seed), 3000, X, y, progress_bar=False).params
+    if isinstance(guide, sgp.guides.AutoDecoupledGP):
+        params = guide.solve_mean(params, X, y).params
+    bound = -svi.loss.loss(jax.random.key(1 + seed), params, sinc_model, guide, X, y)
+    posterior = guide.posterior(params, X, y)
+    mean, deviation = posterior.mean(Xs), jnp.sqrt(posterior.variance(Xs))
+    return {
+        "rmse": float(jnp.sqrt(jnp.mean(jnp.square(mean - jnp.sinc(Xs[:, 0]))))),
+        "deviation": float(deviation.mean()),
+        "bound": float(bound),
+        "curve": [mean.tolist(), deviation.tolist()],
     }
-    figure = Figure(figsize=(10.0, 3.0), layout="constrained")
-    for (title, guide), panel in zip(
-        guides.items(), figure.subplots(1, 3, sharey=True), strict=True
-    ):
-        schedule = optax.cosine_decay_schedule(0.1, 3000)
-        svi = SVI(sinc_model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
-        result = svi.run(jax.random.key(0), 3000, X, y, progress_bar=False)
-        params = result.params
-        if isinstance(guide, sgp.guides.AutoDecoupledGP):
-            params = guide.solve_mean(params, X, y).params
-        bound = -svi.loss.loss(jax.random.key(1), params, sinc_model, guide, X, y)
-        posterior = guide.posterior(params, X, y)
-        mean, sd = posterior.mean(Xs), jnp.sqrt(posterior.variance(Xs))
-        error = jnp.sqrt(jnp.mean(jnp.square(mean - truth)))
-        print(f"{title}: RMSE to the sinc {error:.4f}, mean deviation {sd.mean():.4f}, {bound:.1f}")
-        panel.plot(X[:, 0], y, ".", color="0.7", markersize=2)
-        panel.fill_between(Xs[:, 0], mean - 2 * sd, mean + 2 * sd, alpha=0.3)
-        panel.plot(Xs[:, 0], mean)
-        panel.plot(Xs[:, 0], truth, "k--", linewidth=0.8)
-        panel.set_title(title, fontsize=9)
-    figure.savefig(arguments.output or "docs/figures/decoupled_sinc.svg")
 
 
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["stream", "sinc"])
-    parser.add_argument("--data", default="kin40k")
-    parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1200, help="of the sparse GP")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
-    parser.add_argument("--num-inducing", type=int, default=NUM_INDUCING)
-    parser.add_argument("--num-residual", type=int, default=6000)
-    parser.add_argument("--batch-size", type=int, default=1024, help="of `stream`")
-    parser.add_argument("--held", type=int, default=32, help="batches that `stream` holds")
-    parser.add_argument("--solve-every", type=int, default=500, help="batches of `stream`")
-    parser.add_argument("--output", help="the figure; by default in docs/figures")
-    arguments = parser.parse_args()
-    {"stream": stream, "sinc": sinc}[arguments.what](arguments)
+FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 
-if __name__ == "__main__":
-    main()
+def draw(path):
+    """The figures of `decoupled-stream` and `decoupled-sinc`."""
+    from matplotlib.figure import Figure
+
+    run = json.loads(path.read_text())
+    records = run["records"]
+    if run["name"] == "decoupled-stream":
+        figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+        panel = figure.subplots()
+        for one in records:
+            panel.plot(*zip(*one["curve"], strict=True), marker=".", label=one["method"])
+        panel.set(xlabel="seconds", ylabel="test nMSE", yscale="log", title=records[0]["data"])
+        panel.legend()
+        figure.savefig(FIGURES / "decoupled_stream.svg", metadata={"Date": None})
+    if run["name"] == "decoupled-sinc":
+        (X, y, Xs) = sinc_data()
+        figure = Figure(figsize=(10.0, 3.0), layout="constrained")
+        panels = figure.subplots(1, len(records), sharey=True)
+        for one, panel in zip(records, panels, strict=True):
+            mean, deviation = map(np.array, one["curve"])
+            panel.plot(X[:, 0], y, ".", color="0.7", markersize=2)
+            band = mean - 2 * deviation, mean + 2 * deviation
+            panel.fill_between(Xs[:, 0], *band, alpha=0.3)
+            panel.plot(Xs[:, 0], mean)
+            panel.plot(Xs[:, 0], np.sinc(Xs[:, 0]), "k--", linewidth=0.8)
+            panel.set_title(one["method"], fontsize=9)
+        figure.savefig(FIGURES / "decoupled_sinc.svg", metadata={"Date": None})

@@ -1,17 +1,15 @@
-"""The iterative marginal likelihood: products, gradient steps, warm starts, solvers and accuracy.
+"""The iterative marginal likelihood: products, gradients, values, solvers, warm starts, accuracy.
 
-    python benchmarks/evidence.py product solvers warm-starts pathwise-training
-    python benchmarks/iterative.py step --data elevators   # one gradient beside GPyTorch
-    python benchmarks/iterative.py value --data pol        # log p(y) beside Cholesky's
+    python benchmarks/evidence.py product gradient value solvers warm-starts pathwise-training
 
 Matern-3/2 with ARD throughout, as in Lin et al. (2024), trained by Adam with a learning rate of 0.1
 from hyperparameters of 1.0; the run `solvers` takes those of published_hyperparameters.json, which
-lies beside the data sets. Needs SCALEGP_DATA; `step` needs the `bench` extra.
+lies beside the data sets. Needs SCALEGP_DATA, and GPyTorch the `bench` extra.
 """
 
-import argparse
 import functools
 import json
+import multiprocessing
 import os
 import resource
 import time
@@ -31,13 +29,6 @@ import numpyro_scalegp as sgp
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
 
-COMMANDS = ["step", "value"]
-SOLVERS = {
-    "ap": sgp.solvers.AlternatingProjections,
-    "cg": sgp.solvers.ConjugateGradients,
-    "sgd": sgp.solvers.StochasticGradientDescent,
-}
-
 
 def seconds(function, *arguments, repeats=5, warm=False):
     """Wall times of a function, after one call that compiles it unless it is `warm`."""
@@ -51,36 +42,37 @@ def seconds(function, *arguments, repeats=5, warm=False):
     return times
 
 
-def peak_memory():
-    """The largest resident memory of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def in_new_process(function, **arguments):
+    """What a function returns that a new process runs, and the most memory of it, in GiB."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_with_memory, (function, arguments))
 
 
-def load(arguments):
-    """Standardized training and test data, cut to `--n` training rows."""
-    data = sgp.datasets.load_uci(arguments.data, arguments.split)
-    X, y = jnp.array(data.X_train), jnp.array(data.y_train)
-    if arguments.n and arguments.n < len(X):
-        rows = np.random.default_rng(0).choice(len(X), arguments.n, replace=False)
+def _with_memory(function, arguments):
+    found = function(**arguments)
+    return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def load(data, split, n=None):
+    """Standardized training and test data, cut to `n` training rows."""
+    found = sgp.datasets.load_uci(data, split)
+    X, y = jnp.array(found.X_train), jnp.array(found.y_train)
+    if n is not None and n < len(X):
+        rows = np.random.default_rng(0).choice(len(X), n, replace=False)
         X, y = X[rows], y[rows]
-    return X, y, jnp.array(data.X_test), jnp.array(data.y_test)
+    return X, y, jnp.array(found.X_test), jnp.array(found.y_test)
 
 
-def make_solver(arguments, name=None):
-    """The solver that the arguments ask for."""
-    name = arguments.solver if name is None else name
-    options = {"tolerance": arguments.tolerance, "max_epochs": arguments.max_epochs}
+def make_solver(name, *, tolerance=0.01, max_epochs=100, rank=100, **options):
+    """A solver by its short name; conjugate gradients have a preconditioner of that rank."""
+    common = {"tolerance": tolerance, "max_epochs": max_epochs, **options}
     if name == "ap":
-        options["block_size"] = arguments.block_size
+        return sgp.solvers.AlternatingProjections(**common)
     if name == "sgd":
-        options["batch_size"] = arguments.batch_size
-    if name == "cg":
-        options["group_size"] = arguments.group_size
-        rank = arguments.rank
-        options["preconditioner"] = (
-            sgp.preconditioners.PivotedCholesky(rank) if rank else sgp.preconditioners.Identity()
-        )
-    return SOLVERS[name](**options)
+        return sgp.solvers.StochasticGradientDescent(**common)
+    preconditioners = sgp.preconditioners
+    greedy = preconditioners.PivotedCholesky(rank) if rank else preconditioners.Identity()
+    return sgp.solvers.ConjugateGradients(preconditioner=greedy, **common)
 
 
 def make_model(estimator):
@@ -171,20 +163,21 @@ def seconds_in_turn(tasks, repeats):
 
 
 @jax.enable_x64(True)
-def record_epochs(data, split, seed, method, *, steps=30, n=1000, max_epochs=10_000, **options):
+def record_epochs(
+    data, split, seed, method, *, solver="ap", steps=30, n=1000, max_epochs=10_000, **options
+):
     """Solver epochs to tolerance, summed over steps, for an estimator and a start, in float64.
 
     A method is the estimator, "standard" or "pathwise", and the start, "cold", "warm" (from the
     best multiple of the last solution) or "extrapolated" (the best combination of the last two).
     `curve` has the sums after each step.
     """
-    given = {"data": data, "split": split, "n": n, "max_epochs": max_epochs, **options}
-    arguments = make_parser().parse_args(["value"], argparse.Namespace(**given))
-    X, y, *_ = load(arguments)
+    X, y, *_ = load(data, split, n)
     kind, start = method.split(", ")
     family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
     number = 2 if start == "extrapolated" else 1
-    estimator = family(make_solver(arguments), num_logdet_probes=0, num_solutions=number)
+    made = make_solver(solver, max_epochs=max_epochs, **options)
+    estimator = family(made, num_logdet_probes=0, num_solutions=number)
     cold = start == "cold"
     state, _, elapsed = train(X, y, estimator, steps, cold=cold, seed=seed)
     history = state.mutable_state["solver"].history()
@@ -198,64 +191,74 @@ def record_epochs(data, split, seed, method, *, steps=30, n=1000, max_epochs=10_
     }
 
 
-def value(arguments):
-    """log p(y) by stochastic Lanczos quadrature, beside Cholesky's in float64."""
-    X, y, *_ = load(arguments)
-    kernel = sgp.kernels.Matern32(arguments.lengthscale)
-    solver = make_solver(arguments, "cg")
-    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=arguments.num_logdet_probes)
-    operator = sgp.solvers.KernelOperator(kernel, X, arguments.noise)
-    run = jax.jit(lambda H, y, key: estimator.estimate(H, y[:, None], key=key))
-    start = time.perf_counter()
-    estimates = [run(operator, y, jax.random.key(i)) for i in range(arguments.draws)]
-    per_point = np.array([float(e.value[0]) for e in estimates]) / len(y)
-    error = np.array([float(e.standard_error) for e in estimates]) / len(y)
-    print(
-        f"{arguments.data}, n = {len(y)}: {per_point} nats a point, standard errors {error}; "
-        f"{float(estimates[0].solution.epochs):.0f} epochs, converged "
-        f"{bool(estimates[0].solution.converged)}, {time.perf_counter() - start:.0f} s"
-    )
+@functools.cache
+def exact_value(data, split, lengthscale, noise):
+    """log p(y) a row by Cholesky in float64."""
     with jax.enable_x64(True):
-        X, y = (jnp.array(np.asarray(a, np.float64)) for a in (X, y))
-        gp = sgp.GaussianProcess(sgp.kernels.Matern32(arguments.lengthscale), X, arguments.noise)
-        exact = float(jax.jit(lambda gp, y: gp.log_prob(y))(gp, y)) / len(y)
-    print(f"exact {exact:.5f}; differences {per_point - exact}")
+        X, y, *_ = load(data, split)
+        gp = sgp.GaussianProcess(sgp.kernels.Matern32(lengthscale), X, noise)
+        return float(jax.jit(lambda gp, y: gp.log_prob(y))(gp, y)) / len(y)
 
 
-def step(arguments):
-    """One value and gradient beside GPyTorch's CG with its pivoted Cholesky preconditioner."""
-    X, y, *_ = load(arguments)
+def record_value(data, split, seed, method, *, lengthscale=2.0, noise=0.01, num_logdet_probes=16):
+    """log p(y) a row by stochastic Lanczos quadrature, and what it is off Cholesky's in float64."""
+    X, y, *_ = load(data, split)
+    solver = make_solver("cg", group_size=number_in(method))
+    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=num_logdet_probes)
+    operator = sgp.solvers.KernelOperator(sgp.kernels.Matern32(lengthscale), X, noise)
+    run = jax.jit(lambda H, y, key: estimator.estimate(H, y[:, None], key=key))
+    found = run(operator, y, jax.random.key(seed))
+    value, exact = float(found.value[0]) / len(y), exact_value(data, split, lengthscale, noise)
+    return {
+        "value": value,
+        "exact": exact,
+        "off_cholesky": value - exact,
+        "standard_error": float(found.standard_error) / len(y),
+        "iterations": float(found.solution.epochs),
+        "residual": float(found.solution.residual.max()),
+    }
 
-    def ours(parameters, key, estimator):
+
+def record_gradient(data, split, seed, method, *, lengthscale, noise, repeats=3):
+    """Seconds of a value and gradient from zero, in a new process; the median, without compilation.
+
+    Both have a pivoted Cholesky preconditioner of rank 100 and a tolerance of 0.01.
+    """
+    run = gpytorch_gradient if method == "gpytorch" else our_gradient
+    given = {"data": data, "split": split, "seed": seed, "lengthscale": lengthscale}
+    if method != "gpytorch":
+        given["group_size"] = 1 if "textbook" in method else 128
+    found, memory = in_new_process(run, noise=noise, repeats=repeats, **given)
+    return {**found, "most_memory": memory}
+
+
+def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size):
+    """By `Pathwise(ConjugateGradients())`, the value included."""
+    X, y, *_ = load(data, split)
+    solver = make_solver("cg", max_epochs=1000, group_size=group_size)
+    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=8)
+
+    def value(parameters, X, y, key):
         kernel = sgp.kernels.Matern32(parameters["lengthscale"], parameters["variance"])
-        gp = sgp.GaussianProcess(kernel, X, parameters["noise"], estimator=estimator, key=key)
-        return gp.log_prob(y)
+        operator = sgp.solvers.KernelOperator(kernel, X, parameters["noise"])
+        return estimator.evaluate(operator, y, key=key)
 
     parameters = {
-        "lengthscale": jnp.full(X.shape[1], arguments.lengthscale),
+        "lengthscale": jnp.full(X.shape[1], lengthscale),
         "variance": jnp.ones(()),
-        "noise": jnp.array(arguments.noise),
+        "noise": jnp.array(noise),
     }
-    estimator = sgp.estimators.Pathwise(make_solver(arguments), num_logdet_probes=8)
+    given = parameters, X, y, jax.random.key(seed)
     start = time.perf_counter()
-    function = jax.jit(jax.value_and_grad(functools.partial(ours, estimator=estimator)))
-    compiled = function.lower(parameters, jax.random.key(0)).compile()
+    gradient = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(*given).compile()
     compiling = time.perf_counter() - start
-    times = seconds(compiled, parameters, jax.random.key(1), repeats=2)
-    operator = sgp.solvers.KernelOperator(
-        sgp.kernels.Matern32(parameters["lengthscale"]), X, arguments.noise
-    )
-    estimate = jax.jit(functools.partial(estimator.estimate, residual=y[:, None]))
-    found = estimate(operator, key=jax.random.key(1))
-    print(
-        f"ours, {arguments.solver}: {min(times):.2f} s a step, "
-        f"{float(found.solution.epochs):.1f} epochs, "
-        f"largest residual {float(found.solution.residual.max()):.4f}, "
-        f"compiled in {compiling:.1f} s, peak {peak_memory():.2f} GiB",
-        flush=True,
-    )
-    if arguments.peer:
-        gpytorch_step(arguments, np.asarray(X, np.float32), np.asarray(y, np.float32))
+    times = seconds(gradient, *given, repeats=repeats)
+    (_, solution), _ = gradient(*given)
+    return {
+        "seconds": float(np.median(times)),
+        "iterations": float(solution.epochs),
+        "compile_seconds": compiling,
+    }
 
 
 def gpytorch_exact(X, y):
@@ -284,33 +287,33 @@ def gpytorch_exact(X, y):
     return model, lambda: objective(model(X), y)
 
 
-def gpytorch_step(arguments, X, y):
-    """The same by GPyTorch."""
+def gpytorch_gradient(data, split, seed, lengthscale, noise, repeats):
+    """By GPyTorch's conjugate gradients."""
     import gpytorch
+    import torch
 
-    model, objective = gpytorch_exact(X, y)
-    model.likelihood.noise = arguments.noise
-    model.covar_module.base_kernel.lengthscale = arguments.lengthscale
+    torch.manual_seed(seed)
+    X, y, *_ = load(data, split)
+    model, objective = gpytorch_exact(np.asarray(X, np.float32), np.asarray(y, np.float32))
+    model.likelihood.noise = noise
+    model.covar_module.base_kernel.lengthscale = lengthscale
     model.covar_module.outputscale = 1.0
+    times = []
     with (
         gpytorch.settings.max_cholesky_size(0),
         gpytorch.settings.num_trace_samples(64),
-        gpytorch.settings.cg_tolerance(arguments.tolerance),
-        gpytorch.settings.max_preconditioner_size(arguments.rank),
-        gpytorch.settings.max_cg_iterations(int(arguments.max_epochs)),
+        gpytorch.settings.cg_tolerance(0.01),
+        gpytorch.settings.max_preconditioner_size(100),
+        gpytorch.settings.max_cg_iterations(1000),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        for _ in range(2):
+        for _ in range(1 + repeats):
             start = time.perf_counter()
             model.zero_grad()
-            loss = -objective()
-            loss.backward()
-            elapsed = time.perf_counter() - start
-        print(
-            f"GPyTorch {gpytorch.__version__}: {elapsed:.2f} s a step at tolerance "
-            f"{arguments.tolerance}, peak {peak_memory():.2f} GiB"
-        )
+            (-objective()).backward()
+            times.append(time.perf_counter() - start)
+    return {"seconds": float(np.median(times[1:]))}
 
 
 def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
@@ -318,10 +321,9 @@ def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
 
     Alternating projections, pathwise gradients and warm starts, as in Lin et al. (2024).
     """
-    given = {"data": data, "split": split, "max_epochs": max_epochs}
-    arguments = make_parser().parse_args(["value"], argparse.Namespace(**given))
-    X, y, X_test, y_test = load(arguments)
-    estimator = sgp.estimators.Pathwise(make_solver(arguments), num_logdet_probes=0)
+    X, y, X_test, y_test = load(data, split)
+    solver = make_solver("ap", max_epochs=max_epochs)
+    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=0)
     state, compiling, elapsed = train(X, y, estimator, steps, seed=seed)
     # Predictions need no solve: the state's own hyperparameters are those it was solved for.
     memory = state.mutable_state["solver"].memory
@@ -337,7 +339,7 @@ def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
 
 
 def compared_solvers(options):
-    """What `solve` compares, by name."""
+    """What `solvers` compares, by name."""
     greedy, random = (
         sgp.preconditioners.PivotedCholesky,
         sgp.preconditioners.RandomlyPivotedCholesky,
@@ -361,8 +363,7 @@ def record_solve(data, split, seed, method, *, tolerance=0.01, max_epochs=50):
     """A solver on the right-hand sides of a pathwise posterior, at published hyperparameters."""
     file = Path(os.environ["SCALEGP_DATA"]) / "published_hyperparameters.json"
     found = json.loads(file.read_text())["sets"][data][str(split)]
-    given = argparse.Namespace(data=data, split=split)
-    X, y, X_test, y_test = load(make_parser().parse_args(["value"], given))
+    X, y, X_test, y_test = load(data, split)
     kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
     H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
     draws = PriorDraws.from_key(jax.random.key(split), 64, 2000, X)
@@ -417,39 +418,3 @@ def draw(path):
     panel.set_ylabel("epochs so far")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(FIGURE, metadata={"Date": None})
-
-
-def make_parser():
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--data", default="pol")
-    parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--n", type=int, default=0, help="training rows; 0 for all")
-    parser.add_argument("--solver", choices=SOLVERS, default="ap")
-    parser.add_argument("--tolerance", type=float, default=0.01)
-    parser.add_argument("--max-epochs", type=float, default=100)
-    parser.add_argument("--block-size", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=500)
-    parser.add_argument("--rank", type=int, default=100, help="preconditioner of cg; 0 for none")
-    parser.add_argument("--group-size", type=int, default=128, help="of cg; 1 for textbook CG")
-    parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--lengthscale", type=float, default=1.0)
-    parser.add_argument("--noise", type=float, default=0.01, help="variance")
-    parser.add_argument("--num-logdet-probes", type=int, default=8)
-    parser.add_argument("--draws", type=int, default=2, help="of value")
-    parser.add_argument("--peer", action="store_true", help="GPyTorch beside step")
-    return parser
-
-
-def main():
-    """Run a benchmark."""
-    arguments = make_parser().parse_args()
-    jax.config.update("jax_enable_x64", arguments.float64)
-    globals()[arguments.what](arguments)
-
-
-if __name__ == "__main__":
-    main()

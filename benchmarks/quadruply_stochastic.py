@@ -1,15 +1,13 @@
 """Weight-space GPs: what a step costs, what control variates save, and what a fit reaches.
 
-    python benchmarks/evidence.py many-features many-features-sets features-cost
-    python benchmarks/quadruply_stochastic.py variance
+    python benchmarks/evidence.py many-features many-features-sets features-cost control-variate
 
-The declared runs are fits, their times with compilation, and the cost of steps of `RowSVI` against
-the number of features and of rows. `variance` takes 1000 draws of the objective <f_i, f_j> / noise
-and of its gradient at a draw of the weights from the prior, under hyperparameters of an exact GP on
-1000 random rows, as in figure 1 of Evans and Nair (2020). All need SCALEGP_DATA.
+The declared runs are fits, their times with compilation; the cost of steps of `RowSVI` against the
+number of features and of rows; and 1000 draws of the objective <f_i, f_j> / noise and of its
+gradient at a draw of the weights from the prior, under hyperparameters of an exact GP on 1000
+random rows, as in figure 1 of Evans and Nair (2020). All need SCALEGP_DATA.
 """
 
-import argparse
 import functools
 import json
 import math
@@ -25,7 +23,7 @@ import optax
 from decoupled import fit_exactly
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.initialization import init_to_value
-from sparse import made_up, score
+from sparse import made_up, number_in, score
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.chevron import Chevron, views, weight_rows
@@ -201,87 +199,74 @@ FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 
 def draw(path):
-    """The figure of `features-cost`: milliseconds a step against features and against rows."""
+    """The figures of `features-cost` and `control-variate`."""
     from matplotlib.figure import Figure
 
     run = json.loads(path.read_text())
-    if run["name"] != "features-cost":
-        return
-    labels = {"features": "features m, at n = 36,000", "rows": "rows n, at m = 1e5"}
     figure = Figure(figsize=(5, 3.2), layout="constrained")
     axes = figure.subplots()
-    for one, style in zip(run["records"], ["o-", "s--"], strict=True):
-        found = {float(name): time for name, time in one.items() if name[:2] == "1e"}
-        axes.loglog(list(found), list(found.values()), style, label=labels[one["method"]])
-    axes.set(xlabel="number", ylabel="milliseconds a step", ylim=(1.0, 100.0))
-    axes.legend()
-    figure.savefig(FIGURE / "quadruply_stochastic_cost.svg", metadata={"Date": None})
+    if run["name"] == "features-cost":
+        labels = {"features": "features m, at n = 36,000", "rows": "rows n, at m = 1e5"}
+        for one, style in zip(run["records"], ["o-", "s--"], strict=True):
+            found = {float(name): time for name, time in one.items() if name[:2] == "1e"}
+            axes.loglog(list(found), list(found.values()), style, label=labels[one["method"]])
+        axes.set(xlabel="number", ylabel="milliseconds a step", ylim=(1.0, 100.0))
+        axes.legend()
+        figure.savefig(FIGURE / "quadruply_stochastic_cost.svg", metadata={"Date": None})
+    if run["name"] == "control-variate":
+        ranks = [0, *(number_in(one["method"]) for one in run["records"])]
+        for name, style in zip(COMPARED, ["o-", "s--"], strict=True):
+            shares = [1.0, *(one[name] for one in run["records"])]
+            axes.semilogy(ranks, shares, style, label=name.split("_")[0])
+        axes.set(xlabel="support points", ylabel="variance, of that without")
+        axes.legend()
+        figure.savefig(FIGURE / "control_variate.svg", metadata={"Date": None})
 
 
-def variance(arguments):
-    """Measure the variance of objective and gradient against the rank of the control variate."""
-    import matplotlib.pyplot as plt
+COMPARED = ("objective_variance", "gradient_variance")
 
-    data = sgp.datasets.load_uci("kin40k", split=0)
-    X, y = jnp.asarray(data.X_train, jnp.float32), jnp.asarray(data.y_train, jnp.float32)
-    n, m, num = len(X), 10_000, 500
+
+@functools.cache
+def variances(data, split, rank, draws=1000, num_features=10_000, num=500):
+    """Variances of the objective and, in the mean over weights, of its gradient."""
+    loaded = sgp.datasets.load_uci(data, split)
+    X, y = (jnp.asarray(part, jnp.float32) for part in (loaded.X_train, loaded.y_train))
+    n, m = len(X), num_features
     some = jax.random.permutation(jax.random.key(5), n)[:1000]
     start = fit_exactly(X[some], y[some], 1000)
-    phi = features(8, m, start["lengthscale"])
+    phi = features(X.shape[1], m, start["lengthscale"])
     phi = phi.with_kernel(sgp.kernels.RBF(start["lengthscale"], start["variance"]))
     mu_key, p_key, draw_key = jax.random.split(jax.random.key(0), 3)
     weights = Chevron(jax.random.normal(mu_key, (m,)), jnp.ones(m), jnp.zeros((m, 0)))
-    support = X[jax.random.permutation(p_key, n)]
-    noise = start["noise"] ** 2
+    noise, control = start["noise"] ** 2, None
+    if rank:
+        rows = X[jax.random.permutation(p_key, n)][: 5 * rank]
+        points = sgp.features.kmeans_points(jax.random.key(1), rows, rank)
+        zero = jnp.zeros(len(rows))
+        control = ControlVariate.fit(phi, points, rows, zero, weights, dense_precision=False)
 
-    def objective(loc, key, control):
+    def objective(loc, key):
         row_key, set_key = jax.random.split(key)
         batch = X[jax.random.randint(row_key, (num,), 0, n)]
         rows = weight_rows(draw_sets(set_key, m, num), loc, *weights[1:])
         i, j = views(phi, batch, rows).projected[..., 0]
         total = (n / num) * i.dot(j)
         if control is not None:
-            rest = control.of_residuals(control.views(phi, rows))
-            total += n * rest
+            total += n * control.of_residuals(control.views(phi, rows))
         return total / noise
 
-    ranks, found = [0, 30, 100, 300, 1000], []
-    for rank in ranks:
-        control = None
-        if rank:
-            rows = support[: 5 * rank]
-            points = sgp.features.kmeans_points(jax.random.key(1), rows, rank)
-            zero = jnp.zeros(len(rows))
-            control = ControlVariate.fit(phi, points, rows, zero, weights, dense_precision=False)
-        draw = jax.jit(jax.value_and_grad(functools.partial(objective, control=control)))
-        values, total, squares = [], np.zeros(m), np.zeros(m)
-        for key in jax.random.split(draw_key, 1000):
-            value, gradient = draw(weights.loc, key)
-            values.append(float(value))
-            gradient = np.asarray(gradient, np.float64)
-            total, squares = total + gradient, squares + gradient**2
-        found.append((np.var(values), np.mean(squares / 1000 - (total / 1000) ** 2)))
-        shares = np.array(found[-1]) / np.array(found[0])
-        print(f"rank {rank:5d}: objective {shares[0]:.4f}, gradient {shares[1]:.4f} of rank 0")
-    shares = np.array(found) / np.array(found[0])
-    figure, axes = plt.subplots(figsize=(5, 3.2))
-    axes.semilogy(ranks, shares[:, 0], "o-", label="objective")
-    axes.semilogy(ranks, shares[:, 1], "s--", label="gradient")
-    axes.set(xlabel="rank of the control variate", ylabel="variance, of that at rank 0")
-    axes.legend()
-    save(figure, "control_variate", arguments)
+    one = jax.jit(jax.value_and_grad(objective))
+    values, total, squares = [], np.zeros(m), np.zeros(m)
+    for key in jax.random.split(draw_key, draws):
+        value, gradient = one(weights.loc, key)
+        values.append(float(value))
+        gradient = np.asarray(gradient, np.float64)
+        total, squares = total + gradient, squares + gradient**2
+    return np.var(values), np.mean(squares / draws - (total / draws) ** 2)
 
 
-def save(figure, name, arguments):
-    """Write a figure into the folder asked for."""
-    folder = Path(arguments.figures)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{name}.svg", bbox_inches="tight")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["variance"])
-    parser.add_argument("--figures", default="outputs", help="the folder of figures")
-    arguments = parser.parse_args()
-    variance(arguments)
+def record_variance(data, split, seed, method):
+    """The record of a unit: variances with a control variate, of those without one."""
+    with_one, without = variances(data, split, number_in(method)), variances(data, split, 0)
+    shares = np.array(with_one) / np.array(without)
+    return dict(zip(COMPARED, shares.tolist(), strict=True))

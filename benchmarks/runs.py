@@ -86,6 +86,21 @@ NEIGHBORS = (
 )
 ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
 TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
+SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
+KIN40K = {
+    "steps": 5000,
+    "learn_kernel": False,
+    "learning_rate": 0.05,
+    "dense_rate": 1e-3,
+    "start_rows": 0,
+}
+KIN40K_SETS = {
+    "num_features": 100_000,
+    "steps": 6000,
+    "learn_kernel": False,
+    "learning_rate": 0.01,
+    "dense_rate": 0.0,
+}
 
 
 def starts(name: str, minutes: float, **options: Any) -> Run:
@@ -108,6 +123,8 @@ ON_CPU = (
     Run("road", "road", 20, LARGE, ("road-quick", "road"), SPLITS),
     Run("road-large", "road", 30, LARGER, ("road-quick", "road"), SPLITS),
     Run("road-small", "road", 10, SMALL, ("road",), SPLITS),
+    Run("road-flights", "road", 12, ("flights",), ("road",), options={"rows": 100_000}),
+    Run("road-exact-peer", "road", 10, ("elevators", "pol"), ("road", "gpytorch-exact")),
     Run("sparse", "sparse", 10, LARGE, SPARSE, SPLITS, options={"epochs": 30}),
     Run("sparse-large", "sparse", 10, LARGER, SPARSE, SPLITS, options={"epochs": 15}),
     Run(
@@ -119,7 +136,25 @@ ON_CPU = (
         SPLITS,
         options={"steps": 500, "num_inducing": 128, "batch_size": 256},
     ),
+    Run(
+        "sparse-equal-seconds", "sparse", 3, ("pol", "kin40k"), SPARSE, SPLITS,
+        options={"epochs": {"pol": 15, "kin40k": 8}}, function="record_equal_seconds",
+    ),
+    Run(
+        "sparse-irrelevant", "sparse", 1, ("made up",), SPARSE, seeds=(0, 1, 2),
+        options={"rows": 8000, "irrelevant": 24, "epochs": 40},
+    ),
     Run("product", "iterative", 5, ("made up",), PRODUCTS, function="record_product"),
+    Run(
+        "gradient", "iterative", 6, ("elevators",),
+        ("shared Krylov space", "textbook iterations", "gpytorch"), function="record_gradient",
+        options={"noise": 0.01, "lengthscale": 0.693},
+    ),
+    Run(
+        "value", "iterative", 3, ("pol",),
+        ("groups of 128 right-hand sides", "groups of 16 right-hand sides"), seeds=(0, 1, 2),
+        function="record_value",
+    ),
     Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
     Run(
         "solvers-large", "iterative", 15, ("keggdirected",), ("AP 1000", "AutoSolver (default)"),
@@ -150,23 +185,48 @@ ON_CPU = (
     Run("many-features", "quadruply_stochastic", 10, LARGE, ("10,000 features",), SPLITS),
     Run(
         "many-features-kin40k", "quadruply_stochastic", 5, ("kin40k",), ("10,000 features",),
-        SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
-                         "dense_rate": 1e-3, "start_rows": 0},
+        SPLITS, options=KIN40K,
     ),
     Run(
         "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),
         ("100,000 features, 10,000 a step",), SPLITS,
-        options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
-                 "learning_rate": 0.01, "dense_rate": 0.0},
+        options=KIN40K_SETS,
     ),
     Run(
         "features-cost", "quadruply_stochastic", 5, ("kin40k",), ("features", "rows"),
         function="record_cost",
     ),
     Run(
+        "many-features-rank", "quadruply_stochastic", 4, ("kin40k",), ("10,000 features",),
+        options={**KIN40K, "rank": 100},
+    ),
+    Run(
+        "many-features-zero", "quadruply_stochastic", 6, ("kin40k",),
+        ("100,000 features, 10,000 a step",),
+        options={**KIN40K_SETS, "steps": 8000, "learning_rate": 0.03, "start_rows": 0},
+    ),
+    Run(
+        "control-variate", "quadruply_stochastic", 3, ("kin40k",), SUPPORTS,
+        function="record_variance",
+    ),
+    Run(
         "decoupled-steps", "decoupled", 2, ("made up",), MEAN_POINTS, function="record_steps",
     ),
     Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
+    Run(
+        "decoupled-subset", "decoupled", 5, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
+        options={"subset": 1000, "steps": 800, "num_residual": 6000},
+    ),
+    Run(
+        "decoupled-stream", "decoupled", 12, ("kin40k",),
+        ("decoupled, 16,384 and 128 points", "coupled, 1,024 points"), function="record_stream",
+        options={"steps": 2000, "num_residual": 16_384, "solve_every": 1000},
+    ),
+    Run(
+        "decoupled-sinc", "decoupled", 1, ("made up",),
+        ("shared basis of 10", "100 for the mean, 10 for the covariance", "shared basis of 100"),
+        function="record_sinc",
+    ),
     Run(
         "exact", "exact", 2, ("made up",),
         ("1,000 rows, float64", "2,000 rows, float64", "4,000 rows, float64"),

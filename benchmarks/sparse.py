@@ -1,18 +1,13 @@
-"""SVGP on a UCI data set beside GPyTorch: time of a step, and accuracy after the same epochs.
+"""SVGP on UCI data sets beside GPyTorch: accuracy after equal steps and after equal seconds.
 
-    python benchmarks/sparse.py --data kin40k --epochs 50 --peer gpytorch
-    python benchmarks/sparse.py --data kin40k --epochs 15 --equal-seconds
-    python benchmarks/sparse.py --made-up-rows 8000 --irrelevant 24
+    python benchmarks/evidence.py sparse sparse-small sparse-large sparse-equal-seconds
 
 Both use 512 inducing points from the same k-means, an RBF kernel with ARD, float32, mini-batches of
 1024 and Adam with the same learning rate, decayed by a cosine. Beside them stands this package with
-natural gradients for the inducing values. Timings of steps alternate in blocks, so that a noisy
-machine disturbs all alike. With `--equal-seconds` this package takes as many steps as fit into the
-time of the peer's, by steps timed before; compilation comes on top, and is printed. Needs
-SCALEGP_DATA; the peer needs the `bench` extra.
+natural gradients for the inducing values. Seconds are those of all steps but the first, so that
+compilation comes on top. Needs SCALEGP_DATA but for made-up rows; the peer needs the `bench` extra.
 """
 
-import argparse
 import functools
 import time
 from typing import NamedTuple
@@ -212,6 +207,15 @@ class GPyTorch:
         return score(mean, variance, self.test.y_test)
 
 
+@functools.cache
+def load(data, split, rows=None, irrelevant=0):
+    """A UCI set, or `rows` made-up ones."""
+    return made_up(rows, irrelevant) if data == "made up" else sgp.datasets.load_uci(data, split)
+
+
+KINDS = {"adam": Ours, "natural": Natural, "gpytorch": GPyTorch}
+
+
 def record(
     data,
     split,
@@ -223,91 +227,37 @@ def record(
     num_inducing=NUM_INDUCING,
     batch_size=BATCH_SIZE,
     learning_rate=LEARNING_RATE,
+    **made,
 ):
-    """The record of a unit, for benchmarks/evidence.py: seconds of all steps but one."""
-    loaded = sgp.datasets.load_uci(data, split=split)
+    """The record of a unit, for benchmarks/evidence.py: seconds of all steps but one.
+
+    Made-up rows take their number, and that of columns that say nothing, from `made`.
+    """
+    loaded = load(data, split, **made)
     X = jnp.asarray(loaded.X_train, jnp.float32)
     total = steps or epochs * -(-len(X) // batch_size)
     num_inducing, batch_size = min(num_inducing, len(X)), min(batch_size, len(X))
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, num_inducing)
-    kind = {"adam": Ours, "natural": Natural, "gpytorch": GPyTorch}[method]
-    one = kind(loaded, points, batch_size, total, learning_rate)
+    one = KINDS[method](loaded, points, batch_size, total, learning_rate)
     start = time.perf_counter()
     one.run(total - 1)
     seconds = time.perf_counter() - start
     return {**one.score()._asdict(), "seconds": seconds, "steps": total, "rows": len(X)}
 
 
-TIMED = 10  # steps of a block, where they are timed beforehand
+TIMED = 40  # steps that are timed beforehand
 
 
-def timed_blocks(runs, totals, block):
-    """Take all steps but the first, in blocks in turn: seconds a step for each whole block."""
-    spent, done = [[] for _ in runs], [1] * len(runs)
-    while any(one < total for one, total in zip(done, totals, strict=True)):
-        for i, run in enumerate(runs):
-            num = min(block, totals[i] - done[i])
-            if num <= 0:
-                continue
-            start = time.perf_counter()
-            run.run(num)
-            if num == block:
-                spent[i].append((time.perf_counter() - start) / num)
-            done[i] += num
-    return spent
+@functools.cache
+def peer(data, split, seed, epochs):
+    """The record of GPyTorch, whose seconds the others get."""
+    return record(data, split, seed, "gpytorch", epochs=epochs)
 
 
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", default="kin40k")
-    parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--made-up-rows", type=int, help="this many made-up rows, d = 8, instead")
-    parser.add_argument("--irrelevant", type=int, default=0, help="more columns of made-up rows")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
-    parser.add_argument("--num-inducing", type=int, default=NUM_INDUCING)
-    parser.add_argument("--peer", choices=["gpytorch", "none"], default="gpytorch")
-    parser.add_argument("--equal-seconds", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.equal_seconds and arguments.peer == "none":
-        parser.error("--equal-seconds needs a peer")
-    if arguments.made_up_rows:
-        data = made_up(arguments.made_up_rows, arguments.irrelevant)
-    else:
-        data = sgp.datasets.load_uci(arguments.data, split=arguments.split)
-    n, d = data.X_train.shape
-    total = arguments.epochs * -(-n // arguments.batch_size)
-    X = jnp.asarray(data.X_train, jnp.float32)
-    points = sgp.features.kmeans_points(jax.random.key(1), X, arguments.num_inducing)
-    kinds = [Ours, Natural]
-    if arguments.peer != "none":
-        kinds.append(GPyTorch)
-
-    def made(totals):
-        common = data, points, arguments.batch_size
-        rate = arguments.learning_rate
-        return [kind(*common, one, rate) for kind, one in zip(kinds, totals, strict=True)]
-
-    totals = [total] * len(kinds)
-    runs = made(totals)
-    if arguments.equal_seconds:
-        spent = timed_blocks(runs, [1 + 4 * TIMED] * len(runs), TIMED)
-        totals = [round(total * np.median(spent[-1]) / np.median(times)) for times in spent]
-        runs = made(totals)
-    spent = timed_blocks(runs, totals, max(1, total // 20))
-    print(f"{data.name}: n = {n}, d = {d}, {total} steps, device {jax.devices()[0]}")
-    for run, steps, times in zip(runs, totals, spent, strict=True):
-        result = run.score()
-        print(
-            f"{type(run).__name__:10s} {steps:6d} steps, median {1e3 * np.median(times):7.2f} ms, "
-            f"minimum {1e3 * min(times):7.2f} ms, first step {run.compile_s:5.1f} s, "
-            f"RMSE {result.rmse:.4f}, NLL {result.nll:.4f}"
-        )
-    if arguments.peer != "none":
-        print(f"ratio of medians {np.median(spent[-1]) / np.median(spent[0]):.2f}")
-
-
-if __name__ == "__main__":
-    main()
+def record_equal_seconds(data, split, seed, method, *, epochs):
+    """The record of a unit with as many steps as fit into the seconds of GPyTorch's epochs."""
+    found = peer(data, split, seed, epochs[data])
+    if method == "gpytorch":
+        return found
+    timed = record(data, split, seed, method, steps=TIMED)["seconds"] / (TIMED - 1)
+    return record(data, split, seed, method, steps=1 + round(found["seconds"] / timed))
