@@ -1,24 +1,22 @@
 """A GP on the features of a network, trained by its marginal likelihood from mini-batches.
 
-    python benchmarks/evidence.py finite-rkhs finite-rkhs-minimax
-    python benchmarks/feature_space.py steps
-    python benchmarks/feature_space.py bias --steps 5000
+    python benchmarks/evidence.py finite-rkhs finite-rkhs-minimax finite-rkhs-rbf
+    python benchmarks/evidence.py finite-rkhs-16 finite-rkhs-128      # rows of a batch
+    python benchmarks/evidence.py finite-rkhs-steps finite-rkhs-bias
 
-The declared runs are the setting of Shoham and Avron (2025): two layers of 128 rectified linear
+The first five are the setting of Shoham and Avron (2025): two layers of 128 rectified linear
 units, and a linear kernel on top, or an RBF kernel by random Fourier features (`rbf`). Each
 treatment of the log-determinant trains with Adam, at a rate of 0.01 (b / 32)^(1/2) for batches of
 b, decayed by a cosine; stored are the exact negative log marginal likelihood of all training rows
 per row, and errors at the test rows, in standardized units: at the last step, and after the epoch
 whose likelihood is best (it is measured after each). `sparse` is a sparse GP with as many inducing
 points as the batch has rows, on the linear kernel, whose hyperparameters are scored in the same way
-(at a rate of 0.002, since it fails at 0.01). `steps` times a step against b and d, alternating
-between treatments. `bias` measures the mean eigenvalue of E[A^-1] F in the steady state, for rows
-of similar and of very different lengths. The declared runs need SCALEGP_DATA.
+(at a rate of 0.002, since it fails at 0.01); these need SCALEGP_DATA. `finite-rkhs-steps` times a
+step against b and d. `finite-rkhs-bias` measures the eigenvalues of E[A^-1] F in the steady state,
+for rows of similar and of very different lengths.
 """
 
-import argparse
 import functools
-import itertools
 import math
 import time
 
@@ -28,6 +26,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from iterative import seconds_in_turn
 from numpyro.infer import SVI, Trace_ELBO
 from sparse import score
 
@@ -159,30 +158,30 @@ def record(data, split, seed, method, *, batch_size=32, epochs=30, rbf=0):
     return last | {f"best_{name}": value for name, value in best.items()}
 
 
-def steps(arguments):
-    """Time a step against the width of the features and the rows of a batch."""
-    rng = np.random.default_rng(0)
-    X = jnp.asarray(rng.normal(size=(100_000, 8)), jnp.float32)
+def record_steps(data, split, seed, method, *, n=100_000, num_steps=50, repeats=7):
+    """Milliseconds a step of each treatment, of "d = 128, b = 32": features, and rows of a batch.
+
+    Medians of blocks of steps, timed in turn.
+    """
+    width, b = (int(part.split(" = ")[1]) for part in method.split(", "))
+    X = jnp.asarray(np.random.default_rng(seed).normal(size=(n, 8)), jnp.float32)
     y = jnp.sin(X[:, 0])
-    names = [name for name in TREATMENTS if name != "compositional-0.9"]
-    print(f"{jax.devices()[0]}: ms a step of " + ", ".join(names))
-    for width, b in ((64, 32), (128, 16), (128, 32), (128, 128), (128, 512), (256, 32), (512, 32)):
-        runs = []
-        for name in names:
-            wide = functools.partial(model, width=width)
-            svi = SVI(wide, nothing, optax.adam(1e-3), Trace_ELBO())
-            logdet = TREATMENTS[name]
-            state = svi.init(jax.random.key(0), X, y, batch_size=b, logdet=logdet)
-            step = functools.partial(trained, svi, arguments.steps)
-            state = step(state, X, y, b, logdet)[0]
-            runs.append([step, state, logdet, []])
-        for _ in range(arguments.repeats):
-            for run in runs:
-                began = time.perf_counter()
-                run[1] = jax.block_until_ready(run[0](run[1], X, y, b, run[2])[0])
-                run[3].append((time.perf_counter() - began) / arguments.steps)
-        medians = [1e3 * float(np.median(run[3])) for run in runs]
-        print(f"d = {width}, b = {b}: " + ", ".join(f"{one:.2f}" for one in medians), flush=True)
+
+    def block(logdet):
+        svi = SVI(functools.partial(model, width=width), nothing, optax.adam(1e-3), Trace_ELBO())
+        state = svi.init(jax.random.key(seed), X, y, batch_size=b, logdet=logdet)
+
+        def run():
+            nonlocal state
+            state, _ = trained(svi, num_steps, state, X, y, b, logdet)
+            return state
+
+        return run
+
+    names = ("variational", "compositional", "minimax", "mini-batch")
+    tasks = {name: (block(TREATMENTS[name]),) for name in names}
+    found = seconds_in_turn(tasks, repeats)
+    return {name: 1e3 * float(np.median(times)) / num_steps for name, times in found.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 5))
@@ -206,39 +205,29 @@ def steady_state(logdet, Z, b, heeded, key, num_steps):
     return total / num_steps, record
 
 
-def bias(arguments):
-    """Measure the eigenvalues of E[Q] F at fixed features, which are one without bias."""
-    jax.config.update("jax_enable_x64", True)
-    n, d, b = 2000, 20, 16
-    kinds = {"Gaussian": 0.0, "lognormal lengths, sigma 1.5": 1.5}
-    names = ("variational", "compositional-0.9", "minimax")
-    for (kind, sigma), name, heeded in itertools.product(kinds.items(), names, (0.0, 1.0)):
-        found = []
-        for seed in range(arguments.seeds):
-            rng = np.random.default_rng(seed)
-            lengths = np.exp(sigma * rng.normal(size=(n, 1)))
-            Z = jnp.asarray(rng.normal(size=(n, d)) * lengths)
-            key = jax.random.key(seed)
-            args = (TREATMENTS[name], Z, b, heeded, key, arguments.steps)
-            Q, record = steady_state(*args)
-            L = np.linalg.cholesky(Z.T @ Z + 0.1 * np.eye(d))
-            values = np.linalg.eigvalsh(L.T @ np.asarray(Q) @ L)
-            found.append([values.mean(), values[0], values[-1], record.eigenvalue, record.spread])
-        means = np.mean(found, axis=0)
-        error = np.std(found, axis=0, ddof=1)[0] / np.sqrt(arguments.seeds)
-        print(
-            f"{kind}, {name}, spread {'heeded' if heeded else 'ignored'}: mean eigenvalue "
-            f"{means[0]:.3f} +- {error:.3f}, least {means[1]:.2f}, largest {means[2]:.2f}, by "
-            f"batches {means[3]:.3f}, spread {means[4]:.1f}",
-            flush=True,
-        )
+@jax.enable_x64(True)
+def record_bias(data, split, seed, method, *, steps=5000, n=2000, d=20, b=16):
+    """Eigenvalues of E[Q] F at fixed features, of "Gaussian, variational": one without bias.
 
+    Rows are Gaussian, or "lognormal" in their lengths, with sigma = 1.5. `ignored` is the mean
+    where steps do not heed the spread, `batches` the mean as the batches tell it.
+    """
+    rows, treatment = method.split(", ")
+    rng = np.random.default_rng(seed)
+    lengths = np.exp({"Gaussian": 0.0, "lognormal": 1.5}[rows] * rng.normal(size=(n, 1)))
+    Z = jnp.asarray(rng.normal(size=(n, d)) * lengths)
+    L = np.linalg.cholesky(Z.T @ Z + 0.1 * np.eye(d))
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["steps", "bias"])
-    parser.add_argument("--steps", type=int, default=100, help="timed, or averaged over")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=6, help="of `bias`")
-    arguments = parser.parse_args()
-    {"steps": steps, "bias": bias}[arguments.command](arguments)
+    def measured(heeded):
+        Q, record = steady_state(TREATMENTS[treatment], Z, b, heeded, jax.random.key(seed), steps)
+        return np.linalg.eigvalsh(L.T @ np.asarray(Q) @ L), record
+
+    (ignored, _), (values, record) = measured(0.0), measured(1.0)
+    return {
+        "ignored": float(ignored.mean()),
+        "mean": float(values.mean()),
+        "least": float(values[0]),
+        "largest": float(values[-1]),
+        "batches": float(record.eigenvalue),
+        "spread": float(record.spread),
+    }

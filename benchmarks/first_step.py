@@ -1,17 +1,19 @@
 """What a new process waits for: imports, `SVI.init`, the first step, a posterior.
 
-    python benchmarks/first_step.py --num-inducing 512 --batch-size 1024
+    python benchmarks/evidence.py first-step
 
-The first page's model, with no persistent cache; imports are those of another process. Prints
-seconds, and how many programs XLA compiled.
+The first page's model, without a persistent cache of compiled programs.
 """
 
-import argparse
+import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
@@ -20,11 +22,11 @@ from jax import random
 
 import numpyro_scalegp as sgp
 
-IMPORTS = """
-import time
+PROCESS = """
+import sys, time
 began = time.perf_counter()
-import jax, numpyro, optax, numpyro_scalegp
-print(time.perf_counter() - began)
+import first_step
+first_step.measure(began, *map(int, sys.argv[1:]))
 """
 
 
@@ -39,45 +41,50 @@ def model(X, y, batch_size=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--num-inducing", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=1024)
-    arguments = parser.parse_args()
-    imports = float(subprocess.check_output([sys.executable, "-c", IMPORTS]))
-    began, compiled = time.perf_counter(), []
+def measure(began, seed, num_inducing, batch_size):
+    """Print seconds, and how many programs XLA compiled, of a process that has just begun."""
+    imported, compiled = time.perf_counter(), []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, duration, **_: compiled.append(name) if "backend_compile" in name else None
     )
-    marks = []
 
-    def mark(name, values):
+    def mark(values):
         jax.block_until_ready(values)
-        marks.append((name, time.perf_counter(), len(compiled)))
+        return time.perf_counter(), len(compiled)
 
-    X = random.uniform(random.key(0), (100_000, 2), minval=-3.0, maxval=3.0)
-    y = X[:, 0] * jnp.sin(2.0 * X[:, 1]) + 0.3 * random.normal(random.key(1), (100_000,))
-    mark("data", y)
-    guide = sgp.guides.AutoSparseGP(model, num_inducing=arguments.num_inducing)
+    keys = random.split(random.key(seed), 3)
+    X = random.uniform(keys[0], (100_000, 2), minval=-3.0, maxval=3.0)
+    y = X[:, 0] * jnp.sin(2.0 * X[:, 1]) + 0.3 * random.normal(keys[1], (100_000,))
+    made = mark(y)
+    guide = sgp.guides.AutoSparseGP(model, num_inducing=num_inducing)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.02, 2000))
     svi = numpyro.infer.SVI(model, guide, optimizer, sgp.infer.QuadratureELBO(2))
-    state = svi.init(random.key(2), X, y, arguments.batch_size)
-    mark("SVI.init", state.optim_state)
+    state = svi.init(keys[2], X, y, batch_size)
+    initialized = mark(state.optim_state)
     update = jax.jit(svi.update, static_argnums=3)
-    state, loss = update(state, X, y, arguments.batch_size)
-    mark("step", loss)
+    state, loss = update(state, X, y, batch_size)
+    stepped = mark(loss)
     posterior = sgp.posterior(model, guide, svi.get_params(state), X, y)
     Xs = jnp.array([[1.0, 0.8]])
-    mark("posterior", (posterior.mean(Xs), posterior.variance(Xs)))
-    print(f"imports    {imports:6.1f} s")
-    last, num = began, 0
-    for name, now, count in marks:
-        print(f"{name:10s} {now - last:6.1f} s, {count - num:3d} programs")
-        last, num = now, count
-    total = {name: imports + now - began for name, now, _ in marks}
-    print(f"to the first step {total['step']:.1f} s, to a posterior {total['posterior']:.1f} s")
+    predicted = mark((posterior.mean(Xs), posterior.variance(Xs)))
+    found = {
+        "imports": imported - began,
+        "init": initialized[0] - made[0],
+        "init_programs": initialized[1] - made[1],
+        "step": stepped[0] - initialized[0],
+        "step_programs": stepped[1] - initialized[1],
+        "first_step": stepped[0] - began,
+        "posterior": predicted[0] - began,
+    }
+    print(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main()
+def record(data, split, seed, method, *, num_inducing=512, batch_size=1024, repeats=3):
+    """The record of a unit: medians over new processes."""
+    command = [sys.executable, "-c", PROCESS, *map(str, (seed, num_inducing, batch_size))]
+    place = {
+        "cwd": Path(__file__).parent,
+        "env": os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
+    }
+    found = [json.loads(subprocess.check_output(command, **place)) for _ in range(repeats)]
+    return {name: float(np.median([one[name] for one in found])) for name in found[0]}

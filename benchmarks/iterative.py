@@ -200,11 +200,10 @@ def exact_value(data, split, lengthscale, noise):
         return float(jax.jit(lambda gp, y: gp.log_prob(y))(gp, y)) / len(y)
 
 
-def record_value(data, split, seed, method, *, lengthscale=2.0, noise=0.01, num_logdet_probes=16):
+def record_value(data, split, seed, method, *, lengthscale=2.0, noise=0.01):
     """log p(y) a row by stochastic Lanczos quadrature, and what it is off Cholesky's in float64."""
     X, y, *_ = load(data, split)
-    solver = make_solver("cg", group_size=number_in(method))
-    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=num_logdet_probes)
+    estimator = sgp.estimators.Pathwise(make_solver("cg"), num_logdet_probes=number_in(method))
     operator = sgp.solvers.KernelOperator(sgp.kernels.Matern32(lengthscale), X, noise)
     run = jax.jit(lambda H, y, key: estimator.estimate(H, y[:, None], key=key))
     found = run(operator, y, jax.random.key(seed))

@@ -86,21 +86,27 @@ NEIGHBORS = (
 )
 ERRORS = ("exact gradients", "Russian roulette", "conjugate gradients, cut")
 TREATMENTS = ("variational", "compositional", "compositional-0.9", "mini-batch", "sparse")
+TRAININGS = tuple(f"roulette, {number} iterations" for number in (20, 30, 40))
+CUT = (
+    "exact gradients",
+    *(f"cut, {number} iterations" for number in (20, 30, 40)),
+    "roulette, 40 iterations, textbook",
+    "cut, 37 iterations, textbook",
+    "roulette, 20 iterations, 64 probes",
+    "cut, 20 iterations, 64 probes",
+)
+STEPS = (
+    "d = 64, b = 32",
+    *(f"d = 128, b = {b}" for b in (16, 32, 128, 512)),
+    "d = 256, b = 32",
+    "d = 512, b = 32",
+)
+EIGENVALUES = tuple(
+    f"{rows}, {treatment}"
+    for rows in ("Gaussian", "lognormal")
+    for treatment in ("variational", "compositional-0.9", "minimax")
+)
 SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
-KIN40K = {
-    "steps": 5000,
-    "learn_kernel": False,
-    "learning_rate": 0.05,
-    "dense_rate": 1e-3,
-    "start_rows": 0,
-}
-KIN40K_SETS = {
-    "num_features": 100_000,
-    "steps": 6000,
-    "learn_kernel": False,
-    "learning_rate": 0.01,
-    "dense_rate": 0.0,
-}
 
 
 def starts(name: str, minutes: float, **options: Any) -> Run:
@@ -151,8 +157,7 @@ ON_CPU = (
         options={"noise": 0.01, "lengthscale": 0.693},
     ),
     Run(
-        "value", "iterative", 3, ("pol",),
-        ("groups of 128 right-hand sides", "groups of 16 right-hand sides"), seeds=(0, 1, 2),
+        "value", "iterative", 4, ("pol",), ("16 probes", "64 probes"), seeds=(0, 1, 2),
         function="record_value",
     ),
     Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
@@ -180,30 +185,53 @@ ON_CPU = (
         "truncation-errors", "truncation", 8, (*LARGE, "kin40k"), ERRORS, SPLITS,
         function="record_errors",
     ),
+    Run(
+        "truncation-training", "truncation", 15, ("pol",), TRAININGS, seeds=(0, 1, 2),
+        function="record_training",
+    ),
+    Run(
+        "truncation-cut", "truncation", 9, ("pol",), CUT, function="record_training",
+    ),
+    Run(
+        "truncation-step", "truncation", 2, ("pol",), ("30 iterations, 64 probes",),
+        function="record_step",
+    ),
+    Run(
+        "finite-rkhs-16", "feature_space", 5, (*LARGE[1:], "kin40k"),
+        ("variational", "compositional"), seeds=(0, 1, 2), options={"batch_size": 16},
+    ),
+    Run(
+        "finite-rkhs-128", "feature_space", 3, (*LARGE[1:], "kin40k"),
+        ("variational", "compositional"), seeds=(0, 1, 2), options={"batch_size": 128},
+    ),
+    Run(
+        "finite-rkhs-rbf", "feature_space", 6, ("bike",),
+        ("variational", "compositional", "mini-batch"), options={"rbf": 1000, "epochs": 10},
+    ),
+    Run(
+        "finite-rkhs-steps", "feature_space", 3, ("made up",), STEPS, function="record_steps",
+    ),
+    Run(
+        "finite-rkhs-bias", "feature_space", 2, ("made up",), EIGENVALUES,
+        seeds=(0, 1, 2, 3, 4, 5), function="record_bias",
+    ),
     Run("finite-rkhs", "feature_space", 15, (*LARGE[1:], "kin40k"), TREATMENTS, seeds=(0, 1, 2)),
     Run("finite-rkhs-minimax", "feature_space", 4, (*LARGE[1:], "kin40k"), ("minimax",)),
     Run("many-features", "quadruply_stochastic", 10, LARGE, ("10,000 features",), SPLITS),
     Run(
         "many-features-kin40k", "quadruply_stochastic", 5, ("kin40k",), ("10,000 features",),
-        SPLITS, options=KIN40K,
+        SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
+                         "dense_rate": 1e-3, "start_rows": 0},
     ),
     Run(
         "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),
         ("100,000 features, 10,000 a step",), SPLITS,
-        options=KIN40K_SETS,
+        options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
+                 "learning_rate": 0.01, "dense_rate": 0.0},
     ),
     Run(
         "features-cost", "quadruply_stochastic", 5, ("kin40k",), ("features", "rows"),
         function="record_cost",
-    ),
-    Run(
-        "many-features-rank", "quadruply_stochastic", 4, ("kin40k",), ("10,000 features",),
-        options={**KIN40K, "rank": 100},
-    ),
-    Run(
-        "many-features-zero", "quadruply_stochastic", 6, ("kin40k",),
-        ("100,000 features, 10,000 a step",),
-        options={**KIN40K_SETS, "steps": 8000, "learning_rate": 0.03, "start_rows": 0},
     ),
     Run(
         "control-variate", "quadruply_stochastic", 3, ("kin40k",), SUPPORTS,
@@ -241,6 +269,11 @@ ON_CPU = (
         function="record_gradients",
     ),
     Run("mixing", "mixing", 3, ("made up",), OUTPUTS),
+    Run("flights", "demo", 4, ("flights",), ("sparse GP", "linear regression", "constant")),
+    Run("streams", "streams", 8, ("made up",), ("20,000,000 rows",), options={"block": 100}),
+    Run("streams-smaller", "streams", 1, ("made up",), ("1,000,000 rows",)),
+    Run("first-step", "first_step", 1, ("made up",), ("a new process",)),
+    Run("collapsed-bound", "collapsed_bound", 4, ("kin40k",), ("SGPR, 200 points",)),
     Run(
         "hilbert-space", "hilbert_space", 5, ("made up",),
         ("HilbertSpace", "numpyro.contrib.hsgp"), seeds=(0, 1, 2, 3),

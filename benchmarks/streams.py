@@ -1,20 +1,20 @@
 """Training from a file that is larger than memory: rows a second and memory beside the same steps.
 
-    python benchmarks/streams.py --rows 20000000
+    python benchmarks/evidence.py streams streams-smaller
 
 Writes a Parquet file of 8 inputs and a target, float32, in order of its first input, and trains a
-sparse GP on it for one epoch. Prints the largest resident memory above that before the stream
-began (after compilation), rows a second, those of the same steps on batches in memory, and how long
-steps waited for a batch. Blocks of steps on the stream and in memory alternate, so that a noisy
-machine disturbs both alike.
+sparse GP on it for one epoch. Blocks of steps on the stream and on batches in memory alternate, so
+that a noisy machine disturbs both alike. Memory is the largest resident above that before the
+stream began, after compilation.
 """
 
-import argparse
+import contextlib
 import functools
 import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import grain.experimental
 import jax
@@ -26,7 +26,9 @@ import optax
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from iterative import in_new_process
 from numpyro.infer import SVI
+from sparse import number_in
 
 import numpyro_scalegp as sgp
 
@@ -34,9 +36,9 @@ SETTLING = 8  # steps after which a block is timed: none is left from before
 INPUTS = [f"x{column}" for column in range(8)]
 
 
-def write(file, rows, chunk=2**20):
+def write(file, rows, seed, chunk=2**20):
     """Rows in order of their first input."""
-    generator, writer = np.random.default_rng(0), None
+    generator, writer = np.random.default_rng(seed), None
     for start in range(0, rows, chunk):
         X = generator.uniform(-1, 1, size=(min(chunk, rows - start), 8)).astype(np.float32)
         X[:, 0] = 2 * (start + np.arange(len(X))) / rows - 1
@@ -109,59 +111,6 @@ class Alternating:
         return jax.device_put((X, y))
 
 
-def main():
-    """Write, train and compare."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--batch-size", type=int, default=8192)
-    parser.add_argument("--num-inducing", type=int, default=128)
-    parser.add_argument("--block", type=int, default=30, help="steps in a block")
-    parser.add_argument("--file", help="a file that is there, or is kept")
-    arguments = parser.parse_args()
-    folder = tempfile.TemporaryDirectory()
-    file = Path(arguments.file or f"{folder.name}/rows.parquet")
-    if not file.exists():
-        write(file, arguments.rows)
-    batch_size, target = arguments.batch_size, "y"
-    stream = sgp.streams.parquet(file, inputs=INPUTS, target=target, batch_size=batch_size, seed=0)
-    rows, steps = stream.num_rows, stream.num_rows // batch_size
-    print(f"{rows} rows, {file.stat().st_size / 2**20:.0f} MiB, {steps} steps of {batch_size}")
-
-    iterator = iter(stream)
-    batches = [jax.device_put(next(iterator)) for _ in range(8)]
-    iterator.close()
-    points = sgp.features.kmeans_points(jax.random.key(1), batches[0][0], arguments.num_inducing)
-    guide = sgp.guides.AutoSparseGP(model, inducing_points=points)
-    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
-    state = svi.init(jax.random.key(0), *batches[0], size=rows)
-    put = Alternating(InMemory(svi, state, batches, rows), arguments.block)
-
-    # What a first run compiles and imports is the program's own; it reads another stream.
-    small = sgp.streams.arrays(*map(np.asarray, batches[0]), batch_size=batch_size, seed=0)
-    options = {"size": rows, "progress_bar": False}
-    sgp.streams.run(svi, jax.random.key(0), 2, small, **options)
-    waits = []
-    count_waits(waits)
-    base, watch = psutil.Process().memory_info().rss, Watch()
-    watch.start()
-    checkpoint = f"{folder.name}/checkpoint.npz"
-    losses = sgp.streams.run(
-        svi, jax.random.key(0), steps, stream, checkpoint=checkpoint, every=500, place=put,
-        **options,
-    ).losses  # fmt: skip
-    watch.going = False
-    print(f"loss a row: {losses[0] / rows:.3f}, at the end {losses[-1] / rows:.3f}")
-    around = (np.array(put.in_memory[1:-1]) + np.array(put.in_memory[2:])) / 2
-    streamed = np.array(put.streamed)
-    print("rows a second, medians of blocks:")
-    print(f"  in memory {np.median(around):.0f}, streamed {np.median(streamed):.0f}")
-    low, middle, high = np.quantile(streamed / around, [0.25, 0.5, 0.75])
-    print(f"  streamed / in memory {middle:.3f}, quartiles {low:.3f} and {high:.3f}")
-    waits = 1e3 * np.sort(waits[SETTLING:])[: -len(streamed)]  # without those for other blocks
-    print(f"a step waited for its batch: mean {waits.mean():.2f} ms, at most {waits[-1]:.0f} ms")
-    print(f"resident memory: {base / 2**20:.0f} MiB, and {(watch.most - base) / 2**20:.0f} more")
-
-
 def count_waits(waits):
     """Note how long the training loop waits for each batch that is prefetched."""
     iterator = grain.experimental.ThreadPrefetchDatasetIterator
@@ -173,8 +122,68 @@ def count_waits(waits):
         waits.append(time.perf_counter() - start)
         return batch
 
-    iterator.__next__ = timed
+    return mock.patch.object(iterator, "__next__", timed)
 
 
-if __name__ == "__main__":
-    main()
+def stream_rate(stream, steps):
+    """Rows a second without training."""
+    start = time.perf_counter()
+    with contextlib.closing(iter(stream)) as batches:
+        for _ in range(steps):
+            next(batches)
+        return steps * stream.batch_size / (time.perf_counter() - start)
+
+
+def train(file, folder, seed, batch_size, num_inducing, block):
+    """Train for an epoch, and compare; rates are in thousands."""
+    stream = sgp.streams.parquet(file, inputs=INPUTS, target="y", batch_size=batch_size, seed=seed)
+    size, steps = stream.num_rows, stream.num_rows // batch_size
+    with contextlib.closing(iter(stream)) as iterator:
+        batches = [jax.device_put(next(iterator)) for _ in range(8)]
+    points = sgp.features.kmeans_points(jax.random.key(1 + seed), batches[0][0], num_inducing)
+    guide = sgp.guides.AutoSparseGP(model, inducing_points=points)
+    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
+    key, options = jax.random.key(seed), {"size": size, "progress_bar": False}
+    put = Alternating(InMemory(svi, svi.init(key, *batches[0], size=size), batches, size), block)
+
+    # What a first run compiles and imports is the program's own; it reads another stream.
+    small = sgp.streams.arrays(*map(np.asarray, batches[0]), batch_size=batch_size, seed=0)
+    sgp.streams.run(svi, key, 2, small, **options)
+    options |= {"checkpoint": folder / "checkpoint.npz", "every": 500, "place": put}
+    waits, base, watch = [], psutil.Process().memory_info().rss, Watch()
+    watch.start()
+    with count_waits(waits):
+        losses = sgp.streams.run(svi, key, steps, stream, **options).losses
+    watch.going = False
+    around = (np.array(put.in_memory[1:-1]) + np.array(put.in_memory[2:])) / 2
+    lower, ratio, upper = np.quantile(np.array(put.streamed) / around, [0.25, 0.5, 0.75])
+    # Without those for blocks in memory.
+    waits = 1e3 * np.sort(waits[SETTLING:])[: -len(around)]
+    return {
+        "in_memory": 1e-3 * np.median(around),
+        "streamed_ratio": ratio,
+        "lower": lower,
+        "upper": upper,
+        "waited": waits.mean(),
+        "waited_most": waits[-1],
+        "resident": (watch.most - base) / 2**20,
+        "mebibytes": file.stat().st_size / 2**20,
+        "stream_only": 1e-3 * stream_rate(stream, steps),
+        "steps": steps,
+        "first_loss": float(losses[0]) / size,
+        "last_loss": float(losses[-1]) / size,
+    }
+
+
+def write_and_train(rows, seed, batch_size=8192, num_inducing=128, block=30):
+    """What a new process does; a block has `block` steps."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "rows.parquet", rows, seed)
+        return train(folder / "rows.parquet", folder, seed, batch_size, num_inducing, block)
+
+
+def record(data, split, seed, method, **options):
+    """The record of a unit, of "1,000,000 rows", in a process whose memory is its own."""
+    found, _ = in_new_process(write_and_train, rows=number_in(method), seed=seed, **options)
+    return found

@@ -1,61 +1,57 @@
 """Russian-roulette conjugate gradients beside exact gradients and beside a plain cut.
 
     python benchmarks/evidence.py truncation-bias truncation-lengthscale truncation-errors
-    python benchmarks/truncation.py pol --out pol.npz         # training on a subset of pol
-    python benchmarks/truncation.py plot pol.npz --out figure.svg  # what pol wrote
-    python benchmarks/truncation.py step --data pol           # a gradient step beside plain CG
+    python benchmarks/evidence.py truncation-training truncation-cut truncation-step
 
-The declared runs: biases of log|H| and y'H^-1 y by the audit, and the lengthscale that each
-estimator learns, both for y = x sin(5 pi x) + noise, as in the paper; and test errors after 100
-steps of each in float32, from a posterior by Cholesky, as in tables S1 and S2 of Potapczynski et
-al. (2021). `pol` trains an RBF kernel with ARD by Adam from hyperparameters of 1.0, in float64, and
-scores each method by the exact log marginal likelihood at the hyperparameters that it has reached.
-Plain CG makes as many iterations a step as Russian roulette did in the mean. `pol`, `step` and the
-errors need SCALEGP_DATA.
+The first two are biases of log|H| and y'H^-1 y by the audit, and the lengthscale that each
+estimator learns, both for y = x sin(5 pi x) + noise, as in the paper. The next two train an RBF
+kernel with ARD by 100 steps of Adam from hyperparameters of 1.0: test errors in float32, from a
+posterior by Cholesky, as in tables S1 and S2 of Potapczynski et al. (2021); and in float64 the
+exact log marginal likelihood at the hyperparameters that are reached, also with more probes, more
+steps of exact gradients, and textbook iterations, in which right-hand sides share no Krylov space.
+The last is the time of a gradient. All but the first two need SCALEGP_DATA.
 """
 
-import argparse
+import functools
 import json
 import time
-import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from iterative import load
+from iterative import load, seconds
 from matplotlib.figure import Figure
 from sparse import score_of
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators.audit import TERMS, Audit, AuditRow
 
+EXACT = "exact gradients"
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 
-def preconditioner(arguments):
-    """The preconditioner that the arguments ask for."""
-    if arguments.rank:
-        return sgp.preconditioners.PivotedCholesky(arguments.rank)
-    return sgp.preconditioners.Identity()
+def parts_of(method):
+    """The kind and the numbers by name, of "cut, 37 iterations, textbook" and the like."""
+    kind, *rest = method.split(", ")
+    counts = [part.split() for part in rest if part != "textbook"]
+    return kind, {name: int(number) for number, name in counts}
 
 
-def roulette(arguments, expected, n):
-    """Russian-roulette CG with E[J] = `expected`, as `with_mean` makes it but for the share."""
-    decay, minimum = sgp.solvers.stopping.decay_and_minimum(expected, n, share=arguments.share)
-    solver = sgp.solvers.RussianRouletteCG(
-        decay, minimum, n, preconditioner(arguments), arguments.group_size
-    )
-    return sgp.estimators.Hutchinson(solver, arguments.num_probes, num_logdet_probes=0)
-
-
-def truncated(arguments, iterations):
-    """Plain CG that stops after a given number of iterations, converged or not."""
-    solver = sgp.solvers.ConjugateGradients(
-        0.0, iterations, preconditioner(arguments), arguments.group_size
-    )
-    return sgp.estimators.Hutchinson(solver, arguments.num_probes, num_logdet_probes=0)
+def estimator_of(method, n):
+    """The estimator of a name: "roulette" is `with_mean` but for the share, "cut" plain CG."""
+    kind, numbers = parts_of(method)
+    if kind == EXACT:
+        return sgp.estimators.Cholesky()
+    group_size, share = (1, 0.5) if "textbook" in method else (128, 0.8)
+    preconditioner, iterations = sgp.preconditioners.PivotedCholesky(100), numbers["iterations"]
+    if kind == "roulette":
+        start = sgp.solvers.stopping.decay_and_minimum(iterations, n, share=share)
+        solver = sgp.solvers.RussianRouletteCG(*start, n, preconditioner, group_size)
+    else:
+        solver = sgp.solvers.ConjugateGradients(0.0, iterations, preconditioner, group_size)
+    return sgp.estimators.Hutchinson(solver, numbers.get("probes", 16), num_logdet_probes=0)
 
 
 def objective(estimator, X, y):
@@ -72,98 +68,74 @@ def objective(estimator, X, y):
     return loss
 
 
-def start_values(d):
-    """Unconstrained hyperparameters of 1.0."""
-    one = jnp.log(jnp.expm1(jnp.ones(())))
-    return {"lengthscale": jnp.full(d, one), "variance": one, "noise": one}
+def unconstrained(d, noise=1.0):
+    """Hyperparameters of 1.0, but for the noise, before the softplus."""
+    values = {"lengthscale": jnp.ones(d), "variance": 1.0, "noise": noise}
+    return jax.tree.map(lambda value: jnp.log(jnp.expm1(value)), values)
 
 
-def train(X, y, estimator, arguments, steps):
-    """A compiled function from a key to the hyperparameters, iterations and gradients of a run."""
+def train(X, y, estimator, steps):
+    """A compiled function from a key to the hyperparameters and iterations of each step."""
     loss = jax.value_and_grad(objective(estimator, X, y), has_aux=True)
-    rate = (
-        optax.cosine_decay_schedule(arguments.rate, steps) if arguments.cosine else arguments.rate
-    )
-    optimizer = optax.adam(rate)
+    optimizer = optax.adam(0.1)
 
     def step(carry, key):
         raw, state = carry
         (_, epochs), gradient = loss(raw, key)
         updates, state = optimizer.update(gradient, state)
         raw = optax.apply_updates(raw, updates)
-        return (raw, state), (raw, epochs, optax.global_norm(gradient))
+        return (raw, state), (raw, epochs)
 
     @jax.jit
     def run(key):
-        raw = start_values(X.shape[1])
+        raw = unconstrained(X.shape[1])
         keys = jax.random.split(key, steps)
-        path, epochs, norms = jax.lax.scan(step, (raw, optimizer.init(raw)), keys)[1]
-        return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), raw, path), epochs, norms
+        path, epochs = jax.lax.scan(step, (raw, optimizer.init(raw)), keys)[1]
+        return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), raw, path), epochs
 
     return run
 
 
-def pol(arguments):
-    """Train by all methods and print a table."""
-    X, y, *_ = load(arguments)
+@functools.cache
+def training(data, split, seed, method, n, steps):
+    """The exact log marginal likelihood after every ten steps, and iterations in the mean."""
+    X, y, *_ = load(data, split, n)
+    path, epochs = train(X, y, estimator_of(method, len(y)), steps)(jax.random.key(seed))
     exact = objective(sgp.estimators.Cholesky(), X, y)
-    every = slice(None, None, arguments.every)
-
-    @jax.jit
-    def score(path):
-        return len(y) * jax.lax.map(lambda raw: -exact(raw, None)[0], path)
-
-    def evaluate(name, estimator, seeds, steps=arguments.steps):
-        run, curves, made = train(X, y, estimator, arguments, steps), [], []
-        for seed in range(seeds):
-            start = time.perf_counter()
-            path, epochs, norms = jax.block_until_ready(run(jax.random.key(seed)))
-            elapsed = time.perf_counter() - start
-            curves.append(np.asarray(score(jax.tree.map(lambda a: a[every], path))))
-            made.append(float(epochs.mean()))
-            end = jax.tree.map(lambda a: np.asarray(jax.nn.softplus(a[-1])), path)
-            print(
-                f"{name}, seed {seed}: {curves[-1][-1]:9.2f}, {made[-1]:6.1f} iterations "
-                f"(most {int(epochs.max())}), noise {end['noise']:.5f}, variance "
-                f"{end['variance']:.3f}, gradient norms: median {jnp.median(norms):.3f}, most "
-                f"{norms.max():.3f}; {elapsed:.0f} s",
-                flush=True,
-            )
-        results[name] = np.array(curves)
-        if arguments.out:
-            np.savez(arguments.out, every=arguments.every, **results)
-        return np.mean(made)
-
-    results = {}
-    evaluate("Cholesky", sgp.estimators.Cholesky(), 1)
-    if arguments.long:
-        evaluate("Cholesky, long", sgp.estimators.Cholesky(), 1, arguments.long)
-    for expected in arguments.expected:
-        name = f"roulette, {expected}"
-        made = evaluate(name, roulette(arguments, expected, len(y)), arguments.seeds)
-        for budget in sorted({expected, round(made)}):
-            evaluate(f"{budget}, cut, {expected}", truncated(arguments, budget), 1)
-    best = results["Cholesky"][0, -1]
-    for name, curves in results.items():
-        gaps = ", ".join(f"{100 * (best - value) / abs(best):.2f} %" for value in curves[:, -1])
-        print(f"{name:20s} below exact training: {gaps}")
+    score = jax.jit(lambda path: jax.lax.map(lambda raw: -exact(raw, None)[0], path))
+    curve = len(y) * score(jax.tree.map(lambda a: a[::10], path))
+    return curve.tolist(), float(epochs.mean())
 
 
-def record_errors(data, split, seed, method, *, expected=20, n=2000):
-    """Test errors after training by a method: a unit of benchmarks/evidence.py, in float32."""
-    given = argparse.Namespace(data=data, split=split, n=n)
-    arguments = make_parser().parse_args(["pol"], given)
-    X, y, X_test, y_test = load(arguments)
-    estimator = {
-        "exact gradients": lambda: sgp.estimators.Cholesky(),
-        "Russian roulette": lambda: roulette(arguments, expected, len(y)),
-        "conjugate gradients, cut": lambda: truncated(arguments, expected),
-    }[method]()
+@jax.enable_x64(True)
+def record_training(data, split, seed, method, *, n=2000, steps=100):
+    """The exact log marginal likelihood that a method's training ends at, in float64.
+
+    `below` is how far that is below the end of as many steps of exact gradients, in percent.
+    """
+    kind, numbers = parts_of(method)
+    seed = 0 if kind == EXACT else seed
+    curve, iterations = training(data, split, seed, method, n, numbers.get("steps", steps))
+    found = {"end": curve[-1], "curve": curve}
+    if kind == EXACT:
+        return found
+    best = training(data, split, 0, EXACT, n, steps)[0][-1]
+    return {**found, "below": 100 * (best - curve[-1]) / abs(best), "iterations": iterations}
+
+
+def record_errors(data, split, seed, method, *, expected=20, n=2000, steps=100):
+    """Test errors after training by a method, in float32."""
+    X, y, X_test, y_test = load(data, split, n)
+    name = {
+        EXACT: EXACT,
+        "Russian roulette": f"roulette, {expected} iterations",
+        "conjugate gradients, cut": f"cut, {expected} iterations",
+    }[method]
     key = jax.random.key(seed)
-    run = train(X, y, estimator, arguments, arguments.steps).lower(key).compile()
+    run = train(X, y, estimator_of(name, len(y)), steps).lower(key).compile()
     start = time.perf_counter()
-    path, epochs, _ = jax.block_until_ready(run(key))
-    seconds = time.perf_counter() - start
+    path, epochs = jax.block_until_ready(run(key))
+    elapsed = time.perf_counter() - start
     values = jax.tree.map(lambda a: jax.nn.softplus(a[-1]), path)
     kernel = sgp.kernels.RBF(values["lengthscale"], values["variance"])
     predictive = sgp.GaussianProcess(kernel, X, values["noise"]).condition(y).predictive(X_test)
@@ -171,49 +143,42 @@ def record_errors(data, split, seed, method, *, expected=20, n=2000):
         **score_of(predictive, y_test),
         "noise_variance": float(values["noise"]),
         "iterations": float(jnp.mean(epochs)),
-        "seconds": seconds,
+        "seconds": elapsed,
     }
 
 
-def step(arguments):
-    """One value and gradient by both, in turn, plain CG with the roulette's mean of iterations."""
-    X, y, *_ = load(arguments)
-    values = {
-        "lengthscale": jnp.full(X.shape[1], arguments.lengthscale),
-        "variance": jnp.ones(()),
-        "noise": jnp.array(arguments.noise),
-    }
-    raw = jax.tree.map(lambda value: jnp.log(jnp.expm1(value)), values)
-    keys = [jax.random.key(i) for i in range(arguments.repeats)]
+def record_step(data, split, seed, method, *, n=5000, repeats=7):
+    """Seconds of a value with its gradient, of "30 iterations, 64 probes", in float32.
 
-    def compiled(estimator):
-        loss = jax.value_and_grad(objective(estimator, X, y), has_aux=True)
+    Medians over keys, in turn with plain CG of as many iterations as the roulette's in the mean;
+    the ratio is that of an iteration. One of the iterations, as in all records, is the product for
+    the residual at the end.
+    """
+    X, y, *_ = load(data, split, n)
+    raw = unconstrained(X.shape[1], noise=0.01)
+    keys = jax.random.split(jax.random.key(seed), repeats)
+
+    def compiled(name):
+        loss = jax.value_and_grad(objective(estimator_of(name, len(y)), X, y), has_aux=True)
         return jax.jit(loss).lower(raw, keys[0]).compile()
 
-    for expected in arguments.expected:
-        functions = {"roulette": compiled(roulette(arguments, expected, len(y)))}
-        made = np.array([float(functions["roulette"](raw, key)[0][1]) for key in keys])
-        functions["plain"] = compiled(truncated(arguments, round(made.mean())))
-        times = {name: [] for name in functions}
-        for key in keys:
-            for name, function in functions.items():
-                start = time.perf_counter()
-                jax.block_until_ready(function(raw, key))
-                times[name].append(time.perf_counter() - start)
-        steps = {name: np.array(seconds) for name, seconds in times.items()}
-        each = {"roulette": steps["roulette"] / made, "plain": steps["plain"] / round(made.mean())}
-        print(
-            f"{arguments.data}, n = {len(y)}, {X.dtype}, E[J] = {expected}: {made.mean():.1f} "
-            f"iterations in the mean, plain CG {round(made.mean())}"
-        )
-        for what, table in (("step", steps), ("iteration", each)):
-            for center in (np.mean, np.median, np.min):
-                one, other = center(table["roulette"]), center(table["plain"])
-                print(
-                    f"  seconds a {what}, {center.__name__}: {one:.4f} and {other:.4f}, ratio "
-                    f"{one / other:.3f}",
-                    flush=True,
-                )
+    roulette = compiled(f"roulette, {method}")
+    made = np.array([float(roulette(raw, key)[0][1]) for key in keys])
+    probes = method.split(", ")[1]
+    plain = compiled(f"cut, {round(made.mean()) - 1} iterations, {probes}")
+    plain_made = float(plain(raw, keys[0])[0][1])
+    both = [
+        [seconds(one, raw, key, repeats=1, warm=True)[0] for one in (roulette, plain)]
+        for key in keys
+    ]
+    ours, theirs = np.array(both).T
+    return {
+        "iterations": float(made.mean()),
+        "plain_iterations": plain_made,
+        "seconds": float(np.median(ours)),
+        "plain_seconds": float(np.median(theirs)),
+        "plain_ratio": float(np.median(ours / made) / np.median(theirs / plain_made)),
+    }
 
 
 def toy_data():
@@ -299,7 +264,7 @@ def record_lengthscale(data, split, seed, method, *, draws):
 
 
 def draw(path):
-    """The figure of a stored run: biases, or the lengthscales learned."""
+    """The figure of a stored run: biases, the lengthscales learned, or training on pol."""
     run = json.loads(path.read_text())
     if run["name"] == "truncation-bias":
         rows, costs = [], {}
@@ -326,72 +291,18 @@ def draw(path):
             panel.legend()
         panels[0].set_ylabel("lengthscale learned / exact")
         figure.savefig(FIGURES / "truncation_toy.svg", metadata={"Date": None})
-
-
-def plot(arguments):
-    """Draw what `pol` wrote: the exact log marginal likelihood over the steps."""
-    with np.load(arguments.files[0]) as file:
-        curves = dict(file)
-    every = int(curves.pop("every"))
-    best = curves.pop("Cholesky")[0]
-    figure = Figure(figsize=(3.2 * len(arguments.expected), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(arguments.expected), squeeze=False, sharey=True)[0]
-    steps = every * np.arange(len(best))
-    for panel, expected in zip(panels, arguments.expected, strict=True):
-        panel.plot(steps, best, "k", label="Cholesky")
-        cuts = sorted(
-            int(name.split(", ")[0]) for name in curves if name.endswith(f"cut, {expected}")
-        )
-        for style, budget in zip(("C1:", "C1--"), cuts, strict=False):
-            label = "CG, E[J] iterations" if budget == expected else "CG, as many as roulette"
-            panel.plot(steps, curves[f"{budget}, cut, {expected}"][0], style, label=label)
-        for number, curve in enumerate(curves[f"roulette, {expected}"]):
-            label = "Russian roulette" if number == 0 else None
-            panel.plot(steps, curve, "C0", alpha=0.6, label=label)
-        panel.set(title=f"E[J] = {expected}", xlabel="step", ylim=arguments.limits)
-        panel.set_xlim(left=arguments.first)
-    panels[0].set_ylabel("exact log marginal likelihood")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(arguments.out)
-
-
-def make_parser():
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["pol", "step", "plot"])
-    parser.add_argument("files", nargs="*", help="of plot: what pol wrote")
-    parser.add_argument("--data", default="pol")
-    parser.add_argument("--split", type=int, default=0)
-    parser.add_argument("--n", type=int, default=2000, help="training rows; 0 for all")
-    parser.add_argument("--expected", type=int, nargs="*", default=[10, 20, 30, 40, 60])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--long", type=int, default=0, help="steps of another exact run")
-    parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--cosine", action="store_true", help="the rate falls to zero by a cosine")
-    parser.add_argument("--rank", type=int, default=100, help="of the preconditioner; 0 for none")
-    parser.add_argument("--group-size", type=int, default=128, help="1 for textbook CG")
-    parser.add_argument("--num-probes", type=int, default=16)
-    parser.add_argument("--share", type=float, default=0.8, help="the least J over its mean")
-    parser.add_argument("--lengthscale", type=float, default=1.0, help="of step")
-    parser.add_argument("--noise", type=float, default=0.01, help="variance, of step")
-    parser.add_argument("--repeats", type=int, default=10, help="of step")
-    parser.add_argument("--limits", type=float, nargs=2, help="of plot: the vertical axis")
-    parser.add_argument("--first", type=int, default=0, help="of plot: the first step")
-    parser.add_argument("--every", type=int, default=10, help="steps between exact evaluations")
-    parser.add_argument("--out", help="file for the curves, or for the plot")
-    return parser
-
-
-def main():
-    """Run a benchmark."""
-    arguments = make_parser().parse_args()
-    jax.config.update("jax_enable_x64", arguments.what == "pol")
-    warnings.filterwarnings("ignore", "a linear solve ended above its tolerance")
-    globals()[arguments.what](arguments)
-
-
-if __name__ == "__main__":
-    main()
+    if run["name"] == "truncation-cut":  # beside the roulette, which ran before
+        roulette = json.loads(path.with_stem("truncation-training").read_text())["records"]
+        figure = Figure(figsize=(9.0, 3.5), layout="constrained")
+        panels = dict(zip((20, 30, 40), figure.subplots(1, 3, sharey=True), strict=True))
+        styles = {EXACT: "k", "cut": "C1:", "roulette": "C0"}
+        for number, panel in panels.items():
+            for record in run["records"] + roulette:
+                kind = record["method"].split(", ")[0]
+                if record["method"] in (EXACT, f"{kind}, {number} iterations"):
+                    steps, label = range(50, 101, 10), None if record["seed"] else kind
+                    panel.plot(steps, record["curve"][5:], styles[kind], label=label)
+            panel.set(title=f"{number} iterations", xlabel="step")
+        panels[20].set_ylabel("exact log marginal likelihood")
+        figure.legend(*panels[20].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.savefig(FIGURES / "truncation_pol.svg", metadata={"Date": None})

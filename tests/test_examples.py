@@ -286,7 +286,9 @@ def test_more_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))  # for flights_report
-    score = example("flights").main(steps=150, rows=4000, num_inducing=20, output=str(tmp_path))
+    (score, *_), _ = example("flights").main(
+        steps=150, rows=4000, num_inducing=20, output=str(tmp_path)
+    )
     # A normal distribution around the mean has about -1.4: the likelihood must do better.
     assert score.log_density > -1.2
     assert 0.8 < score.coverage[1] < 0.97
