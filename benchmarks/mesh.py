@@ -1,165 +1,332 @@
-"""What a mesh of devices shares: work a device, and numbers sent, from XLA's own analysis.
+"""Several devices: operations, numbers sent and memory of each, and seconds on the cores of a CPU.
 
-    python benchmarks/mesh.py steps --devices 8 --batch 1024 --num-inducing 512
-    python benchmarks/mesh.py features --devices 8 --features 10000000
+    python benchmarks/evidence.py mesh-work mesh-memory mesh-steps mesh-features
+    python benchmarks/evidence.py mesh-symmetry mesh-processes
 
-`steps`: one training step of each guide with a batch of p times the rows on p devices, beside a
-step with the rows of one device on one. Counts of operations leave out LAPACK, and take the body of
-a loop once. `features`: training steps of `RowSVI` with a row of parameters for each feature, of
-which each device holds its own; losses beside those on one device, and bytes a device. Devices are
-made up on a CPU, so times say nothing, and none are taken.
+Devices are virtual ones of a CPU, in a process of their own. The first three runs read compiled
+programs (see programs.py), which do not run: products, gradients and sweeps of alternating
+projections, training steps of the iterative family, and steps of guides with mini-batches.
+`mesh-features` trains with a row of parameters for each feature, of which each device holds its
+own. The last two are times: what a product gains from symmetry, and two processes beside one.
 """
 
-import argparse
 import functools
 import math
 import os
-import re
+import socket
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from unittest import mock
 
-KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
-BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "u8": 1}
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from iterative import in_new_process, seconds, seconds_in_turn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+from programs import Program, bytes_of, compiled, largest_whole
+from sparse import number_in
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.solvers import alternating_projections, products
+
+BLOCK = 1000  # rows of alternating projections
 
 
-def collectives(text):
-    """What a compiled program sends: kinds and bytes of the results, branches all counted."""
-    found = {}
-    for shapes, kind in re.findall(rf"= (.*?) ({KINDS})(?:-start)?\(", text):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            size = math.prod(int(axis) for axis in shape.split(",") if axis)
-            found[kind] = found.get(kind, 0) + size * BYTES.get(dtype, 8)
+def on_devices(num, function, **arguments):
+    """What a function returns in a new process, with `num` virtual devices and LAPACK on a core.
+
+    Several threads of LAPACK wait for each other where devices or programs share the cores.
+    """
+    flags = f"--xla_force_host_platform_device_count={num}"
+    with mock.patch.dict(os.environ, XLA_FLAGS=flags, OPENBLAS_NUM_THREADS="1"):
+        return in_new_process(function, **arguments)[0]
+
+
+def on_mesh(num, *arrays):
+    """Rows on `num` devices."""
+    mesh = jax.make_mesh((num,), ("rows",), devices=jax.devices()[:num])
+    return sgp.shard_rows(mesh, *arrays)
+
+
+def normal(rows, *columns):
+    """Arrays with these numbers of columns."""
+    generator = np.random.default_rng(0)
+    return [generator.normal(size=(rows, number)).astype(np.float32) for number in columns]
+
+
+def operator(X):
+    return sgp.solvers.KernelOperator(sgp.kernels.Matern32(jnp.ones(X.shape[1])), X, 0.1)
+
+
+def product(X, V):
+    return operator(X).matmul(V)
+
+
+def gradient(X, V):
+    return operator(X).quadratic_gradient(jnp.ones(V.shape[1]), V)
+
+
+def projections(num, X, V):
+    """The set-up of alternating projections, and `num` iterations."""
+
+    def iterations(operator, system, state, project, **_):
+        for _ in range(num):
+            state = project(state, jnp.zeros((), int))
+        return state
+
+    solver, zeros = sgp.solvers.AlternatingProjections(block_size=BLOCK), jnp.zeros_like(V)
+    system = sgp.solvers.solver.System(jnp.ones(V.shape[1]), V, zeros, V, 0)
+    with mock.patch.object(alternating_projections, "descend", iterations):
+        return solver.run(operator(X), system, None, 0)
+
+
+def record_work(data, split, seed, method, *, rows=64_000, d=8, k=65):
+    """The record of a unit, of "2 devices": see `count_work`."""
+    return on_devices(number_in(method), count_work, rows=rows, d=d, k=k)
+
+
+def count_work(rows, d, k):
+    """Operations of all devices as a part of those of one, and multiples of n that each sends.
+
+    A sweep is n / 1000 times what a second iteration adds to a first. `counted` is the sum of all
+    operations with loops counted once, as a part of XLA's own.
+    """
+    num, tasks = jax.device_count(), {"product": product, "gradient": gradient}
+    tasks |= {steps: functools.partial(projections, steps) for steps in (1, 2)}
+    work, sent, ours, theirs = {}, {}, 0.0, 0.0
+    for p in (1, num):
+        arrays = on_mesh(p, *normal(rows, d, k))
+        for name, task in tasks.items():
+            found = compiled(task, *arrays)
+            program = Program(found)
+            work[name, p], sent[name, p] = program.operations(), program.sent(p) / rows
+            ours += program.operations(is_once=True)
+            theirs += found.cost_analysis()["flops"]
+        for counts in (work, sent):
+            counts["sweep", p] = (counts[2, p] - counts[1, p]) * rows / BLOCK
+    names = ("product", "gradient", "sweep")
+    return {
+        **{f"{name}_work": num * work[name, num] / work[name, 1] for name in names},
+        **{f"{name}_sent": sent[name, num] for name in names},
+        "counted": ours / theirs,
+    }
+
+
+def record_memory(data, split, seed, method, *, d=8):
+    """The record of a unit, of "200,000 rows, 8 devices, 65 vectors": see `plan_memory`."""
+    n, num, k = map(number_in, method.split(", "))
+    return on_devices(num, plan_memory, n=n, d=d, k=k)
+
+
+def plan_memory(n, d, k):
+    """MiB of each device as XLA plans them, as a part of the formula, and the largest whole array.
+
+    That is the largest one with all rows on one device, as a multiple of n.
+    """
+    num = jax.device_count()
+    X, V = on_mesh(num, *normal(n, d, k))
+    programs = {
+        "product": compiled(product, X, V),
+        "cg": training_step(sgp.solvers.ConjugateGradients(), k - 1, X, V[:, 0]),
+        "ap": training_step(sgp.solvers.AlternatingProjections(), k - 1, X, V[:, 0]),
+    }
+    found = {"whole": max(largest_whole(one, n) for one in programs.values()) / n}
+    for name, program in programs.items():
+        taken = bytes_of(program)
+        found[f"{name}_memory"] = taken / 2**20
+        found[f"{name}_formula"] = taken / formula(name, n, num, d, k)
     return found
 
 
-def steps(arguments):
-    """Print work a device and bytes sent of a step with each guide."""
-    import jax
-    import numpy as np
-    import numpyro
-    import numpyro.distributions as dist
-    import optax
-    from numpyro.infer import SVI
-    from numpyro.infer.autoguide import AutoDelta
+def training_step(solver, num_probes, X, y):
+    """A step of SVI, compiled with its state divided as in a run."""
 
-    import numpyro_scalegp as sgp
-
-    p, n, d, m = arguments.devices, arguments.rows, arguments.columns, arguments.num_inducing
-    generator = np.random.default_rng(0)
-    X = generator.normal(size=(n, d)).astype(np.float32)
-    y = np.sin(X[:, 0])
-    points = generator.normal(size=(5 * m, d)).astype(np.float32)
-
-    def model(X, y, batch):
+    def model(X, y):
         lengthscale = numpyro.sample(
-            "lengthscale", dist.LogNormal(0.0, 1.0).expand([d]).to_event(1)
+            "lengthscale", dist.LogNormal(0.0, 1.0).expand([X.shape[1]]).to_event(1)
         )
         noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
-        rows = sgp.plate("rows", n, batch)
-        X_batch, y_batch = rows.take(X, y)
-        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X_batch))
-        with rows:
-            numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)
+        kernel = sgp.kernels.Matern32(lengthscale)
+        estimator = sgp.estimators.Pathwise(solver, num_probes)
+        gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, state="solver")
+        numpyro.sample("y", gp, obs=y)
 
-    guides = {
-        "sparse": functools.partial(sgp.guides.AutoSparseGP, inducing_points=points[:m]),
-        "decoupled": functools.partial(
-            sgp.guides.AutoDecoupledGP, mean_points=points[m:], cov_points=points[:m]
-        ),
-        "hybrid": functools.partial(
-            sgp.guides.AutoHybridGP, inducing_points=points[:m], residual_points=points[m:]
-        ),
+    svi = SVI(model, AutoDelta(model), optax.adam(0.1), Trace_ELBO())
+
+    def placed(leaf):
+        spec = P(*("rows" if size == len(X) else None for size in leaf.shape))
+        sharding = NamedSharding(X.sharding.mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    state = jax.tree.map(placed, jax.eval_shape(svi.init, jax.random.key(0), X, y))
+    return compiled(svi.update, state, X, y)
+
+
+def formula(name, n, p, d, k):
+    """Bytes a device in float32: what n / p rows take, and what does not depend on n."""
+    block = 4 * products._MAX_ROWS_ON_CPU**2
+    if name == "product":
+        return 4 * (n / p * (13 * k + 4 * d) + block)
+    rank = min(10 * math.sqrt(n), 2**26 / n)
+    columns = {"cg": 31 * (k + 16) + rank, "ap": 17 * k + 3 * BLOCK}[name]
+    draws = 3 * min(2**24, n / p * 2000) + n / p * 5 * k
+    return 4 * max(n / p * (columns + 4 * d) + block, draws)
+
+
+def record_symmetry(data, split, seed, method, *, rows=8000, d=8, k=65):
+    """The record of a unit, of "2 devices": see `time_symmetry`."""
+    return on_devices(number_in(method), time_symmetry, rows=rows, d=d, k=k)
+
+
+def gathered_product(X, V):
+    """H V without symmetry: each device multiplies its rows of H with all of V."""
+    kernel, mesh = operator(X).kernel, operator(X).mesh
+    specs = {"in_specs": (P("rows"), P(), P()), "out_specs": P("rows"), "check_vma": False}
+    multiply = functools.partial(products.kernel_matmul, kernel)
+    return jax.shard_map(multiply, mesh=mesh, **specs)(X, X, V) + 0.1 * V
+
+
+def time_symmetry(rows, d, k):
+    """Median seconds of a product in turn: the ring, and gathered rows without symmetry."""
+    arrays = on_mesh(jax.device_count(), *normal(rows, d, k))
+    tasks = {one: (jax.jit(one), *arrays) for one in (product, gathered_product)}
+    ours, theirs = (np.asarray(task(*arrays)) for task, *_ in tasks.values())
+    once, twice = (float(np.median(times)) for times in seconds_in_turn(tasks, 7).values())
+    return {
+        "seconds": once,
+        "gathered_seconds": twice,
+        "gathered_ratio": twice / once,
+        "gathered_difference": float(np.abs(ours - theirs).max() / np.abs(ours).max()),
     }
 
-    def compiled(guide, inputs, batch):
-        svi = SVI(
-            model, guide(model, rest=AutoDelta), optax.adam(0.01), sgp.infer.QuadratureELBO(2)
-        )
-        state = svi.init(jax.random.key(0), *inputs, batch)
-        step = jax.jit(svi.update, static_argnums=3)
-        return step.lower(state, *inputs, batch).compile()
 
-    mesh = jax.make_mesh((p,), ("rows",), devices=jax.devices()[:p])
-    for name, guide in guides.items():
-        one = compiled(guide, (X, y), arguments.batch)
-        many = compiled(guide, sgp.shard_rows(mesh, X, y), p * arguments.batch)
-        work, whole = (step.cost_analysis()["flops"] for step in (many, one))
-        print(
-            f"{name:10} {work / 1e9:8.3f} GFLOP a device for {p} x {arguments.batch} rows on {p}, "
-            f"{whole / 1e9:8.3f} for {arguments.batch} on one: {work / whole:.3f}"
-        )
-        sent = {kind: f"{size:,}" for kind, size in collectives(many.as_text()).items()}
-        print(f"{'':10} bytes: {sent}; all inducing values' gradients have {4 * m * m:,} each")
+def record_processes(data, split, seed, method, *, rows=16_000, d=10, k=65):
+    """The record of a unit, of "product" or "gradient": two processes with a core each, beside one.
+
+    Medians over three turns of medians over five calls, of the slower process.
+    """
+    took = {1: [], 2: []}
+    for _ in range(3):
+        for num, times in took.items():
+            times.append(in_processes(num, method, rows, d, k))
+    one, two = (float(np.median(times)) for times in took.values())
+    return {"seconds": one, "processes_seconds": two, "processes_ratio": two / one}
 
 
-def features(arguments):
-    """Print losses of a model with many features, and bytes of its state, on one device and p."""
-    import jax
-    import numpy as np
-    import numpyro
-    import numpyro.distributions as dist
-    import optax
+def in_processes(num, *given):
+    """Seconds in `num` processes on two cores, of the slower one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    shares = [cores] if num == 1 else [[core] for core in cores]
+    places = [(address, num, place, own, *given) for place, own in enumerate(shares)]
+    with ProcessPoolExecutor(num, mp_context=get_context("spawn")) as pool:
+        return max(pool.map(one_process, *zip(*places, strict=True)))
 
-    import numpyro_scalegp as sgp
 
-    p, n, d, m = arguments.devices, arguments.rows, arguments.columns, arguments.features
-    generator = np.random.default_rng(0)
-    X = generator.normal(size=(n, d)).astype(np.float32)
+def one_process(address, num, place, cores, method, rows, d, k):
+    """The median of five calls, on rows of which this process has one part."""
+    os.sched_setaffinity(0, cores)  # before JAX counts them, when it makes its device
+    if num > 1:
+        jax.distributed.initialize(address, num, place)
+    parts = [np.array_split(whole, num)[place] for whole in normal(rows, d, k)]
+    task = {"product": product, "gradient": gradient}[method]
+    took = float(np.median(seconds(jax.jit(task), *on_mesh(num, *parts))))
+    if num > 1:
+        jax.distributed.shutdown()
+    return took
+
+
+def model(X, y, batch):
+    lengthscale = numpyro.sample(
+        "lengthscale", dist.LogNormal(0.0, 1.0).expand([X.shape[1]]).to_event(1)
+    )
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    rows = sgp.plate("rows", len(X), batch)
+    X_batch, y_batch = rows.take(X, y)
+    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X_batch))
+    with rows:
+        numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)
+
+
+def guide_of(method, points, m):
+    """A guide with m inducing points, and four times as many of the other kind."""
+    few, many = points[:m], points[m:]
+    kinds, guides = {"rest": AutoDelta}, sgp.guides
+    if method == "sparse":
+        return guides.AutoSparseGP(model, inducing_points=few, **kinds)
+    if method == "decoupled":
+        return guides.AutoDecoupledGP(model, mean_points=many, cov_points=few, **kinds)
+    return guides.AutoHybridGP(model, inducing_points=few, residual_points=many, **kinds)
+
+
+def record_steps(data, split, seed, method, *, devices=8, **options):
+    """The record of a unit, of a kind of guide: see `count_step`."""
+    return on_devices(devices, count_step, method=method, **options)
+
+
+def count_step(method, rows=16_384, d=8, batch=512, num_inducing=256):
+    """Operations of each of p devices for p times the rows of a batch, beside those of one device.
+
+    The operations of LAPACK are left out.
+    """
+    num = jax.device_count()
+    (X,), (points,) = normal(rows, d), normal(5 * num_inducing, d)
+    y, programs = np.sin(X[:, 0]), {}
+    for p, inputs in ((1, (X, y)), (num, on_mesh(num, X, y))):
+        guide = guide_of(method, points, num_inducing)
+        svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+        state = svi.init(jax.random.key(0), *inputs, p * batch)
+        step = compiled(svi.update, state, *inputs, p * batch, static_argnums=3)
+        programs[p] = Program(step)
+    return {
+        "step_work": programs[num].operations() / programs[1].operations(),
+        "megabytes_sent": 4e-6 * programs[num].sent(num),
+    }
+
+
+def record_features(data, split, seed, method, *, devices=8, **options):
+    """The record of a unit, of "10,000,000 features": see `train_features`."""
+    return on_devices(devices, train_features, m=number_in(method), **options)
+
+
+def train_features(m, rows=65_536, d=8, batch=512, rank=10):
+    """Five steps with m features on one device and on all: MiB of the state, and losses."""
+    num, (X,) = jax.device_count(), normal(rows, d)
     y = np.sin(X[:, 0])
 
-    def model(X, y, batch):
-        rows = sgp.plate("rows", n, batch)
+    def model(X, y):
+        rows = sgp.plate("rows", len(X), batch)
         X_batch, y_batch = rows.take(X, y)
         phi = sgp.features.RandomFourier(sgp.kernels.RBF(2.0), m, seed=0)
         f = numpyro.sample("f", sgp.WeightSpaceGP(phi, X_batch))
         with rows:
             numpyro.sample("y", dist.Normal(f, 0.3), obs=y_batch)
 
-    mesh = jax.make_mesh((p,), ("rows",), devices=jax.devices()[:p])
-    for num, inputs in ((1, (X, y)), (p, sgp.shard_rows(mesh, X, y))):
-        guide = sgp.guides.AutoChevronGP(model, rank=arguments.rank)
+    held, losses = [], []
+    for inputs in ((X, y), on_mesh(num, X, y)):
+        guide = sgp.guides.AutoChevronGP(model, rank=rank)
         loss = sgp.infer.QuadruplyStochasticELBO(num_features=2000, control_variate_rank=200)
         svi = sgp.infer.RowSVI(model, guide, optax.adam(0.01), loss)
-        state = svi.init(jax.random.key(0), *inputs, arguments.batch)
-        update = jax.jit(svi.update, static_argnums=3, donate_argnums=0)
-        program = update.lower(state, *inputs, arguments.batch).compile()
-        losses = []
+        state = svi.init(jax.random.key(0), *inputs)
+        step, values = compiled(svi.update, state, *inputs, donate_argnums=0), []
         for _ in range(5):
-            state, value = update(state, *inputs, arguments.batch)
-            losses.append(float(value))
+            state, value = step(state, *inputs)
+            values.append(float(value))
         leaves = [leaf for leaf in jax.tree.leaves(state) if m in leaf.shape]
-        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-        memory = program.memory_analysis()
-        print(
-            f"{num} devices: state of {m:,} features {held / 2**20:,.0f} MiB a device, a step "
-            f"{memory.temp_size_in_bytes / 2**20:,.1f} MiB besides; bytes sent "
-            f"{collectives(program.as_text())}; losses {losses}",
-            flush=True,
-        )
-
-
-def main():
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    of_steps = commands.add_parser("steps", help="steps of SVI with mini-batches")
-    of_steps.add_argument("--devices", type=int, default=8)
-    of_steps.add_argument("--rows", type=int, default=65_536)
-    of_steps.add_argument("--columns", type=int, default=8)
-    of_steps.add_argument("--batch", type=int, default=1024, help="rows of one device")
-    of_steps.add_argument("--num-inducing", type=int, default=512)
-    of_steps.set_defaults(run=steps)
-    of_features = commands.add_parser("features", help="steps of RowSVI with many features")
-    of_features.add_argument("--devices", type=int, default=8)
-    of_features.add_argument("--rows", type=int, default=65_536)
-    of_features.add_argument("--columns", type=int, default=8)
-    of_features.add_argument("--batch", type=int, default=512, help="rows of all devices")
-    of_features.add_argument("--features", type=int, default=10**7)
-    of_features.add_argument("--rank", type=int, default=10)
-    of_features.set_defaults(run=features)
-    arguments = parser.parse_args()
-    flag = f"--xla_force_host_platform_device_count={arguments.devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    arguments.run(arguments)
-
-
-if __name__ == "__main__":
-    main()
+        held.append(sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 2**20)
+        losses.append(values)
+    alone, shared = np.array(losses)
+    return {
+        "state_alone": held[0],
+        "state_each": held[1],
+        "megabytes_sent": 4e-6 * Program(step).sent(num),
+        "loss_difference": float(np.abs(shared / alone - 1.0).max()),
+    }

@@ -1,32 +1,25 @@
 """Several outputs by their structure beside the dense matrix: time of a value and its gradient.
 
-    python benchmarks/outputs.py --rows 300 --outputs 5
+    python benchmarks/evidence.py outputs
 
 The log density of a complete matrix of observations and its gradient in all hyperparameters, once
 by p factorizations of n x n matrices, and once, as the same distribution does with gaps, by one of
-an np x np matrix. Calls alternate, so that a noisy machine disturbs both alike.
+an np x np matrix, in float32. LAPACK has one thread.
 """
 
-import argparse
-import time
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from iterative import seconds_in_turn
+from mesh import on_devices
+from sparse import number_in
 
 import numpyro_scalegp as sgp
 
 
-def problem(num_rows, num_outputs, d=2):
-    """Inputs, observations and hyperparameters."""
-    generator = np.random.default_rng(0)
-    X = jnp.asarray(generator.normal(size=(num_rows, d)))
-    Y = jnp.asarray(generator.normal(size=(num_rows, num_outputs)))
-    W = jnp.asarray(generator.normal(size=(num_outputs, 2)))
-    return X, Y, (jnp.ones(d), W, 0.5 * jnp.ones(num_outputs), 0.1 * jnp.ones(num_outputs))
-
-
-def log_density(hyperparameters, X, Y, by_structure):
+def log_density(by_structure, hyperparameters, X, Y):
     """Noise of the shape of Y is taken for one variance for each entry, without a structure."""
     lengthscale, W, diag, noise = hyperparameters
     noise = noise if by_structure else jnp.broadcast_to(noise, Y.shape)
@@ -34,29 +27,22 @@ def log_density(hyperparameters, X, Y, by_structure):
     return sgp.MultiOutputGP(sgp.kernels.RBF(lengthscale), outputs, X, noise).log_prob(Y)
 
 
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=300)
-    parser.add_argument("--outputs", type=int, default=5)
-    parser.add_argument("--repetitions", type=int, default=10)
-    arguments = parser.parse_args()
-    X, Y, values = problem(arguments.rows, arguments.outputs)
-    evaluate = jax.jit(jax.value_and_grad(log_density), static_argnums=3)
-    spent = {"by structure": [], "dense": []}
-    found = {}
-    for repetition in range(arguments.repetitions + 1):
-        for name, times in spent.items():
-            start = time.perf_counter()
-            found[name] = jax.block_until_ready(evaluate(values, X, Y, name == "by structure"))
-            if repetition:  # the first one compiles
-                times.append(time.perf_counter() - start)
-    print(f"{arguments.rows} rows of {arguments.outputs} outputs, device {jax.devices()[0]}")
-    for name, times in spent.items():
-        print(f"{name:12s} median {1e3 * np.median(times):8.1f} ms, value {found[name][0]:.3f}")
-    ratio = np.median(spent["dense"]) / np.median(spent["by structure"])
-    print(f"{'ratio':12s} {ratio:.1f}")
+def record(data, split, seed, method, **options):
+    """The record of a unit, of "300 rows, 5 outputs": see `compare`."""
+    n, p = map(number_in, method.split(", "))
+    return on_devices(1, compare, n=n, p=p, seed=seed, **options)
 
 
-if __name__ == "__main__":
-    main()
+def compare(n, p, seed, d=2, repeats=10):
+    """Median milliseconds, taken in turn."""
+    generator = np.random.default_rng(seed)
+    X, Y, W = (jnp.asarray(generator.normal(size=shape)) for shape in ((n, d), (n, p), (p, 2)))
+    values = jnp.ones(d), W, 0.5 * jnp.ones(p), 0.1 * jnp.ones(p)
+    functions = {kind: functools.partial(log_density, kind) for kind in (True, False)}
+    tasks = {
+        kind: (jax.jit(jax.value_and_grad(one)), values, X, Y) for kind, one in functions.items()
+    }
+    ours, dense = (
+        1e3 * float(np.median(times)) for times in seconds_in_turn(tasks, repeats).values()
+    )
+    return {"gradient": ours, "dense_gradient": dense, "dense_ratio": dense / ours}

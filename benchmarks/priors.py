@@ -1,32 +1,31 @@
 """NUTS on a small exact GP with a flat prior of the lengthscale, a wide one, and one by two bounds.
 
-Thirty noisy points of a function that does not depend on the second of its two columns: that
-lengthscale is long, and the likelihood cannot tell how long. Prints, for each prior, divergent
-transitions, and of each lengthscale quantiles, effective sample size and R-hat; draws
-docs/figures/priors.svg.
+    python benchmarks/evidence.py priors
 
-    python benchmarks/priors.py
+Thirty noisy points of a function that does not depend on the second of its two columns: that
+lengthscale is long, and the likelihood cannot tell how long. In float64.
 """
 
-import argparse
+import json
 import warnings
+from pathlib import Path
 
 import jax
-import matplotlib
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from matplotlib.figure import Figure
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC, NUTS, init_to_value
 
 import numpyro_scalegp as sgp
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "priors.svg"
+THIN = 4  # of the draws, for the figure
 
 
-def data(seed, n=30):
+def points(seed, n=30):
     """Points of a function of the first column alone, both in (0, 1)."""
     random = np.random.default_rng(seed)
     X = random.uniform(0.0, 1.0, size=(n, 2))
@@ -43,13 +42,13 @@ def model(X, y, prior):
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, noise), obs=y)
 
 
-def choices():
-    """Priors of the lengthscale."""
-    return {
-        "flat": dist.ImproperUniform(constraints.positive, (2,), ()),
-        "log-normal(0, 3)": dist.LogNormal(0.0, 3.0).expand([2]),
-        "by bounds": sgp.infer.lengthscale_prior(0.1, 2.0).expand([2]),
-    }
+def prior_of(method):
+    """The prior of both lengthscales."""
+    if method == "flat":
+        return dist.ImproperUniform(constraints.positive, (2,), ())
+    if method == "LogNormal(0, 3)":
+        return dist.LogNormal(0.0, 3.0).expand([2])
+    return sgp.infer.lengthscale_prior(0.1, 2.0).expand([2])
 
 
 def collected(mcmc):
@@ -58,51 +57,43 @@ def collected(mcmc):
     return logs, jax.tree.map(np.asarray, mcmc.get_extra_fields(group_by_chain=True))
 
 
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-samples", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="docs/figures/priors.svg")
-    arguments = parser.parse_args()
-    X, y = data(arguments.seed)
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
-    for (name, prior), axes in zip(choices().items(), panels, strict=True):
-        start = init_to_value(
-            values={"lengthscale": np.full(2, 0.5), "variance": 1.0, "noise": 0.1}
-        )
-        mcmc = MCMC(
-            NUTS(model, init_strategy=start, max_tree_depth=8),
-            num_warmup=arguments.num_samples,
-            num_samples=arguments.num_samples,
-            num_chains=4,
-            chain_method="sequential",
-            progress_bar=False,
-        )
-        fields = {"extra_fields": ("diverging", "num_steps")}
-        mcmc.warmup(jax.random.key(0), X, y, prior, collect_warmup=True, **fields)
+@jax.enable_x64(True)
+def record(data, split, seed, method, *, num_samples=400):
+    """The record of a unit: percent of divergent transitions, and of each lengthscale quantiles.
+
+    `paths` has, of each chain, the other lengthscale's logarithm to base 10, warm-up included.
+    """
+    given = *points(seed), prior_of(method)
+    values = {"lengthscale": np.full(2, 0.5), "variance": 1.0, "noise": 0.1}
+    kernel = NUTS(model, init_strategy=init_to_value(values=values), max_tree_depth=8)
+    draws = {"num_warmup": num_samples, "num_samples": num_samples, "num_chains": 4}
+    mcmc = MCMC(kernel, chain_method="sequential", progress_bar=False, **draws)
+    fields = {"extra_fields": ("diverging", "num_steps")}
+    with warnings.catch_warnings(action="ignore"):  # of matrices that are close to singular
+        mcmc.warmup(jax.random.key(seed), *given, collect_warmup=True, **fields)
         before, _ = collected(mcmc)
-        mcmc.run(mcmc.post_warmup_state.rng_key, X, y, prior, **fields)
-        logs, extra = collected(mcmc)
-        diverging = extra["diverging"]
-        print(f"{name}: {diverging.mean():.1%} divergent, {extra['num_steps'].mean():.0f} steps")
-        for column in range(2):
-            low, median, high = np.exp(np.quantile(logs[..., column], (0.05, 0.5, 0.95)))
-            print(
-                f"  column {column}: {low:.3g}, {median:.3g}, {high:.3g} (5, 50 and 95 %), "
-                f"effective sample size {effective_sample_size(logs[..., column]):.0f}, "
-                f"R-hat {split_gelman_rubin(logs[..., column]):.2f}",
-                flush=True,
-            )
-        steps = np.arange(-before.shape[1], logs.shape[1])
-        path = np.concatenate([before, logs], axis=1)[..., 1] / np.log(10.0)
-        axes.plot(steps, path.T, linewidth=0.6)
-        axes.set(title=f"{name}: {diverging.mean():.0%} divergent", xlabel="draw (warm-up below 0)")
-    panels[0].set(ylabel="log10 lengthscale of column 1")
-    figure.savefig(arguments.output, bbox_inches="tight")
+        mcmc.run(mcmc.post_warmup_state.rng_key, *given, **fields)
+    logs, extra = collected(mcmc)
+    found = {"divergent": 100.0 * extra["diverging"].mean(), "steps": extra["num_steps"].mean()}
+    for name, column in zip(("matters", "other"), np.moveaxis(logs, -1, 0), strict=True):
+        quantiles = np.exp(np.quantile(column, (0.05, 0.5, 0.95)))
+        named = zip(("low", "median", "high"), quantiles, strict=True)
+        found |= {f"{name}_{part}": float(value) for part, value in named}
+        found[f"{name}_draws"] = float(effective_sample_size(column))
+        found[f"{name}_rhat"] = float(split_gelman_rubin(column))
+    paths = np.concatenate([before, logs], axis=1)[:, ::THIN, 1] / np.log(10.0)
+    return {**found, "paths": paths.round(2).tolist()}
 
 
-if __name__ == "__main__":
-    numpyro.enable_x64()
-    warnings.simplefilter("ignore")  # of matrices that are close to singular
-    main()
+def draw(path):
+    """The chains in the lengthscale of the column that does not matter."""
+    records = json.loads(path.read_text())["records"]
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    panels = figure.subplots(1, len(records), squeeze=False)[0]
+    for record, panel in zip(records, panels, strict=True):
+        paths = np.array(record["paths"]).T
+        panel.plot(THIN * (np.arange(len(paths)) - len(paths) // 2), paths, linewidth=0.6)
+        title = f"{record['method']}\n{record['divergent']:.0f} % divergent"
+        panel.set(title=title, xlabel="draw (warm-up below 0)")
+    panels[0].set(ylabel="log10 of the lengthscale")
+    figure.savefig(FIGURE, metadata={"Date": None})

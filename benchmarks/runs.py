@@ -106,6 +106,18 @@ EIGENVALUES = tuple(
     for rows in ("Gaussian", "lognormal")
     for treatment in ("variational", "compositional-0.9", "minimax")
 )
+MEMORY = (
+    "200,000 rows, 8 devices, 65 vectors",
+    "400,000 rows, 8 devices, 65 vectors",
+    "100,000 rows, 4 devices, 65 vectors",
+    "50,000 rows, 2 devices, 65 vectors",
+    "200,000 rows, 8 devices, 17 vectors",
+)
+ESTIMATORS = (
+    "1,000 rows, 10 iterations, rank 20, 2,000 features",
+    "4,000 rows, 12 iterations, rank 50, 4,000 features",
+    "14,940 rows, 15 iterations, rank 100, 10,000 features",
+)
 SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
 
 
@@ -269,6 +281,43 @@ ON_CPU = (
         function="record_gradients",
     ),
     Run("mixing", "mixing", 3, ("made up",), OUTPUTS),
+    Run("outputs", "outputs", 1, ("made up",), ("100 rows, 5 outputs", "300 rows, 5 outputs")),
+    Run("groups", "groups", 1, ("made up",), ("100 groups, 50 rows", "100 groups, 200 rows")),
+    Run(
+        "mesh-work", "mesh", 3, ("made up",), ("2 devices", "4 devices", "8 devices"),
+        function="record_work",
+    ),
+    Run("mesh-memory", "mesh", 5, ("made up",), MEMORY, function="record_memory"),
+    Run(
+        "mesh-steps", "mesh", 3, ("made up",), ("sparse", "decoupled", "hybrid"),
+        function="record_steps",
+    ),
+    Run(
+        "mesh-features", "mesh", 5, ("made up",), ("100,000 features", "10,000,000 features"),
+        function="record_features",
+    ),
+    Run("mesh-symmetry", "mesh", 1, ("made up",), ("2 devices",), function="record_symmetry"),
+    Run(
+        "mesh-processes", "mesh", 3, ("made up",), ("product", "gradient"),
+        function="record_processes",
+    ),
+    Run(
+        "priors", "priors", 5, ("made up",),
+        ("flat", "LogNormal(0, 3)", "lengthscale_prior(0.1, 2.0)"),
+    ),
+    Run(
+        "hyperparameters", "hyperparameters", 8, ("elevators",),
+        ("AutoNormal", "AutoMultivariateNormal", "SGLD"),
+    ),
+    Run(
+        "hyperparameters-noise", "hyperparameters", 3, ("elevators",),
+        ("Pathwise, 2,000 features", "Pathwise, 8,000 features", "Hutchinson"),
+        function="record_noise",
+    ),
+    Run(
+        "hyperparameters-cost", "hyperparameters", 5, ("elevators",), ESTIMATORS,
+        function="record_cost",
+    ),
     Run("flights", "demo", 4, ("flights",), ("sparse GP", "linear regression", "constant")),
     Run("streams", "streams", 8, ("made up",), ("20,000,000 rows",), options={"block": 100}),
     Run("streams-smaller", "streams", 1, ("made up",), ("1,000,000 rows",)),
