@@ -258,9 +258,9 @@ ON_CPU = (
         options={"subset": 1000, "steps": 800, "num_residual": 6000},
     ),
     Run(
-        "decoupled-stream", "decoupled", 12, ("kin40k",),
+        "decoupled-stream", "decoupled", 7, ("kin40k",),
         ("decoupled, 16,384 and 128 points", "coupled, 1,024 points"), function="record_stream",
-        options={"steps": 2000, "num_residual": 16_384, "solve_every": 1000},
+        options={"steps": 1000, "num_residual": 16_384, "solve_every": 500},
     ),
     Run(
         "decoupled-sinc", "decoupled", 1, ("made up",),
