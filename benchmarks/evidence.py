@@ -282,7 +282,7 @@ def rounded(mean: float, error: float | None) -> str:
     if error is not None and not math.isfinite(error):
         return "not finite"
     if error is None or error <= 1e-9 * abs(mean):
-        return f"{mean:.4g}"
+        return f"{mean:,.0f}" if 1e4 <= abs(mean) < 1e9 else f"{mean:.4g}"
     digits = max(0, 1 - math.floor(math.log10(error)))
     return f"{round(mean, digits) + 0.0:.{digits}f} ± {error:.{digits}f}"
 

@@ -32,6 +32,7 @@ def test_mean_and_standard_error_are_known_values():
     # A pair is a mean that was made elsewhere, with its standard error.
     assert evidence.mean_and_error([[-0.01, 1.1]]) == "0.0 ± 1.1"
     assert evidence.mean_and_error([[-153.2, 1e-13]]) == "-153.2"
+    assert evidence.mean_and_error([12345.6]) == "12,346"
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path):
@@ -109,3 +110,13 @@ def test_each_marker_of_a_page_names_a_declared_run_with_results():
         for match in evidence.MARKER.finditer(text):
             assert set(evidence.names_of(match)) <= names, page
         evidence.replace_markers(text)
+
+
+def test_readme_quotes_the_stored_run():
+    stored = json.loads((evidence.RESULTS / "time-against-error.json").read_text())["records"]
+    found = {one["method"]: (f"{one['rmse']:.3f}", f"{one['seconds']:.0f} s") for one in stored}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for method in ("sparse", "gpytorch", "road-quick"):
+        rmse, seconds = found[method]
+        assert rmse in text, method
+        assert seconds in text, method
