@@ -193,8 +193,8 @@ def follow(data, model, guide, steps, num_held, solve_every=None):
         mean = guide.posterior(params, X, y, n).mean(X_test)
         return jnp.mean(jnp.square(data.y_test - mean)) / variance
 
-    # Each row held stands for n / held of the stream's.
-    solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, n).params)
+    # The rows held are random ones, solved for as if there were no others.
+    solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, len(X)).params)
     rows, recent, state, found = np.array([], int), deque(maxlen=held), None, []
     began = time.perf_counter()
     for step in range(1, steps + 1):
@@ -210,7 +210,6 @@ def follow(data, model, guide, steps, num_held, solve_every=None):
         fitted = {**svi.get_params(state), **(state.mutable_state or {})}
         solves = solve_every is not None and (last or step % solve_every == 0)
         if solves:
-            # The last batches as one: each row counts for n rows over their number.
             fitted = solve(fitted, *map(jnp.concatenate, zip(*recent, strict=True)))
             state = sgp.infer.replace_params(svi, state, fitted)
         if last or solves or step % 100 == 0:
