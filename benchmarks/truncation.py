@@ -7,9 +7,9 @@ The first two are biases of log|H| and y'H^-1 y by the audit, and the lengthscal
 estimator learns, both for y = x sin(5 pi x) + noise, as in the paper. The next two train an RBF
 kernel with ARD by 100 steps of Adam from hyperparameters of 1.0: test errors in float32, from a
 posterior by Cholesky, as in tables S1 and S2 of Potapczynski et al. (2021); and in float64 the
-exact log marginal likelihood at the hyperparameters that are reached, also with more probes, more
-steps of exact gradients, and textbook iterations, in which right-hand sides share no Krylov space.
-The last is the time of a gradient. All but the first two need SCALEGP_DATA.
+exact log marginal likelihood at the hyperparameters that are reached, also with more probes and
+with textbook iterations, in which right-hand sides share no Krylov space. The last is the time of a
+gradient. All but the first two need SCALEGP_DATA.
 """
 
 import functools
@@ -113,11 +113,9 @@ def record_training(data, split, seed, method, *, n=2000, steps=100):
 
     `below` is how far that is below the end of as many steps of exact gradients, in percent.
     """
-    kind, numbers = parts_of(method)
-    seed = 0 if kind == EXACT else seed
-    curve, iterations = training(data, split, seed, method, n, numbers.get("steps", steps))
+    curve, iterations = training(data, split, seed, method, n, steps)
     found = {"end": curve[-1], "curve": curve}
-    if kind == EXACT:
+    if method == EXACT:
         return found
     best = training(data, split, 0, EXACT, n, steps)[0][-1]
     return {**found, "below": 100 * (best - curve[-1]) / abs(best), "iterations": iterations}
