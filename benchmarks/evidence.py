@@ -302,8 +302,9 @@ def table(
 ) -> str:
     """Stored runs as a table: a row for each value of `by`, means over the other units.
 
-    Rows stand together by the first of `by`, in the order in which values come up. With `across`,
-    there is one column, and a cell for each value of `across`.
+    Rows stand together by the first of `by`, in the order in which values come up. The number of
+    runs in a mean is shown where it is not one throughout. With `across`, there is one column, and
+    a cell for each value of `across`.
     """
     records = [{"run": run["name"], **record} for run in stored for record in run["records"]]
     groups: dict[tuple, list[dict[str, Any]]] = {}
@@ -314,8 +315,10 @@ def table(
         for part in zip(*groups, strict=True)
     ]
     rows = sorted(groups, key=lambda group: [one[v] for one, v in zip(places, group, strict=True)])
+    counted = across is None and any(len(some) > 1 for some in groups.values())
     if across is None:
-        heads = ["runs", *(HEADS.get(name, name.replace("_", " ")) for name in columns)]
+        heads = [HEADS.get(name, name.replace("_", " ")) for name in columns]
+        heads = ["runs"] * counted + heads
     else:
         (column,) = columns
         heads = list(dict.fromkeys(str(record[across]) for record in records))
@@ -323,14 +326,15 @@ def table(
     for group in rows:
         some = groups[group]
         if across is None:
-            cells = [str(len(some))]
+            cells = [str(len(some))] * counted
             found = [[one[name] for one in some if name in one] for name in columns]
         else:
             cells = []
             found = [[one[column] for one in some if str(one[across]) == head] for head in heads]
         cells += [mean_and_error(values) if values else "" for values in found]
         lines.append("| " + " | ".join([*map(str, group), *cells]) + " |")
-    return "\n".join([*lines, "", *map(footer, stored)])
+    timed = any(re.search(r"seconds|\bms\b", name) for name in heads)
+    return "\n".join([*lines, "", *(footer(one, timed) for one in stored)])
 
 
 def between(values: list[Any]) -> str:
@@ -339,8 +343,8 @@ def between(values: list[Any]) -> str:
     return f"{least}" if least == most else f"{least} to {most}"
 
 
-def footer(stored: dict[str, Any]) -> str:
-    """The line under a table: command, machine, versions, commit."""
+def footer(stored: dict[str, Any], timed: bool) -> str:
+    """The line under a table: command, machine, versions, commit, and what disturbed its times."""
     used = [stored["sessions"][i] for i in sorted({one["session"] for one in stored["records"]})]
     alike: dict[tuple, list[dict[str, Any]]] = {}
     for one in used:
@@ -362,7 +366,7 @@ def footer(stored: dict[str, Any]) -> str:
         )
     # The units before have a load of the number of cores; of one run it was lost.
     loads = [record.get("load", 0.0) for record in stored["records"]]
-    if max(loads) > 1.1 * max(one["cores"] for one in stored["sessions"]):
+    if timed and max(loads) > 1.1 * max(one["cores"] for one in stored["sessions"]):
         lines.append(
             f"Other programs ran beside it (load {min(loads):.1f} to {max(loads):.1f} before a "
             "unit), so seconds are upper limits."

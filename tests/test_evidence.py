@@ -120,3 +120,14 @@ def test_readme_quotes_the_stored_run():
         rmse, seconds = found[method]
         assert rmse in text, method
         assert seconds in text, method
+
+
+def test_a_table_says_how_many_runs_and_what_disturbed_its_times_where_that_matters():
+    records = [{"data": "a", "method": m, "rmse": 1.0, "seconds": 2.0} for m in ("ours", "other")]
+    records = [{**one, "load": 5.0, "session": 0} for one in records]
+    stored = {"name": "toy", "sessions": [SESSION], "records": records}
+    shown = evidence.table([stored], ["method"], ["rmse"])
+    assert "| method | RMSE |" in shown
+    assert "Other programs" not in shown
+    assert "Other programs" in evidence.table([stored], ["method"], ["seconds"])
+    assert "| data | runs | RMSE |" in evidence.table([stored], ["data"], ["rmse"])
