@@ -284,7 +284,7 @@ def rounded(mean: float, error: float | None) -> str:
     if error is None or error <= 1e-9 * abs(mean):
         return f"{mean:,.0f}" if 1e4 <= abs(mean) < 1e9 else f"{mean:.4g}"
     digits = max(0, 1 - math.floor(math.log10(error)))
-    return f"{round(mean, digits) + 0.0:.{digits}f} ± {error:.{digits}f}"
+    return f"{round(mean, digits) + 0.0:.{digits}f}\u00a0±\u00a0{error:.{digits}f}"  # on one line
 
 
 def mean_and_error(values: list[Any]) -> str:

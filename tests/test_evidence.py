@@ -24,13 +24,13 @@ RUN = runs.Run("toy", "toy", 1, ("a", "b"), ("ours", "gpytorch"), splits=(0, 1))
 
 
 def test_mean_and_standard_error_are_known_values():
-    assert evidence.mean_and_error([1.0, 2.0, 3.0]) == "2.00 ± 0.58"
-    assert evidence.mean_and_error([100.0, 140.0]) == "120 ± 20"
+    assert evidence.mean_and_error([1.0, 2.0, 3.0]) == "2.00\u00a0±\u00a00.58"
+    assert evidence.mean_and_error([100.0, 140.0]) == "120\u00a0±\u00a020"
     assert evidence.mean_and_error([0.25]) == "0.25"
     assert evidence.mean_and_error([0.5, 0.5]) == "0.5"
     assert evidence.mean_and_error([1.0, float("nan")]) == "not finite"
     # A pair is a mean that was made elsewhere, with its standard error.
-    assert evidence.mean_and_error([[-0.01, 1.1]]) == "0.0 ± 1.1"
+    assert evidence.mean_and_error([[-0.01, 1.1]]) == "0.0\u00a0±\u00a01.1"
     assert evidence.mean_and_error([[-153.2, 1e-13]]) == "-153.2"
     assert evidence.mean_and_error([12345.6]) == "12,346"
 
@@ -69,7 +69,7 @@ def test_a_marker_becomes_a_table_with_its_origin(tmp_path):
 
     evidence.complete(RUN, tmp_path / "toy.json", call, lambda: SESSION)
     shown = evidence.replace_markers("<!-- evidence: toy columns=rmse -->", tmp_path)
-    assert "| a | ours | 2 | 1.50 ± 0.50 |" in shown
+    assert "| a | ours | 2 | 1.50\u00a0±\u00a00.50 |" in shown
     for part in ("python x.py", "180 GFLOP/s", "jax 0.10.0", "commit 012345678"):
         assert part in shown
     with pytest.raises(FileNotFoundError, match="no stored results of the run `other`"):
@@ -91,7 +91,7 @@ def test_runs_share_a_table_and_methods_its_columns(tmp_path):
         "<!-- evidence: toy,other by=run,data across=method columns=rmse -->", tmp_path
     )
     assert "| run | data | ours | gpytorch | third |" in wide
-    assert "| toy | b | 1.50 ± 0.50 | 4 |  |" in wide
+    assert "| toy | b | 1.50\u00a0±\u00a00.50 | 4 |  |" in wide
 
 
 @pytest.mark.parametrize("run", runs.RUNS, ids=lambda run: run.name)
