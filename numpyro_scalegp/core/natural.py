@@ -24,7 +24,12 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import Factor, half, matmul
-from numpyro_scalegp.core.whitening import moments_backward, moments_forward, whitened_divergence
+from numpyro_scalegp.core.whitening import (
+    as_one_type,
+    moments_backward,
+    moments_forward,
+    whitened_divergence,
+)
 
 Normal = tuple[Array, Array]
 
@@ -98,7 +103,8 @@ def scaled_derivatives(values: Any, scale: Float[Array, ""]) -> Any:
 
 def _scaled_backward(scale: Array, cotangents: Any) -> tuple[Any, Array]:
     divisor = jnp.where(scale == 0.0, 1.0, scale)
-    return jax.tree.map(lambda one: one / divisor, cotangents), jnp.zeros_like(scale)
+    divided = jax.tree.map(lambda one: (one / divisor).astype(one.dtype), cotangents)
+    return divided, jnp.zeros_like(scale)
 
 
 scaled_derivatives.defvjp(lambda values, scale: (values, scale), _scaled_backward)
@@ -132,7 +138,8 @@ def natural_moments(
         Means, variances of the inducing values and unexplained variances, each of shape (n,).
     """
     normal = jax.lax.stop_gradient(normal)
-    mean, inside, unexplained = _moments(K_ZZ, K_ZX, diagonal, b, P, normal, factor.tril)
+    parts = as_one_type((K_ZZ, K_ZX, diagonal, b, P, normal, factor.tril))
+    mean, inside, unexplained = _moments(*parts)
     return mean, inside, unexplained
 
 

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from numpyro_scalegp.core.linalg import Factor, half, inverse_cholesky_given, matmul
 
@@ -38,8 +38,18 @@ def whitened_moments(
         Means, variances of the inducing values and unexplained variances, each of shape (n,). Time
         O(n M^2 + M^3).
     """
-    mean, inside, unexplained = _moments(K_ZZ, K_ZX, diagonal, loc, scale_tril, factor.tril)
+    parts = as_one_type((K_ZZ, K_ZX, diagonal, loc, scale_tril, factor.tril))
+    mean, inside, unexplained = _moments(*parts)
     return mean, inside, unexplained
+
+
+def as_one_type(parts: PyTree) -> PyTree:
+    """Arrays in their common type, as reverse rules need them.
+
+    Rows, and so parameters of a guide, may be in float32 where a kernel is in float64.
+    """
+    dtype = jnp.result_type(*jax.tree.leaves(parts))
+    return jax.tree.map(lambda part: part.astype(dtype), parts)
 
 
 # One array: of several outputs, `vmap` adds up cotangents of one that is the same for all, and the

@@ -62,6 +62,8 @@ def squared_distances(
     """
     d = X.shape[1]
     inverse = jnp.broadcast_to(reciprocal(checks.as_float(lengthscale, "lengthscale")), (d,))
+    # One type throughout: rows in float32 may meet hyperparameters or rows in float64.
+    X, Z, inverse = (part.astype(jnp.result_type(X, Z, inverse)) for part in (X, Z, inverse))
     center = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
     if by_differences or d <= MAX_COLUMNS_OF_DIFFERENCES:
         return _few_columns(X, Z, center, inverse)

@@ -728,3 +728,21 @@ def test_optimizers_see_whitened_values_in_units_that_suit_them(guide):
     assert np.abs(params["f_auto_loc"]) == pytest.approx(0.04, rel=1e-2)
     diagonal = np.diagonal(params["f_auto_scale_tril"])
     assert np.abs(np.log(diagonal)) == pytest.approx(0.02, rel=1e-2)
+
+
+@pytest.mark.parametrize("natural", [False, True])
+def test_rows_in_float32_with_hyperparameters_in_float64(natural: bool, x64: None) -> None:
+    X, y = data()
+
+    def trained(dtype: type) -> Array:
+        start = init_to_value(values={"lengthscale": 0.5, "noise": 0.3})
+        rest = functools.partial(AutoDelta, init_loc_fn=start)
+        points = jnp.linspace(-2.0, 2.0, M, dtype=dtype)[:, None]
+        guide = AutoSparseGP(model, rest=rest, inducing_points=points, natural=natural)
+        optimizer = optax.adam(0.01)
+        if natural:
+            optimizer = sgp.infer.natural_gradients(optimizer)
+        svi = SVI(model, guide, optimizer, sgp.infer.QuadratureELBO(2))
+        return svi.run(KEY, 5, X.astype(dtype), y, progress_bar=False).losses
+
+    np.testing.assert_allclose(trained(jnp.float32), trained(jnp.float64), rtol=1e-4)

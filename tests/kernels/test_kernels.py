@@ -485,3 +485,17 @@ def test_covariance_has_exact_variances(kernel):
     np.testing.assert_array_equal(jnp.diagonal(covariance), kernel.diag(X))
     outside = ~np.eye(50, dtype=bool)
     np.testing.assert_array_equal(covariance[outside], kernel(X, X)[outside])
+
+
+@pytest.mark.parametrize("d", [3, 6])
+@pytest.mark.parametrize("kernel", [RBF, Matern32])
+def test_rows_of_two_types(kernel: type[AbstractKernel], d: int, x64: None) -> None:
+    rng = np.random.default_rng(0)
+    X, Z = rng.normal(size=(4, d)).astype(np.float32), rng.normal(size=(3, d))
+    exact = kernel(1.5)(X.astype(np.float64), Z)
+    of_single = lambda scale: jnp.sum(kernel(scale)(X, Z))  # noqa: E731
+    found, gradient = kernel(jnp.float32(1.5))(X, Z), jax.grad(of_single)(jnp.float32(1.5))
+    np.testing.assert_allclose(found, exact, rtol=1e-6)
+    expected = jax.grad(lambda scale: jnp.sum(kernel(scale)(X.astype(np.float64), Z)))(1.5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+    assert gradient.dtype == jnp.float32
