@@ -323,7 +323,7 @@ def draw(path):
         panel.legend()
         figure.savefig(FIGURES / "decoupled_stream.svg", metadata={"Date": None})
     if run["name"] == "decoupled-sinc":
-        (X, y, Xs) = sinc_data()
+        X, y, Xs = sinc_data()
         figure = Figure(figsize=(10.0, 3.0), layout="constrained")
         panels = figure.subplots(1, len(records), sharey=True)
         for one, panel in zip(records, panels, strict=True):

@@ -89,12 +89,11 @@ def record_noise(data, split, seed, method, *, repeats=60, **sizes):
     _, guide, params = against_nuts(**sizes)
     X, y, *_ = example.load_data(sizes["num_rows"])
     posterior, (_, unravel) = guide.get_posterior(params), ravel_pytree(guide.median(params))
-    estimator = example.unbiased(len(y), mean_iterations=10, rank=20)
+    unbiased = functools.partial(example.unbiased, len(y), mean_iterations=10, rank=20)
     if method == "Hutchinson":
-        estimator = sgp.estimators.Hutchinson(estimator.solver, 16, num_logdet_probes=0)
+        estimator = sgp.estimators.Hutchinson(unbiased().solver, 16, num_logdet_probes=0)
     else:
-        features = number_in(method)
-        estimator = example.unbiased(len(y), 10, 20, num_features=features)
+        estimator = unbiased(num_features=number_in(method))
 
     def potential(z, key):
         logs = unravel(posterior.mean + posterior.scale_tril @ z)
