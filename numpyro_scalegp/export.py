@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Key
 from numpyro import handlers
 from numpyro.infer import MCMC, init_to_feasible
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
@@ -242,7 +242,7 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     """
 
     # Compiled, since of the model then nothing is computed but the masks.
-    @eqx.filter_jit
+    @compiled
     def run(args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
         seeded = handlers.seed(model, rng_seed=0)
         feasible = handlers.substitute(seeded, substitute_fn=init_to_feasible)

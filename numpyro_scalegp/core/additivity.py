@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, programs
 from numpyro_scalegp.core.host import as_numpy
 
 # What a term may be off by: part of what it varies by, and of its size in units of rounding.
@@ -340,27 +339,21 @@ def standing_in(
     closed = jax.make_jaxpr(floating)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like))
     generator = np.random.default_rng(1)
     has_arrays = any(np.ndim(value) and not checks.is_concrete(value) for value in closed.consts)
-    # On the host, and called as compiled: JAX would compile operations one by one here.
+    # On the host: JAX would compile operations one by one here.
     choices = [
         [_stand_in(value, generator, bound) for value in closed.consts]
         for bound in (None, *(_BOUNDS if has_arrays else ()))
     ]
 
-    def evaluate(constants: list[Any], *arrays: Array) -> list[Array]:
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*arrays)
-
-    zeros = [np.zeros(array.shape, array.dtype) for array in like]
-    program = jax.jit(evaluate).lower(choices[0], *zeros).compile()
+    run = programs.program(closed.jaxpr)
 
     def now(*arrays: Any) -> list[np.ndarray]:
         # Whatever warns of a covariance would warn of one that is made of random numbers, in a
         # callback, which reads what it gets.
-        with jax.ensure_compile_time_eval(), warnings.catch_warnings():
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             typed = [np.asarray(a, one.dtype) for a, one in zip(arrays, like, strict=True)]
-            found = [
-                [as_numpy(array) for array in program(constants, *typed)] for constants in choices
-            ]
+            found = [[as_numpy(array) for array in run(constants, *typed)] for constants in choices]
             jax.effects_barrier()
         return [np.stack(leaves) for leaves in zip(*found, strict=True)]
 

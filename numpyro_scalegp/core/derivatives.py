@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, ArrayLike, Float
 
-# Maps flat primals to flat outputs, by a program that was traced, or with a rule for its tangents.
+# Maps constants and flat primals to flat outputs by a jaxpr, with a rule for tangents.
 _call = Primitive("call_with_jvp")
 _call.multiple_results = True
 
@@ -42,51 +42,62 @@ class lasting_jvp:
         """Call the function."""
         flat, structure = jax.tree.flatten(arguments)
 
-        def function(*flat: ArrayLike) -> list:
-            return jax.tree.leaves(self.function(*jax.tree.unflatten(structure, flat)))
+        # A function of its own for each call: JAX keeps what it traced of one that it has seen.
+        def function(*flat: ArrayLike) -> Any:
+            return self.function(*jax.tree.unflatten(structure, flat))
 
-        types, structure_of_output = _types_of_output(self.function, *arguments)
+        program, shape = jax.make_jaxpr(function, return_shape=True)(*flat)
 
         def rule(primals: tuple, tangents: tuple) -> tuple[list, list]:
             assert self.rule is not None
             both = (jax.tree.unflatten(structure, flat) for flat in (primals, tangents))
-            found = self.rule(*both)
-            return jax.tree.leaves(found[0]), jax.tree.leaves(found[1])
+            output, tangent = self.rule(*both)
+            return jax.tree.leaves(output), jax.tree.leaves(tangent)
 
-        found = _call.bind(*flat, function=function, rule=rule, types=types)
-        return jax.tree.unflatten(structure_of_output, found)
-
-
-def _types_of_output(function: Callable, *arguments: Any) -> tuple[tuple, Any]:
-    """The types of the arrays that a function returns, and their structure."""
-    # `jax.eval_shape` leaves out the mesh that arrays lie on.
-    program, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    types = tuple(leaf.strip_weak_type() for leaf in program.out_avals)
-    return types, jax.tree.structure(shape)
+        outputs = _bind(program, rule, *flat)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
 
-def _evaluate(*flat: ArrayLike, function: Callable, **_: Any) -> Any:
-    return function(*flat)
+def _bind(program: ClosedJaxpr, rule: Callable, *flat: ArrayLike) -> list:
+    constants = program.consts
+    return _call.bind(
+        *constants, *flat, jaxpr=program.jaxpr, rule=rule, num_constants=len(constants)
+    )
+
+
+def _evaluate(*flat: ArrayLike, jaxpr: Jaxpr, num_constants: int, **_: Any) -> list:
+    return jax.core.eval_jaxpr(jaxpr, flat[:num_constants], *flat[num_constants:])
+
+
+def _types(*_: Any, jaxpr: Jaxpr, **__: Any) -> list:
+    return [variable.aval.strip_weak_type() for variable in jaxpr.outvars]
 
 
 _call.def_impl(_evaluate)
-_call.def_abstract_eval(lambda *_, types, **__: list(types))
+_call.def_abstract_eval(_types)
 mlir.register_lowering(_call, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
-def _push_forward(primals: tuple, tangents: tuple, *, rule: Callable, **_: Any) -> tuple:
-    return rule(primals, tuple(ad.instantiate_zeros(tangent) for tangent in tangents))
+def _push_forward(
+    primals: tuple, tangents: tuple, *, rule: Callable, num_constants: int, **_: Any
+) -> tuple:
+    tangents = tuple(ad.instantiate_zeros(tangent) for tangent in tangents[num_constants:])
+    return rule(primals[num_constants:], tangents)
 
 
 ad.primitive_jvps[_call] = _push_forward
 
 
-def _batch_call(flat: tuple, dims: tuple, *, function: Callable, rule: Callable, **_: Any) -> tuple:
-    function = jax.vmap(function, in_axes=dims)
-    rule = jax.vmap(rule, in_axes=(dims, dims))
-    types, _ = _types_of_output(function, *flat)
-    found = _call.bind(*flat, function=function, rule=rule, types=types)
-    return found, (0,) * len(found)
+def _batch_call(
+    flat: tuple, dims: tuple, *, rule: Callable, num_constants: int, **params: Any
+) -> tuple:
+    function = functools.partial(_evaluate, num_constants=num_constants, **params)
+    batched = jax.vmap(function, in_axes=dims)
+    constants, primals = flat[:num_constants], flat[num_constants:]
+    program = jax.make_jaxpr(lambda *primals: batched(*constants, *primals))(*primals)
+    rule = jax.vmap(rule, in_axes=(dims[num_constants:], dims[num_constants:]))
+    outputs = _bind(program, rule, *primals)
+    return outputs, (0,) * len(outputs)
 
 
 batching.primitive_batchers[_call] = _batch_call

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from numpyro.distributions import constraints
 from numpyro_scalegp.core import batches, checks, functions, laplace, linalg, memory
 from numpyro_scalegp.core.additivity import combining_rows
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.collapsed import CollapsedDistribution
 from numpyro_scalegp.distributions.members import (
     MISSING,
@@ -205,7 +205,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         return found.reshape(*samples, *self.batch_shape)
 
     # One program also where NUTS looks for a place to start, outside of compiled code.
-    @eqx.filter_jit
+    @compiled
     def _log_density(self, y: Num[Array, "... n"]) -> Float[Array, "..."]:
         return laplace.log_marginal(_entries, self._covariance, self.prior_mean, self._data(y))
 
@@ -240,7 +240,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         self._check_rows(y)
         return self._condition(y)
 
-    @eqx.filter_jit
+    @compiled
     def _condition(self, y: Num[Array, "... n"]) -> LaplacePosterior:
         mean = self.prior_mean
         sites = laplace.normal_sites(_entries, self._covariance, mean, self._data(y))

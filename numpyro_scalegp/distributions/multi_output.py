@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from numpyro.distributions import constraints
 from numpyro_scalegp.core import checks, functions, kronecker, linalg
 from numpyro_scalegp.core.derivatives import refuse_derivatives
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.gaussian_process import GaussianProcess
 from numpyro_scalegp.distributions.members import as_boolean
@@ -276,7 +276,7 @@ class MultiOutputGP(GaussianNoise, RowsDistribution):
 
 
 # One program also where NUTS looks for a place to start, outside of compiled code.
-@eqx.filter_jit
+@compiled
 def _structured(
     kernel: AbstractKernel,
     X: Float[Array, "n d"],

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks, linalg, memory
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.posteriors import ExactPosterior
 from numpyro_scalegp.solvers import KernelOperator
@@ -84,7 +85,7 @@ class Cholesky(AbstractEstimator):
         return self._log_density(operator, residual)
 
     # One program also where NUTS looks for a place to start, outside of compiled code.
-    @eqx.filter_jit
+    @compiled
     def _log_density(
         self, operator: KernelOperator, residual: Float[Array, "*batch n"]
     ) -> Float[Array, "*batch"]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key, UInt
 from numpyro_scalegp.core import checks, functions
 from numpyro_scalegp.core.comparison import begins_with
 from numpyro_scalegp.core.derivatives import refuse_derivatives
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.estimators.estimate import (
     Estimate,
     differentiable,
@@ -299,7 +300,7 @@ class AbstractIterative(AbstractEstimator):
             state.keep(posterior)
         return posterior
 
-    @eqx.filter_jit
+    @compiled
     def _solution(
         self,
         solver: AbstractSolver,

@@ -14,6 +14,7 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import is_divisible, mesh_of
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.rows import Rows, as_rows_or_array
 from numpyro_scalegp.distributions.chevron_normal import check_chevron
 from numpyro_scalegp.families.family import AbstractVariationalGP
@@ -190,7 +191,7 @@ class ChevronFunctionSamples(AbstractFunctionSamples):
     def _num_columns(self) -> int | None:
         return self.posterior._num_columns
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         features, weights = self.posterior.features, self.posterior._chevron
         size, dtype, num = weights.loc.shape[0], weights.loc.dtype, self.num_samples

@@ -13,6 +13,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import batches, checks, linalg
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
@@ -111,7 +112,7 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     def _takes_batches(self) -> bool:
         return False
 
-    @eqx.filter_jit
+    @compiled
     def _given_draw(
         self, key: Key[Array, ""], X: Float[Array, "n d"]
     ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
@@ -133,7 +134,7 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         drawn = self._drawn_in_turn(key, Xs[order], near, num_samples)
         return jnp.moveaxis(drawn, -2, 0)[..., np.argsort(order)]
 
-    @eqx.filter_jit
+    @compiled
     def _drawn_in_turn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
         def of_one(one: NearestNeighborPosterior, key: Array) -> Array:
             levels, keys = one._factorize(), jax.random.split(key)
@@ -142,7 +143,7 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
 
         return self._each(of_one, batches.keys(key, self.batch_shape))
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> AbstractFunctionSamples:

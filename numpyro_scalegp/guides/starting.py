@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -12,6 +11,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.infer.initialization import init_to_median
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.tracing.runs import (
     Staged,
@@ -54,7 +54,7 @@ class _Priors(Messenger):
         msg["stop"] = True
 
 
-@eqx.filter_jit
+@compiled
 def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Values of a model's latent sites but functions: prior medians, moved by `scaled_start`.
 

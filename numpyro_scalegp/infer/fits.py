@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from numpyro.infer.svi import SVIState
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.programs import CompiledForLoop, compiled
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Hutchinson, Pathwise
@@ -99,7 +99,7 @@ class Fits:
         self.model, self.learning_rate = model, learning_rate
         self.exact = _Reestimated(model, _exact)
         self.svi = _svi(self.exact, learning_rate)
-        self._exact_steps = jax.jit(self._steps, static_argnums=2)
+        self._exact_steps = CompiledForLoop(self._steps)
 
     def _of(self, rows: Int[Array, " m"]) -> _Rows:
         return jax.tree.map(lambda leaf: leaf[rows], self.all)
@@ -113,7 +113,7 @@ class Fits:
         rows = self._of(subset)
         medians = self.svi.optim.get_params(self._first(self.svi, rows).optim_state)
 
-        @jax.jit
+        @compiled
         def scaled(params: Any, rows: _Rows) -> Any:
             return scaled_start(lambda params: self._pairs(params, rows), params)
 
@@ -155,7 +155,9 @@ class Fits:
         rate = optax.cosine_decay_schedule(0.5 * self.learning_rate, num_steps)
         svi, rows = _svi(_Reestimated(self.model, _iterative), rate), self._of(subset)
         state = self._first(svi, rows)._replace(optim_state=svi.optim.init(start))
-        step = jax.jit(lambda s, rows: svi.stable_update(s, *rows, *self.args, **self.kwargs)[0])
+        step = CompiledForLoop(
+            lambda state, rows: svi.stable_update(state, *rows, *self.args, **self.kwargs)[0]
+        )
         for _ in range(num_steps):
             state = step(state, rows)
             yield svi.optim.get_params(state.optim_state)
@@ -216,7 +218,7 @@ def _svi(model: Callable[..., Any], learning_rate: Any) -> SVI:
     return SVI(model, AutoDelta(model), optax.adam(learning_rate), Trace_ELBO())
 
 
-@eqx.filter_jit
+@compiled
 def _predict_from_neighbors(
     kernel: AbstractKernel,
     X: Float[Array, "n d"],

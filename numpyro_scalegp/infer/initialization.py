@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import tqdm
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.infer.fits import Fits
 
 # Rows that are drawn together, with their neighbors, where a subset has some of each.
@@ -329,7 +329,7 @@ class _Subsets:
         return self.rows[_around(self.scaled, centers, size)]
 
 
-@eqx.filter_jit
+@compiled
 def _around(X: Float[Array, "m d"], centers: Int[Array, " c"], size: int) -> Int[Array, " size"]:
     """The rows that are nearest to any of the centers by rank: first all centers, then the next."""
 

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from numpyro import handlers
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.additivity import combining_rows
 from numpyro_scalegp.core.host import as_numpy
+from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.guide import Given, set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
@@ -133,7 +133,6 @@ class Predictive:
         self.num_samples = checks.count("num_samples", num_samples)
         self.chunk_size = checks.count("chunk_size", chunk_size)
         self.joint = joint
-        self._compiled = eqx.filter_jit(self._chunk)
         self._checked: set[Any] = set()  # shapes of arguments
 
     def __call__(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
@@ -165,11 +164,11 @@ class Predictive:
         first_run = {} if self.guide is None else data_of_first_run(self.guide)
         rest = self.params, self.data, first_run, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
-        chunks = []
+        chunk, chunks = CompiledForLoop(self._chunk), []
         for start in range(0, self.num_samples, self.chunk_size):
             part = slice(start, start + self.chunk_size)
             some = jax.tree.map(lambda leaf, part=part: leaf[part], samples)
-            chunks.append(jax.tree.map(as_numpy, self._compiled(keys[part], some, *rest)))
+            chunks.append(jax.tree.map(as_numpy, chunk(keys[part], some, *rest)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
     def _chunk(

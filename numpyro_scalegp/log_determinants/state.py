@@ -3,7 +3,6 @@
 import warnings
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mutable_state import if_finite
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.log_determinants.log_determinant import AbstractStateful, Batch
 
 # Running means are over about 1,000 batches, or those of an epoch, if they are more.
@@ -114,7 +114,7 @@ def updated_state(
     return state
 
 
-@eqx.filter_jit  # without a step around it, as in `SVI.init`, one program in the place of a hundred
+@compiled  # without a step around it, as in `SVI.init`, one program in the place of a hundred
 def _update(
     logdet: AbstractStateful, batch: Batch, held: Any
 ) -> tuple[Any, LogDeterminantState, LogDeterminantState]:

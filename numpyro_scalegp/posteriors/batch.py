@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from numpyro_scalegp.core import batches, functions
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.posteriors.function_samples import (
@@ -31,7 +32,7 @@ class BatchFunctionSamples(OutputsFunctionSamples):
         columns = super()._num_columns
         return columns - 1 if columns and self.is_indicated else columns
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         seen = Indicated.with_indicator(Xs) if self.is_indicated else Xs
         return self.mean_function(Xs) + super()._values(seen, chunk_size)
@@ -88,14 +89,14 @@ class BatchPosterior(AbstractConditioned):
         """Inputs as the members take them."""
         return batches.Batch(self._seen(Xs), Xs.ndim - 2)
 
-    @eqx.filter_jit
+    @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         def of_one(member: AbstractPosterior, Xs: Array) -> Array:
             return member._mean(Xs, chunk_size)
 
         return self.mean_function(Xs) + self._each(of_one, self._rows(Xs))
 
-    @eqx.filter_jit
+    @compiled
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         def of_one(member: AbstractPosterior, Xs: Array) -> Array:
             return member._variance(Xs, chunk_size)
@@ -107,7 +108,7 @@ class BatchPosterior(AbstractConditioned):
         Xs = self._check(Xs)
         return self._each(lambda member, Xs: member.covariance(Xs), self._rows(Xs))
 
-    @eqx.filter_jit
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         def of_one(member: AbstractPosterior, Xs: Array, key: Array) -> Array:
             return member.sample(key, Xs, num_samples)
@@ -116,7 +117,7 @@ class BatchPosterior(AbstractConditioned):
         draws = self._each(of_one, self._rows(Xs), keys)
         return self.mean_function(Xs) + jnp.moveaxis(draws, -2, 0)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> "BatchFunctionSamples":

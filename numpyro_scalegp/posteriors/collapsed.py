@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.feature import FeaturePosterior
 from numpyro_scalegp.posteriors.function_samples import (
@@ -68,7 +69,7 @@ class CollapsedPosterior(FeaturePosterior):
         Phi = self.features(rows)
         return self.features.unexplained(rows, Phi) + self._of_weights(Phi)
 
-    @eqx.filter_jit
+    @compiled
     def _rest_at_data(self) -> Float[Array, " n"]:
         def rest(rows: Array) -> Array:
             return self.features.unexplained(rows, self.features(rows))
@@ -82,12 +83,12 @@ class CollapsedPosterior(FeaturePosterior):
         white = self._white(Phi)
         return self.features.of_f.covariance(Xs) - matmul(Phi, Phi.T) + matmul(white, white.T)
 
-    @eqx.filter_jit
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         prior = self.features.of_f.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None = None
     ) -> AbstractFunctionSamples:

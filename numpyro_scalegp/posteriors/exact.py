@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -13,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     KernelFunctionSamples,
@@ -114,12 +114,12 @@ class ExactPosterior(AbstractInChunks):
         white = self._white(Xs)
         return self._of_f.covariance(Xs) - matmul(white.T, white)
 
-    @eqx.filter_jit
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         prior = self._of_f.diag(Xs)
         return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> KernelFunctionSamples:

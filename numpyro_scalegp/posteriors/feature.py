@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -14,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
@@ -108,7 +108,7 @@ class FeaturePosterior(AbstractInChunks):
         """W phi(x) of each row; their inner products are the covariances of phi(x)'w."""
         return matmul(Phi, self.weights.whitening.T)
 
-    @eqx.filter_jit
+    @compiled
     def _of_weights_at_data(self) -> Float[Array, " n"]:
         return self._map(lambda rows: self._of_weights(self.features(rows)), self.X, None)
 
@@ -120,7 +120,7 @@ class FeaturePosterior(AbstractInChunks):
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self._functions(key, num_samples)._values(Xs, None)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None = None
     ) -> AbstractFunctionSamples:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.features.linear_model import Statistics, Weights, posterior, statistics_of
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
@@ -205,7 +206,7 @@ class FullScalePosterior(AbstractConditioned):
         values = self.values[:, None]
         return self.residual.decorrelated(near, rows, values, nothing[:, None], nothing, self.part)
 
-    @eqx.filter_jit
+    @compiled
     def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
             rows, near = chunk
@@ -227,7 +228,7 @@ class FullScalePosterior(AbstractConditioned):
         mean, variance = self._left_out()
         return dist.Normal(mean, jnp.sqrt(variance))
 
-    @eqx.filter_jit
+    @compiled
     def _left_out(self) -> tuple[Array, Array]:
         found = self.residual.of_rows(self.near, self.values[:, None])
         precision = 1.0 / found.variance
@@ -255,7 +256,7 @@ class FullScalePosterior(AbstractConditioned):
         white = jax.random.normal(key, (self.weights.mean.size, num_samples), self.values.dtype)
         return self.weights.mean[:, None] + matmul(self.weights.whitening.T, white)
 
-    @eqx.filter_jit
+    @compiled
     def _drawn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
         weight_key, key = jax.random.split(key)
         w, n = self._weights(weight_key, num_samples), len(self.values)
@@ -318,7 +319,7 @@ class FullScaleFunctionSamples(AbstractFunctionSamples):
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._at(Xs, self.residual.known.nearest(Xs), chunk_size)
 
-    @eqx.filter_jit
+    @compiled
     def _at(self, Xs: Array, near: Array, chunk_size: int | None) -> Array:
         of_f = self.residual.features if self.part is None else self.part
 

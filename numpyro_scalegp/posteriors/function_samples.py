@@ -13,6 +13,7 @@ from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction, constant_function
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided, mesh_of
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 
@@ -87,7 +88,7 @@ class KernelFunctionSamples(AbstractFunctionSamples):
     def _num_columns(self) -> int:
         return self.points.shape[-1]
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         M, *shape = self.weights.shape
         mesh = mesh_of(self.points)
@@ -115,7 +116,7 @@ class FeatureFunctionSamples(AbstractFunctionSamples):
     def _num_columns(self) -> int | None:
         return self.num_columns
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         def values(rows: Array) -> Array:
             return self.mean_function(rows)[:, None] + matmul(self.features(rows), self.weights)
@@ -137,7 +138,7 @@ class MixtureFunctionSamples(AbstractFunctionSamples):
     def _num_columns(self) -> int | None:
         return self.functions._num_columns
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         return jax.lax.map(lambda one: one._values(Xs, chunk_size)[0], self.functions)
 
@@ -156,7 +157,7 @@ class OutputsFunctionSamples(AbstractFunctionSamples):
     def _num_columns(self) -> int | None:
         return self.functions._num_columns
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         def values(functions: AbstractFunctionSamples, Xs: Array) -> Array:
             return functions._values(Xs, chunk_size)

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.batch import BatchPosterior
 from numpyro_scalegp.posteriors.exact import ExactPosterior
@@ -71,7 +71,7 @@ class LaplacePosterior(AbstractPosterior):
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
         return self.process.restrict(change)
 
-    @eqx.filter_jit
+    @compiled
     def cavity(self) -> dist.Normal:
         """The marginals of f at each row of X given the observations of all others, (..., n).
 

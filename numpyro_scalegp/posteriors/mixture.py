@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
@@ -54,14 +55,14 @@ class MixturePosterior(AbstractPosterior):
         chosen = self.draws if draws is None else draws
         return jax.lax.map(lambda draw: function(self.given(draw)), chosen)
 
-    @eqx.filter_jit
+    @compiled
     def _moments(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         def moments(posterior: AbstractPosterior) -> tuple[Array, Array]:
             return posterior._mean_and_variance(posterior._check(Xs), chunk_size)
 
         return self._each(moments)
 
-    @eqx.filter_jit
+    @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         means = self._each(lambda posterior: posterior.mean(Xs, chunk_size=chunk_size))
         return jnp.mean(means, axis=0)
@@ -70,14 +71,14 @@ class MixturePosterior(AbstractPosterior):
         means, variances = self._moments(Xs, chunk_size)
         return jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
 
-    @eqx.filter_jit
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         def sample(posterior: AbstractPosterior, key: Array) -> Array:
             return posterior.sample(key, Xs, 1)[0]
 
         return self._each_chosen(sample, key, num_samples)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> MixtureFunctionSamples:
@@ -120,7 +121,7 @@ class MixturePosterior(AbstractPosterior):
         weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)
         return dist.MixtureSameFamily(dist.Categorical(probs=weights), components)
 
-    @eqx.filter_jit
+    @compiled
     def _predictive(
         self, Xs: Array, noise_variance: Any, chunk_size: int | None
     ) -> tuple[Array, Array]:
@@ -139,7 +140,7 @@ class MixturePosterior(AbstractPosterior):
         """Those given each draw, with a leading axis of draws."""
         return self._diagnostics()
 
-    @eqx.filter_jit
+    @compiled
     def _diagnostics(self) -> dict[str, Array]:
         return self._each(lambda posterior: posterior.diagnostics)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from numpyro_scalegp.core.functions import RowsFunction, constant_rows
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.coregion import long_format
 from numpyro_scalegp.posteriors.batch import BatchPosterior
@@ -58,7 +59,7 @@ class MultiOutputFunctionSamples(AbstractFunctionSamples):
     def _num_columns(self) -> int:
         return self.num_columns
 
-    @eqx.filter_jit
+    @compiled
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         size = self.outputs.chunk_size(chunk_size)
         values = self.functions._values(self.outputs.rows(Xs), size)
@@ -102,24 +103,24 @@ class MultiOutputPosterior(AbstractConditioned):
     def _seen(self, Xs: Float[Array, "m d"]) -> Float[Array, "..."]:
         return self.functions._seen(self.outputs.rows(Xs))
 
-    @eqx.filter_jit
+    @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         size = self.outputs.chunk_size(chunk_size)
         found = self.functions._mean(self.outputs.rows(Xs), size)
         return self.mean_function(Xs) + self.outputs.combined(found)
 
-    @eqx.filter_jit
+    @compiled
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         size = self.outputs.chunk_size(chunk_size)
         found = self.functions._variance(self.outputs.rows(Xs), size)
         return self.outputs.combined(found, power=2)
 
-    @eqx.filter_jit
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         draws = self.functions._sample(key, self.outputs.rows(Xs), num_samples)
         return self.mean_function(Xs) + self.outputs.combined(draws)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> MultiOutputFunctionSamples:

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import OutputsFunctionSamples
 from numpyro_scalegp.posteriors.mixture import Restricted
@@ -46,21 +46,21 @@ class OutputsPosterior(AbstractPosterior):
             one = jax.vmap(one)
         return one(self.values, *others)
 
-    @eqx.filter_jit
+    @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._each(lambda posterior: posterior.mean(Xs, chunk_size=chunk_size))
 
-    @eqx.filter_jit
+    @compiled
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._each(lambda posterior: posterior.variance(Xs, chunk_size=chunk_size))
 
-    @eqx.filter_jit
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         keys = jax.random.split(key, self.batch_shape)
         draws = self._each(lambda posterior, key: posterior.sample(key, Xs, num_samples), keys)
         return jnp.moveaxis(draws, -2, 0)
 
-    @eqx.filter_jit
+    @compiled
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> OutputsFunctionSamples:

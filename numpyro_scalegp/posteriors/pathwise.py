@@ -14,6 +14,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided, mesh_of
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import KernelFunctionSamples, zero_function
@@ -172,7 +173,7 @@ class PathwisePosterior(AbstractInChunks):
         num_samples = checks.count("num_samples", num_samples)
         return self._resampled(key, num_samples, self.draws.num_features)
 
-    @eqx.filter_jit
+    @compiled
     def _resampled(self, key: Array, num_samples: int, num_features: int) -> "PathwisePosterior":
         operator = KernelOperator(self.kernel, self.X, self.noise_variance)
         solver_key, draw_key = jax.random.split(key)

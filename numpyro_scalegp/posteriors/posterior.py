@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import AbstractFunctionSamples
 
@@ -314,14 +315,14 @@ class AbstractInChunks(AbstractConditioned):
         size = chunks.rows_per_chunk(self._row_width) if chunk_size is None else chunk_size
         return chunks.map_rows(function, Xs, size, share=self._shares_rows)
 
-    @eqx.filter_jit
+    @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         def mean(rows: Array) -> Array:
             return self.mean_function(rows) + self._explained(rows)
 
         return self._map(mean, Xs, chunk_size)
 
-    @eqx.filter_jit
+    @compiled
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._map(self._unexplained, Xs, chunk_size)
 

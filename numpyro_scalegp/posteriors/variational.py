@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, chunks, linalg
 from numpyro_scalegp.core.mesh import divided, mesh_of
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
@@ -107,7 +108,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return moments
 
     # Outside of `jit` one compilation in place of one for each operation.
-    @eqx.filter_jit
+    @compiled
     def _split(self, X: Array, chunk_size: int | None) -> tuple[tuple[Array, ...], Array]:
         def of_one(one: AbstractVariationalPosterior, X: Array) -> tuple[tuple[Array, ...], Array]:
             factors = one._factorize()
@@ -178,7 +179,7 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
         linalg.warn_of_lift(lift)
         return draws
 
-    @eqx.filter_jit
+    @compiled
     def _drawn(self, key: Array, Xs: Array, num_samples: int) -> tuple[Array, Array]:
         def draw(one: AbstractKernelPosterior, Xs: Array, key: Array) -> tuple[Array, Array]:
             factors = one._factorize()
@@ -203,7 +204,7 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
         """Whether the functions of a batch have the same kernel and centers."""
         return True
 
-    @eqx.filter_jit
+    @compiled
     def _drawn_functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> tuple[AbstractFunctionSamples, Array]:

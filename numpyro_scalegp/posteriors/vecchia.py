@@ -14,6 +14,7 @@ from numpyro_scalegp.core import checks, linalg, neighbors
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import as_numpy
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import conditionals
@@ -236,7 +237,7 @@ class VecchiaPosterior(AbstractConditioned):
     def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         return self._moments(Xs, self._known.nearest(Xs), chunk_size)
 
-    @eqx.filter_jit
+    @compiled
     def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:
         known = self._known
 
@@ -264,7 +265,7 @@ class VecchiaPosterior(AbstractConditioned):
         order, near = self._known.in_turn(Xs)
         return self._drawn(key, Xs[order], near, num_samples)[:, np.argsort(order)]
 
-    @eqx.filter_jit
+    @compiled
     def _drawn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
         """Draws at rows of which each has neighbors among those of X and those before it."""
         f = self._known.draw(key, Xs, near, self.residual[:, None], num_samples, self.part)
@@ -300,7 +301,7 @@ class NeighborFunctionSamples(AbstractFunctionSamples):
     def _values(self, Xs: Array, chunk_size: int | None) -> Array:
         return self._at(Xs, self.known.nearest(Xs), chunk_size)
 
-    @eqx.filter_jit
+    @compiled
     def _at(self, Xs: Array, near: Array, chunk_size: int | None) -> Array:
         own = self.known.kernel if self.part is None else self.part
 

@@ -16,6 +16,7 @@ from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided, is_divisible, mesh_of, whole
+from numpyro_scalegp.core.programs import CompiledForLoop, compiled
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features.chevron import weight_rows
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
@@ -134,8 +135,6 @@ class RowSVI(SVI):
         self.dense_precision = False
         self._likelihood: Any = None  # what `init` has found, and of which arguments
         self._analyzed: tuple[Any, ...] = ()
-        self._stretch = eqx.filter_jit(self._steps, donate="all-except-first")
-        self._refreshed = eqx.filter_jit(self._refresh)
 
     def init(
         self,
@@ -246,7 +245,7 @@ class RowSVI(SVI):
         mutable = svi_state.mutable_state or {}
         if not any(isinstance(value, ControlVariate) for value in mutable.values()):
             return svi_state
-        new = self._refreshed(self._parts, svi_state, args, kwargs)
+        new = compiled(self._refresh)(self._parts, svi_state, args, kwargs)
         return svi_state._replace(mutable_state=whole({**mutable, **new}, mesh_of(args, kwargs)))
 
     def _check_initialized(self) -> None:
@@ -394,16 +393,14 @@ class RowSVI(SVI):
             state = self.refresh(state, *args, **kwargs)
         length = max(1, num_steps // 20)
         length = math.ceil(self.refresh_every / math.ceil(self.refresh_every / length))
-        losses: list[Array] = []
+        stretch, losses = CompiledForLoop(self._steps, donates=True), list[Array]()
         done = since = 0
         with tqdm.tqdm(total=num_steps, disable=not progress_bar) as bar:
             while done < num_steps:
                 if since >= self.refresh_every:
                     state, since = self.refresh(state, *args, **kwargs), 0
                 steps = min(length, num_steps - done, self.refresh_every - since)
-                state, some = self._stretch(
-                    (steps, stable_update, self._parts, args, kwargs), state
-                )
+                state, some = stretch((steps, stable_update, self._parts, args, kwargs), state)
                 losses.append(some)
                 done, since = done + steps, since + steps
                 if progress_bar:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
@@ -10,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers.iteration import iterate
 
@@ -30,7 +30,7 @@ class _State(NamedTuple):
     direction: Float[Array, " M"]
 
 
-@eqx.filter_jit
+@compiled
 def representer_weights(
     kernel: AbstractKernel,
     points: Float[Array, "M d"],

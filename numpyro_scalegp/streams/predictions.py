@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Num
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
+from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.saving.file import put_in_place
 from numpyro_scalegp.streams.extra import imported
@@ -66,7 +67,7 @@ def predict(
     checks.count("chunk_size", chunk_size)
     # No more than there are, or a few rows would be padded to a large chunk.
     size = min(chunk_size, stream.num_rows)
-    compute, function = eqx.filter_jit(_columns), _function(posterior)
+    compute, function = CompiledForLoop(_columns), _function(posterior)
     with put_in_place(file) as out, _writer(file, out, stream.num_rows) as write:
         before: tuple[Any, int] | None = None
         for batch in stream.chunks(size):

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import texts_of_processes
+from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.infer import RowSVI
 from numpyro_scalegp.saving import load, save
 from numpyro_scalegp.saving.file import place_of
@@ -216,7 +216,7 @@ class _Steps:
             update = svi.stable_update if stable else svi.update
             return update(state, *batch, **kwargs)
 
-        self.step = eqx.filter_jit(step, donate="all-except-first")
+        self.step = CompiledForLoop(step, donates=True)
 
     def until(
         self, stop: int, progress: Progress, batches: Iterator[Any], bar: tqdm.tqdm

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
 
+from numpyro_scalegp.core import programs
 from numpyro_scalegp.tracing.runs import Trace
 
 # It runs once, in less time than it is compiled.
@@ -41,8 +42,7 @@ def compiled(
     arrays, static = eqx.partition((args, kwargs), _is_numbers)
     made: Any = None
 
-    @functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
-    def program(key: Array, arrays: Any) -> list[Array]:
+    def values_of_run(key: Array, arrays: Any) -> list[Array]:
         nonlocal made
         args, kwargs = eqx.combine(arrays, static)
         with handlers.block(), handlers.trace() as trace, handlers.seed(rng_seed=key):
@@ -53,7 +53,9 @@ def compiled(
         made = made, list(found)
         return list(found.values())
 
-    values = program(key, arrays)
+    closed = jax.make_jaxpr(values_of_run)(key, arrays)
+    program = programs.program(closed.jaxpr, options=_QUICK_TO_COMPILE)
+    values = program(closed.consts, *jax.tree.leaves((key, arrays)))
     made, names = made
     of = dict(zip(names, values, strict=True))
     result, trace, attributes = _replaced(made, lambda one: of[id(one)])

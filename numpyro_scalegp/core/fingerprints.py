@@ -1,0 +1,212 @@
+"""What a traced function computes, as a hashable value."""
+
+import contextlib
+import enum
+import functools
+import hashlib
+from collections.abc import Callable, Hashable
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.extend import core as extend
+from jax.extend import linear_util
+
+_PyTreeDef = type(jax.tree.structure(0))
+# Primitives whose functions say how what their jaxprs compute is differentiated or batched.
+_WITH_RULES = (
+    "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "call_with_jvp", "tangent_of_pullback"
+)  # fmt: skip
+# Functions and classes of these packages read nothing that changes.
+_CONSTANT = frozenset(["jax", "jaxlib", "equinox", "numpy", "builtins", "math", "operator"])
+_PURE = _CONSTANT | {"numpyro_scalegp", "numpyro", "optax", "functools", "collections", "types"}
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, np.dtype, np.generic, np.ndarray, jax.Array,
+    enum.Enum, slice, type(...), jax.core.Tracer,
+)  # fmt: skip
+# A trace that has ended, places for what a call will return, and sentinels.
+_TRANSIENT = ("DynamicJaxprTrace", "Store", "EqualStore", "object")
+_LARGE = 64  # bytes, beyond which an array is known by its digest
+
+
+class NotComparable(Exception):
+    """A traced function has something in it that only its identity tells apart."""
+
+
+def fingerprint(jaxpr: extend.Jaxpr, differentiable: bool) -> Hashable:
+    """Equal for functions that compute the same from their constants and arguments.
+
+    Args:
+        jaxpr: of the function; constants count by shape and type.
+        differentiable: whether the rules of custom derivatives count. They are compared by code
+            and by what they close over.
+
+    Raises:
+        NotComparable: if a host callback is the user's, or a rule closes over a tracer.
+    """
+    return _Description(differentiable).of_jaxpr(jaxpr)
+
+
+def is_pure(value: Any) -> bool:
+    """Whether the functions and objects in a pytree's structure read nothing that may change.
+
+    A class or a function of the user's may read a variable, an attribute or a mutable object.
+    """
+    if isinstance(value, _PyTreeDef):
+        node = value.node_data()
+        return node is None or (is_pure(node) and all(map(is_pure, value.children())))
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, functools.partial):
+        return is_pure((value.func, value.args, value.keywords))
+    if isinstance(value, MethodType):
+        return is_pure((value.__func__, value.__self__))
+    if isinstance(value, FunctionType):
+        return _is_from(_PURE, value) and is_pure(closed_over(value))
+    if isinstance(value, type | BuiltinFunctionType):
+        return _is_from(_PURE, value)
+    if isinstance(value, dict):
+        return is_pure(list(value.items()))
+    if isinstance(value, tuple | list | set | frozenset):
+        return is_pure(type(value)) and all(map(is_pure, value))
+    if isinstance(value, eqx.Module):
+        return is_pure(jax.tree.flatten(value))
+    # An object that is no pytree may change; of JAX's, such as `jax.nn.relu`, none does.
+    is_constant = _is_from(_CONSTANT, type(value))
+    return is_constant and is_pure(getattr(value, "__wrapped__", None))
+
+
+def closed_over(function: FunctionType) -> list[Any]:
+    """The values that a function closes over, without those that are not set."""
+    values = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
+
+
+def _is_from(packages: frozenset[str], value: Any) -> bool:
+    return (value.__module__ or "").partition(".")[0] in packages
+
+
+class _Description:
+    """Describes the parts of a jaxpr, each jaxpr within it once."""
+
+    def __init__(self, differentiable: bool) -> None:
+        self.differentiable = differentiable
+        self.described: dict[int, Hashable] = {}
+        self.open: set[int] = set()  # functions and modules that are being described
+
+    def of_jaxpr(self, jaxpr: extend.Jaxpr) -> Hashable:
+        """Of its equations, with variables by number."""
+        if id(jaxpr) in self.described:
+            return self.described[id(jaxpr)]
+        numbers: dict[Any, int] = {}
+
+        def bound(variable: Any) -> Hashable:
+            numbers[variable] = len(numbers)
+            return variable.aval
+
+        def read(atom: Any) -> Hashable:
+            if isinstance(atom, extend.Literal):
+                return atom.aval, np.asarray(atom.val).tobytes()
+            return numbers[atom]
+
+        inputs = tuple(map(bound, (*jaxpr.constvars, *jaxpr.invars)))
+        equations = tuple(
+            (
+                equation.primitive,
+                tuple(map(read, equation.invars)),
+                self._of_params(equation.primitive.name, equation.params),
+                self._of_context(equation.ctx),
+                tuple(map(bound, equation.outvars)),
+            )
+            for equation in jaxpr.eqns
+        )
+        outputs = tuple(map(read, jaxpr.outvars))
+        self.described[id(jaxpr)] = (len(jaxpr.constvars), inputs, equations, outputs)
+        return self.described[id(jaxpr)]
+
+    def _of_context(self, context: Any) -> Hashable:
+        names = ("compute_type", "threefry_partitionable", "xla_metadata")
+        return tuple(self.of_value(getattr(context, name, None)) for name in names)
+
+    def _of_params(self, primitive: str, params: dict[str, Any]) -> Hashable:
+        has_rules = primitive.startswith(_WITH_RULES)
+        return tuple(
+            (name, self.of_value(params[name], is_rule=has_rules))
+            for name in sorted(params)
+            if self.differentiable or not (has_rules and _is_function(params[name]))
+        )
+
+    def of_value(self, value: Any, *, is_rule: bool = False) -> Hashable:
+        """Of a parameter of an equation, or of what a function in it closes over."""
+        recurse = functools.partial(self.of_value, is_rule=is_rule)
+        if isinstance(value, extend.ClosedJaxpr):
+            return self.of_jaxpr(value.jaxpr), tuple(map(self.of_value, value.consts))
+        if isinstance(value, extend.Jaxpr):
+            return self.of_jaxpr(value)
+        if isinstance(value, jax.core.Tracer):
+            raise NotComparable
+        if isinstance(value, np.ndarray | np.generic | jax.Array):
+            return _of_array(value)
+        if isinstance(value, tuple | list):
+            return type(value), tuple(map(recurse, value))
+        if isinstance(value, dict):
+            return type(value), tuple((recurse(key), recurse(item)) for key, item in value.items())
+        if not (_is_function(value) or isinstance(value, eqx.Module | _PyTreeDef)):
+            return _by_value(value)
+        if id(value) in self.open:
+            return "itself"
+        self.open.add(id(value))
+        try:
+            return self._of_structure(value, recurse, is_rule)
+        finally:
+            self.open.discard(id(value))
+
+    def _of_structure(self, value: Any, of: Callable[[Any], Hashable], is_rule: bool) -> Hashable:
+        """Of what may hold functions, or itself."""
+        if isinstance(value, eqx.Module):
+            return of(jax.tree.flatten(value))
+        if isinstance(value, _PyTreeDef):
+            return of(value.node_data()), tuple(map(of, value.children()))
+        if isinstance(value, linear_util.WrappedFun):
+            return of(value.f), of(value.transforms), of(value.params), of(value.in_type)
+        if isinstance(value, functools.partial):
+            return of((value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return of((value.__func__, value.__self__))
+        if isinstance(value, FunctionType):
+            if not (is_rule or _is_from(_PURE, value)):
+                raise NotComparable
+            defaults = (value.__defaults__, value.__kwdefaults__)
+            return value.__code__, of(closed_over(value)), of(defaults)
+        is_instance = hasattr(value, "__dict__") and not isinstance(value, type)
+        if is_rule and is_instance and type(value).__hash__ is object.__hash__:
+            return type(value), of(vars(value))
+        return _by_value(value)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) or isinstance(value, linear_util.WrappedFun)
+
+
+def _of_array(array: Any) -> Hashable:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array.dtype, _of_array(jax.random.key_data(array))
+    content = np.asarray(array)
+    data = content.tobytes()
+    digest = data if len(data) <= _LARGE else hashlib.blake2b(data).digest()
+    return content.dtype, content.shape, bool(getattr(array, "weak_type", False)), digest
+
+
+def _by_value(value: Any) -> Hashable:
+    if type(value).__name__ in _TRANSIENT:
+        return type(value)
+    try:
+        hash(value)
+    except TypeError:
+        raise NotComparable from None
+    return type(value), value
