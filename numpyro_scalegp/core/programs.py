@@ -15,6 +15,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from numpyro_scalegp.core.fingerprints import NotComparable, fingerprint, is_pure
@@ -34,12 +35,14 @@ class Traced(eqx.Module):
 
     constants: list[Any]
     program: Callable[..., list[Any]] = eqx.field(static=True)
-    assemble: Callable[[list[Any]], Any] = eqx.field(static=True)
+    structure: Any = eqx.field(static=True)  # of the arrays in the result
+    others: Any = eqx.field(static=True)  # what else is in the result, a pytree
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program."""
         leaves = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
-        return self.assemble(self.program(self.constants, *leaves))
+        results = self.program(self.constants, *leaves)
+        return eqx.combine(jax.tree.unflatten(self.structure, results), self.others)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,16 +105,16 @@ def trace(function: Callable[..., Any], *args: Any, donates: bool = False, **kwa
     # A function of its own for each call: JAX keeps what it traced of one that it has seen.
     def of_leaves(*leaves: Any) -> list[Any]:
         args, kwargs = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-        result, constant = eqx.partition(function(*args, **kwargs), eqx.is_array)
+        result, others = eqx.partition(function(*args, **kwargs), eqx.is_array)
         results, result_structure = jax.tree.flatten(result)
-        outputs.append((result_structure, constant))
+        outputs.append((result_structure, others))
         return results
 
     closed = jax.make_jaxpr(of_leaves)(*leaves)
     donated = range(len(jax.tree.leaves(arrays[0][:1])) if donates else len(leaves), len(leaves))
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *closed.consts))
     run = program(closed.jaxpr, differentiable=is_traced, donated=donated)
-    return Traced(list(closed.consts), run, functools.partial(_assembled, *outputs[-1]))
+    return Traced(list(map(jnp.asarray, closed.consts)), run, *outputs[-1])
 
 
 def program(
@@ -151,10 +154,6 @@ def _compiled(
 
     argnums = tuple(1 + index for index in donated)
     return jax.jit(run, donate_argnums=argnums, compiler_options=options)
-
-
-def _assembled(structure: Any, constant: Any, results: list[Any]) -> Any:
-    return eqx.combine(jax.tree.unflatten(structure, results), constant)
 
 
 def _has_pure_structure(arguments: Any) -> bool:

@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Key
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, programs
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.guide import Given, set_up
@@ -203,19 +203,31 @@ def _of_draws(
         raise ValueError(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
         )
-    return MixturePosterior(_Conditioner(model, name, args, kwargs, tuple(options.items())), draws)
+    conditioned_model = _ConditionedModel(model, name, args, kwargs, tuple(options.items()))
+    return MixturePosterior(conditioned_model.traced(first), draws)
 
 
-class _Conditioner(eqx.Module):
-    """The posterior at a GP site of a model, given values of its latent sites and parameters."""
+class _ConditionedModel(eqx.Module):
+    """The posterior at a GP site of a model, given values of its latent sites and parameters.
+
+    The model is traced once: what it reads later does not change the posterior.
+    """
 
     model: Callable[..., Any] = eqx.field(static=True)
     site: str = eqx.field(static=True)
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+    program: programs.Traced | None = None
+
+    def traced(self, values: dict[str, Any]) -> "_ConditionedModel":
+        """The same with its program, traced with values of the shapes of a draw."""
+        return dataclasses.replace(self, program=programs.trace(self._posterior, values))
 
     def __call__(self, values: dict[str, Any]) -> AbstractPosterior:
+        return self._posterior(values) if self.program is None else self.program(values)
+
+    def _posterior(self, values: dict[str, Any]) -> AbstractPosterior:
         trace = run_model(self.model, values, self.args, self.kwargs)
         return conditioned(trace, self.site, **dict(self.options))
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.host import as_numpy
+from numpyro_scalegp.core.programs import Traced
 from numpyro_scalegp.saving import names
 
 PLAIN = (bool, int, float, str, type(None))
@@ -72,6 +73,8 @@ class Encoder:
             return value
         if isinstance(value, jax.Array | np.ndarray | np.generic):
             return self._array(value, path)
+        if isinstance(value, Traced):
+            return None  # the function that was traced stands beside it
         if isinstance(value, eqx.Module):
             return self._module(value, path)
         if isinstance(value, dict | list | tuple) and not is_node(type(value)):
