@@ -35,6 +35,10 @@ def _(_axis_size: int, _in_batched: list[bool], value: Array) -> tuple[Array, bo
     return largest_of_batch(jnp.max(value)), False
 
 
-def call_where(flag: Bool[Array, ""], function: Callable[[], None]) -> None:
-    """Call a function on the host if a flag is set, once for all members of a batch."""
-    jax.lax.cond(largest_of_batch(flag), lambda: jax.debug.callback(function), lambda: None)
+def call_where(flag: Bool[Array, ""], function: Callable[..., None], *values: ArrayLike) -> None:
+    """Call a function of values on the host if a flag is set, once for all members of a batch."""
+    if isinstance(flag, jax.core.Tracer):
+        flag = largest_of_batch(flag)
+        jax.lax.cond(flag, lambda: jax.debug.callback(function, *values), lambda: None)
+    elif flag:  # a condition outside of compiled code would be compiled at each call
+        function(*values)

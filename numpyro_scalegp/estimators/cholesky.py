@@ -101,6 +101,12 @@ class Cholesky(AbstractEstimator):
         **options: Any,
     ) -> ExactPosterior:
         """The exact posterior, from one factorization; see `AbstractEstimator.condition`."""
+        return self._posterior(operator, y, mean_function)
+
+    @compiled
+    def _posterior(
+        self, operator: KernelOperator, y: Float[Array, " n"], mean_function: RowsFunction
+    ) -> ExactPosterior:
         H = self.covariance(operator)
         factor = self.factorize(H, operator.noise_variance)
         return ExactPosterior.from_factor(
@@ -113,6 +119,7 @@ class Cholesky(AbstractEstimator):
             factor._replace(tril=linalg.cholesky_given(H, factor.tril)),
         )
 
+    @compiled
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:

@@ -4,12 +4,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.estimators.neighbor_graph import NeighborGraph, Ordering
 from numpyro_scalegp.estimators.vecchia import AbstractNeighbors, in_order
 from numpyro_scalegp.features.linear_model import log_densities_given
@@ -76,11 +77,19 @@ class FullScale(AbstractNeighbors):
         """The log density; see `AbstractEstimator.log_prob`."""
         graph = self._graph_of(operator)
         check = graph.check(operator.X)
+        return self._log_density(operator, residual, graph.nearest) + check
+
+    @compiled
+    def _log_density(
+        self,
+        operator: KernelOperator,
+        residual: Float[Array, "*batch n"],
+        nearest: Int[Array, "n m"],
+    ) -> Float[Array, "*batch"]:
         values = residual.reshape(-1, residual.shape[-1]).T.astype(operator.dtype)
-        rest = self._residual(operator)
-        found, log_variances = rest.statistics(graph.nearest, values)
+        found, log_variances = self._residual(operator).statistics(nearest, values)
         density = log_densities_given(found, log_variances, operator.size)
-        return (density + check).reshape(residual.shape[:-1])
+        return density.reshape(residual.shape[:-1])
 
     def condition(
         self,
@@ -92,15 +101,32 @@ class FullScale(AbstractNeighbors):
         """The posterior, in O(n (m^3 + m^2 M + M^2) + M^3)."""
         graph = self._graph_of(operator)
         check = graph.check(operator.X)
-        given = y + check, operator.noise_variance, mean_function
-        return FullScalePosterior.from_residual(self._residual(operator), graph.nearest, *given)
+        return self._posterior(operator, y + check, mean_function, graph.nearest)
+
+    @compiled
+    def _posterior(
+        self,
+        operator: KernelOperator,
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
+        nearest: Int[Array, "n m"],
+    ) -> FullScalePosterior:
+        data = y, operator.noise_variance, mean_function
+        return FullScalePosterior.from_residual(self._residual(operator), nearest, *data)
 
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:
         """Draw from the approximation, row after row, in O(n (m + M)) a draw."""
-        graph, rest = self._graph_of(operator), self._residual(operator)
+        graph = self._graph_of(operator)
         check = graph.check(operator.X)
+        return self._draws(operator, key, num_samples, graph) + check
+
+    @compiled
+    def _draws(
+        self, operator: KernelOperator, key: Array, num_samples: int, graph: NeighborGraph
+    ) -> Float[Array, "num_samples n"]:
+        rest = self._residual(operator)
         weight_key, key = jax.random.split(key)
         n, M = rest.Phi.shape
         w = jax.random.normal(weight_key, (num_samples, M), rest.Phi.dtype)
@@ -108,7 +134,7 @@ class FullScale(AbstractNeighbors):
         found = rest.of_rows(graph.nearest, rest.Phi[:, :0])
         white = jax.random.normal(key, (num_samples, n), rest.Phi.dtype)
         drawn = in_order(graph.order, graph.nearest, found.weights, found.variance, white)
-        return matmul(w, rest.Phi.T) + drawn + check
+        return matmul(w, rest.Phi.T) + drawn
 
     def _residual(self, operator: KernelOperator) -> Residual:
         Z, dtype = self.inducing_points, operator.dtype

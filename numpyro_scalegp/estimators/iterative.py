@@ -102,6 +102,7 @@ class AbstractIterative(AbstractEstimator):
     ) -> Float[Array, "n num_probes"]:
         """The probes' right-hand sides b_j."""
 
+    @compiled
     def estimate(
         self,
         operator: KernelOperator,

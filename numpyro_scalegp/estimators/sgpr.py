@@ -13,6 +13,7 @@ from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.features.linear_model import Statistics, log_densities, statistics_of
 from numpyro_scalegp.posteriors.collapsed import CollapsedPosterior, WhitenedPoints
@@ -68,6 +69,7 @@ class SGPR(AbstractEstimator):
         checks.instance("tight", self.tight, bool, "True or False")
         checks.jitter(self.jitter)
 
+    @compiled
     def log_prob(
         self, operator: KernelOperator, residual: Float[Array, "*batch n"], **options: Any
     ) -> Float[Array, "*batch"]:
@@ -94,10 +96,17 @@ class SGPR(AbstractEstimator):
         **options: Any,
     ) -> CollapsedPosterior:
         """The posterior under the optimal q, in O(n M^2 + M^3)."""
+        return self._posterior(operator, y, mean_function)
+
+    @compiled
+    def _posterior(
+        self, operator: KernelOperator, y: Float[Array, " n"], mean_function: RowsFunction
+    ) -> CollapsedPosterior:
         given = operator.X, y, operator.noise_variance, mean_function, operator.dtype
         features, size = self._features(operator), len(self.inducing_points)
         return CollapsedPosterior.from_features(features, size, *given)
 
+    @compiled
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:

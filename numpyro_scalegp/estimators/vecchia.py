@@ -16,8 +16,9 @@ from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
-from numpyro_scalegp.estimators.neighbor_graph import ORDERINGS, NeighborGraph, Ordering
+from numpyro_scalegp.estimators.neighbor_graph import ORDERINGS, NeighborGraph, Ordering, RowGroups
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.posteriors import conditionals
@@ -208,20 +209,27 @@ class Vecchia(AbstractNeighbors):
         """The sum of log densities; see `AbstractEstimator.log_prob`."""
         graph, n = self._graph_of(operator), operator.size
         check = graph.check(operator.X)
+        if self.rows is not None:
+            inside = jnp.all((self.rows >= 0) & (self.rows < n))
+            if checks.is_concrete(inside) and not inside:
+                raise ValueError(
+                    f"`index` must be in 0..{n - 1}, got up to {int(jnp.max(self.rows))} and down "
+                    f"to {int(jnp.min(self.rows))}."
+                )
+            check = jnp.where(inside, check, jnp.nan)
+        return self._log_density(operator, residual, graph.groups) + check
+
+    @compiled
+    def _log_density(
+        self, operator: KernelOperator, residual: Float[Array, "*batch n"], groups: RowGroups
+    ) -> Float[Array, "*batch"]:
+        n = operator.size
         values = residual.reshape(-1, residual.shape[-1]).T.astype(operator.dtype)
-        groups = graph.groups
         counts = jnp.sum(groups.places < groups.rows.shape[1], axis=1)
         weights = jnp.ones(len(counts), operator.dtype)
         rows, places = groups.rows, groups.places
         if self.rows is not None:
             index = self.rows
-            inside = jnp.all((index >= 0) & (index < n))
-            if checks.is_concrete(inside) and not inside:
-                raise ValueError(
-                    f"`index` must be in 0..{n - 1}, got up to {int(jnp.max(index))} and down to "
-                    f"{int(jnp.min(index))}."
-                )
-            check = jnp.where(inside, check, jnp.nan)
             # A row stands for its group, which has as many.
             some = groups.slots[index] // places.shape[1]
             rows, places = rows[some], places[some]
@@ -251,7 +259,7 @@ class Vecchia(AbstractNeighbors):
         total, trouble = sum_rows(of_chunk, chunk, size, kept=(conditionals.SOLUTIONS,))
         trouble.warn()
         found = -0.5 * (total + n * math.log(2.0 * math.pi))
-        return (found + check).reshape(residual.shape[:-1])
+        return found.reshape(residual.shape[:-1])
 
     def condition(
         self,
@@ -283,8 +291,15 @@ class Vecchia(AbstractNeighbors):
         self, operator: KernelOperator, white: Float[Array, "num_samples n"]
     ) -> Float[Array, "num_samples n"]:
         """Make draws from the approximation of standard normal values, one a row."""
-        graph, known = self._graph_of(operator), self._known(operator)
+        graph = self._graph_of(operator)
         check = graph.check(operator.X)
+        return self._of_white(operator, white, graph) + check
+
+    @compiled
+    def _of_white(
+        self, operator: KernelOperator, white: Float[Array, "num_samples n"], graph: NeighborGraph
+    ) -> Float[Array, "num_samples n"]:
+        known = self._known(operator)
         rows, places = graph.groups.rows, graph.groups.places
         width, most = rows.shape[1], places.shape[1]
 
@@ -294,7 +309,7 @@ class Vecchia(AbstractNeighbors):
         b, variance = map_rows(of_chunk, (rows, places), rows_at_a_time(width - 1))
         slots = graph.groups.slots
         b, variance = b.reshape(-1, width)[slots], variance.reshape(-1)[slots]
-        return in_order(graph.order, rows[slots // most], b, variance, white) + check
+        return in_order(graph.order, rows[slots // most], b, variance, white)
 
 
 def in_order(

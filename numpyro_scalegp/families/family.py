@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import batches, checks, linalg
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
 
@@ -50,6 +51,10 @@ class AbstractPriorGP(RowsDistribution):
                 f"`value` must have shape (..., {self.event_shape[0]}), got {value.shape}: one "
                 "value for each row of `X`."
             )
+        return self._log_density(value)
+
+    @compiled
+    def _log_density(self, value: Float[Array, "... n"]) -> Float[Array, "..."]:
         axes = len(self.batch_shape)
         shape = jnp.broadcast_shapes(value.shape[:-1], self.batch_shape)
         found = batches.each(

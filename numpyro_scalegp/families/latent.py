@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import batches, checks, functions, linalg, memory
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.kernels import AbstractKernel
@@ -97,6 +98,7 @@ class LatentGP(AbstractPriorGP):
         shape = *sample_shape, *self.batch_shape, *self.event_shape
         return self.of_white(jax.random.normal(checks.as_key(key), shape, self.variance.dtype))
 
+    @compiled
     def of_white(self, white: Float[Array, "... n"]) -> Float[Array, "... n"]:
         """Make draws from the prior, L v with L L' = K(X, X), of standard normal values v.
 
@@ -121,6 +123,10 @@ class LatentGP(AbstractPriorGP):
         shape = self.batch_shape + self.event_shape
         checks.shape("f", f, shape, why="one value for each row of `X`")
         checks.finite("f", f)
+        return self._posterior(f)
+
+    @compiled
+    def _posterior(self, f: Float[Array, "... n"]) -> AbstractConditioned:
         zero = functions.constant_function(checks.as_float(0.0))
 
         def of_one(kernel: AbstractKernel, X: Array, f: Array) -> ExactPosterior:

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.families.bases import Basis, growing_bases, hold_categories
 from numpyro_scalegp.families.decoupled import expansion
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
@@ -40,23 +40,20 @@ def report(
     converged: Bool[Array, "*batch"],
 ) -> SolvedMean:
     """What `solve_mean` returns, with a warning on the host where the solve stopped short."""
-    arguments = (jnp.max(residual), jnp.max(iterations), jnp.all(converged))
-    jax.lax.cond(
-        arguments[-1], lambda: None, lambda: jax.debug.callback(_warn_of_residual, *arguments)
-    )
+    stopped_short = ~jnp.all(converged)
+    call_where(stopped_short, _warn_of_residual, jnp.max(residual), jnp.max(iterations))
     return SolvedMean(params, residual, iterations, converged)
 
 
-def _warn_of_residual(residual: ArrayLike, iterations: ArrayLike, converged: ArrayLike) -> None:
-    if not converged:
-        warnings.warn(
-            f"`solve_mean` ended with a residual of {np.asarray(residual):.2g} after {iterations} "
-            "iterations, above its tolerance: the mean is not the optimum. Raise `max_iterations`, "
-            "spread the points over the inputs, or work in float64; with little noise, float32 "
-            "may not get further. Check the inputs for NaN if the residual is NaN.",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+def _warn_of_residual(residual: ArrayLike, iterations: ArrayLike) -> None:
+    warnings.warn(
+        f"`solve_mean` ended with a residual of {np.asarray(residual):.2g} after {iterations} "
+        "iterations, above its tolerance: the mean is not the optimum. Raise `max_iterations`, "
+        "spread the points over the inputs, or work in float64; with little noise, float32 "
+        "may not get further. Check the inputs for NaN if the residual is NaN.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 
 class Linearized(NamedTuple):

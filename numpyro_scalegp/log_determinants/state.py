@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mutable_state import if_finite
 from numpyro_scalegp.core.programs import compiled
@@ -75,7 +76,7 @@ class FitRecord(NamedTuple):
         # At powers of two: a fit that stays bad calls the host some ten times, not at each step.
         due = (count >= _FIRST_CHECK) & (count & (count - 1) == 0)
         bad = due & (off > _TOLERANCE) & (off > _SURE * record.standard_error)
-        jax.lax.cond(bad, lambda: jax.debug.callback(_warn, bad, record.eigenvalue), lambda: None)
+        call_where(bad, _warn, record.eigenvalue)
         return record
 
 
@@ -152,9 +153,7 @@ def norms(batch: Batch, W: Float[Array, "d d"]) -> tuple[Float[Array, ""], Float
     return variance, jnp.maximum(second - variance, 0.0)
 
 
-def _warn(bad: ArrayLike, eigenvalue: ArrayLike) -> None:
-    if not bad:  # under `jax.vmap` both branches of a condition run
-        return
+def _warn(eigenvalue: ArrayLike) -> None:
     found = np.asarray(eigenvalue).item()
     warnings.warn(
         f"the matrix A of a `FeatureSpaceGP` does not fit F: the mean eigenvalue of A^-1 F is "

@@ -145,6 +145,10 @@ class ExactPosterior(AbstractInChunks):
             Rasmussen and Williams (2006), eq. 5.12; Buerkner, Gabry and Vehtari (2021), Efficient
             leave-one-out cross-validation for Bayesian non-factorized normal and Student-t models.
         """
-        W = linalg.triangular_inverse(self.factor.tril)
-        precision = jnp.sum(jnp.square(W), axis=0)
+        precision = self._precision()
         return dist.Normal(self.y - self.representer_weights / precision, precision**-0.5)
+
+    @compiled
+    def _precision(self) -> Float[Array, " n"]:
+        """The diagonal of H^-1."""
+        return jnp.sum(jnp.square(linalg.triangular_inverse(self.factor.tril)), axis=0)

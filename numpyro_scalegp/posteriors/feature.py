@@ -52,6 +52,7 @@ class FeaturePosterior(AbstractInChunks):
     weights: Weights
 
     @classmethod
+    @compiled
     def from_features(
         cls: type[Found],
         features: Callable[[Array], Array],

@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.solvers.operator import KernelOperator
 
 
@@ -101,6 +102,7 @@ class AbstractSolver(eqx.Module):
             return self
         return dataclasses.replace(self, **{"max_epochs": max_epochs})
 
+    @compiled
     def solve(
         self,
         operator: KernelOperator,
