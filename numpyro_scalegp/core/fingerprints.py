@@ -22,6 +22,7 @@ _WITH_RULES = (
 # Functions and classes of these packages read nothing that changes.
 _CONSTANT = frozenset(["jax", "jaxlib", "equinox", "numpy", "builtins", "math", "operator"])
 _PURE = _CONSTANT | {"numpyro_scalegp", "numpyro", "optax", "functools", "collections", "types"}
+_CHECKERS = frozenset(["jaxtyping", "beartype"])
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, np.dtype, np.generic, np.ndarray, jax.Array,
     enum.Enum, slice, type(...), jax.core.Tracer,
@@ -64,7 +65,8 @@ def is_pure(value: Any) -> bool:
     if isinstance(value, MethodType):
         return is_pure((value.__func__, value.__self__))
     if isinstance(value, FunctionType):
-        return _is_from(_PURE, value) and is_pure(closed_over(value))
+        value = _unchecked(value)
+        return _has_code_of(_PURE, value) and is_pure(closed_over(value))
     if isinstance(value, type | BuiltinFunctionType):
         return _is_from(_PURE, value)
     if isinstance(value, dict):
@@ -85,6 +87,18 @@ def closed_over(function: FunctionType) -> list[Any]:
         with contextlib.suppress(ValueError):
             values.append(cell.cell_contents)
     return values
+
+
+def _unchecked(function: FunctionType) -> FunctionType:
+    """The function whose arguments and results jaxtyping checks, if it is such a check."""
+    while _has_code_of(_CHECKERS, function) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _has_code_of(packages: frozenset[str], function: FunctionType) -> bool:
+    # Not `__module__`, which `functools.wraps` copies.
+    return str(function.__globals__.get("__name__")).partition(".")[0] in packages
 
 
 def _is_from(packages: frozenset[str], value: Any) -> bool:
@@ -179,7 +193,8 @@ class _Description:
         if isinstance(value, MethodType):
             return of((value.__func__, value.__self__))
         if isinstance(value, FunctionType):
-            if not (is_rule or _is_from(_PURE, value)):
+            value = _unchecked(value)
+            if not (is_rule or _has_code_of(_PURE, value)):
                 raise NotComparable
             defaults = (value.__defaults__, value.__kwdefaults__)
             return value.__code__, of(closed_over(value)), of(defaults)

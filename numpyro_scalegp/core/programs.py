@@ -64,6 +64,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def compiled_unless_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` for functions that compiled loops call, too: among these no program of its own."""
+    program = compiled(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs))
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        return (function if is_traced else program)(*args, **kwargs)
+
+    return call
+
+
 class CompiledForLoop:
     """A compiled function that reads users' functions once, when a loop calls it first.
 

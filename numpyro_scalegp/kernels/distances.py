@@ -76,11 +76,9 @@ def squared_distances(
         eps * sum(jnp.max(jnp.sum(one, axis=1), initial=0.0) for one in parts)
         for parts in (squares, [one.at[:, widest].set(0.0) for one in squares])
     ]
-    # What the way back needs is computed again: else all branches would keep (n, m, d) arrays.
-    branches = [jax.checkpoint(way) for way in (_by_product, _by_both, _by_differences)]
     # One way for all of a batch, or under `vmap` all of them would be taken.
     way = _way(*map(largest_of_batch, errors))
-    distances = jax.lax.switch(way, branches, X, Z, center, inverse, widest)
+    distances = jax.lax.switch(way, _WAYS, X, Z, center, inverse, widest)
     # Lift what rounding made negative, and leave the derivative as it is. Here, after the branches,
     # it costs no further pass over the pairs: it becomes part of what is done with them next.
     return distances - jax.lax.stop_gradient(jnp.minimum(distances, 0.0))
@@ -162,3 +160,7 @@ def _within_bounds(scaled: Float[Array, "..."], num_columns: int) -> Float[Array
 def _largest(dtype: jnp.dtype) -> float:
     """The largest squared distance, which correlations may still multiply."""
     return float(jnp.finfo(dtype).max) / 64.0
+
+
+# What the way back needs is computed again: else all branches would keep (n, m, d) arrays.
+_WAYS = [jax.checkpoint(way) for way in (_by_product, _by_both, _by_differences)]

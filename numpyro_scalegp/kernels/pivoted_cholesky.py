@@ -8,12 +8,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from numpyro_scalegp.core.linalg import matmul, solve_lower
 from numpyro_scalegp.core.mesh import divided, mesh_of
+from numpyro_scalegp.core.programs import compiled_unless_traced
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 
 # Pivots proposed at a time: enough for the rate of a matrix product, few enough to be accepted.
 _PROPOSALS = 128
 
 
+@compiled_unless_traced
 def pivoted_cholesky(
     kernel: AbstractKernel, X: Float[Array, "n d"], rank: int
 ) -> tuple[Float[Array, "rank n"], Int[Array, " rank"]]:
@@ -53,6 +55,7 @@ def pivoted_cholesky(
     return rows, pivots
 
 
+@compiled_unless_traced
 def randomly_pivoted_cholesky(
     kernel: AbstractKernel, X: Float[Array, "n d"], rank: int, key: Key[Array, ""]
 ) -> tuple[Float[Array, "rank n"], Int[Array, " rank"]]:

@@ -7,6 +7,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import AnyMesh, divided, filled, map_shares, mesh_of, sum_shares
+from numpyro_scalegp.core.programs import compiled_unless_traced
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.solvers import products, ring
@@ -94,16 +95,19 @@ class KernelOperator(eqx.Module):
         """The diagonal of H, shape (n,), in O(n d)."""
         return self.kernel.diag(self.X) + self.noise()
 
+    @compiled_unless_traced
     def rows(self, index: Int[Array, " r"]) -> Float[Array, "r n"]:
         """The rows H[index], shape (r, n), in O(r n d) time and O(r n) memory."""
         return self.block(index, jnp.arange(self.size))
 
+    @compiled_unless_traced
     def block(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
         """The entries `H[rows][:, columns]`, shape (r, c), with exact entries on the diagonal."""
         same = rows[:, None] % self.size == columns[None, :] % self.size
         gram = self.kernel(self.X[rows], self.X[columns]).astype(self.dtype)
         return jnp.where(same, self.diagonal()[rows][:, None], gram)
 
+    @compiled_unless_traced
     def matmul(self, V: Float[Array, "n k"]) -> Float[Array, "n k"]:
         """Multiply, H V.
 
@@ -123,6 +127,7 @@ class KernelOperator(eqx.Module):
             product = ring.symmetric_matmul(mesh, self.kernel, self.X, V, self.block_size)
         return product + self.noise()[:, None] * V
 
+    @compiled_unless_traced
     def rows_matmul(self, index: Int[Array, " r"], V: Float[Array, "n k"]) -> Float[Array, "r k"]:
         """Multiply the rows `index`, H[index] V: shape (r, k), in O(r n (d + k))."""
         V = self._vectors("V", V, self.size)
@@ -139,6 +144,7 @@ class KernelOperator(eqx.Module):
             product = sum_shares(mesh, of_columns, X, filled(mesh, V, repeat=False))
         return product + self.noise()[index][:, None] * V[index]
 
+    @compiled_unless_traced
     def columns_matmul(
         self, index: Int[Array, " r"], W: Float[Array, "r k"]
     ) -> Float[Array, "n k"]:
@@ -158,6 +164,7 @@ class KernelOperator(eqx.Module):
         checks.shape(name, value, (rows, columns), why="vectors are columns")
         return value.astype(self.dtype)
 
+    @compiled_unless_traced
     def bilinear_gradient(self, U: Float[Array, "n k"], V: Float[Array, "n k"]) -> "KernelOperator":
         """The gradient of sum_c u_c'H v_c with respect to the kernel, X and the noise variance.
 
@@ -180,6 +187,7 @@ class KernelOperator(eqx.Module):
         sides = jnp.concatenate([U, V], axis=1), jnp.concatenate([V, U], axis=1)
         return self._symmetric_gradient(*sides)
 
+    @compiled_unless_traced
     def quadratic_gradient(
         self, weights: Float[Array, " k"], V: Float[Array, "n k"]
     ) -> "KernelOperator":

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Key
 from numpyro_scalegp.core import checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided, mesh_of, stack_shares
+from numpyro_scalegp.core.programs import compiled_unless_traced
 from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky, randomly_pivoted_cholesky
 from numpyro_scalegp.solvers.operator import KernelOperator
 
@@ -39,6 +40,7 @@ class PreconditionerFactor(eqx.Module):
         self.low_rank, self.diagonal = low_rank, diagonal
         self.triangle = _triangle(low_rank, jax.lax.rsqrt(diagonal))
 
+    @compiled_unless_traced
     def solve(self, R: Float[Array, "n k"]) -> Float[Array, "n k"]:
         """P^-1 R, shape (n, k), in O(n rank k)."""
         scaled = R / self.diagonal[:, None]
@@ -48,11 +50,13 @@ class PreconditionerFactor(eqx.Module):
         inner = solve_triangular(self.triangle, inner)
         return scaled - matmul(self.low_rank.T, inner) / self.diagonal[:, None]
 
+    @compiled_unless_traced
     def log_determinant(self) -> Float[Array, ""]:
         """log|P|, in O(n)."""
         diagonal = jnp.abs(jnp.diagonal(self.triangle))
         return jnp.sum(jnp.log(self.diagonal)) + 2.0 * jnp.sum(jnp.log(diagonal))
 
+    @compiled_unless_traced
     def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "n num_samples"]:
         """Draw columns from N(0, P), shape (n, num_samples), in O(n rank num_samples)."""
         rank, n = self.low_rank.shape
@@ -117,6 +121,7 @@ class AbstractPreconditioner(eqx.Module):
 class Identity(AbstractPreconditioner):
     """No preconditioning, P = I."""
 
+    @compiled_unless_traced
     def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Return the identity of the operator's size."""
         ones = jnp.ones(operator.size, operator.dtype)
@@ -146,6 +151,7 @@ class PivotedCholesky(AbstractPreconditioner):
     def __check_init__(self) -> None:
         checks.count("rank", self.rank)
 
+    @compiled_unless_traced
     def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Compute L and R; noise must be positive."""
         rank = min(self.rank, operator.size)
@@ -186,6 +192,7 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
             checks.count("rank", self.rank)
         checks.count("seed", self.seed, 0)
 
+    @compiled_unless_traced
     def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Draw the pivots, compute L and R; noise must be positive."""
         n, key = operator.size, jax.random.key(self.seed)
@@ -232,6 +239,7 @@ class Nystrom(AbstractPreconditioner):
         checks.count("rank", self.rank)
         checks.count("seed", self.seed, 0)
 
+    @compiled_unless_traced
     def factorize(self, operator: KernelOperator) -> PreconditionerFactor:
         """Multiply K with the directions, compute F and R; noise must be positive."""
         shape = operator.size, min(self.rank, operator.size)
