@@ -25,7 +25,8 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
 
     Code is not stored. Of functions and classes the file has the names; where a function has none
     that can be found again, such as a lambda or a closure, it has the arrays in there, and `load`
-    takes the code from `like=`.
+    takes the code from `like=`. Of users' code the file keeps what it gave at a few rows, which
+    `load` compares: for a posterior that holds a model, conditioning on two draws.
 
     Where several processes hold an array together, all of them save; the first one writes the file.
     Such arrays are whole in the memory of each host meanwhile.
@@ -115,7 +116,8 @@ def load(
         FileNotFoundError: if there is no file.
         ValueError: if the file is damaged; if it names what is not trusted, lacks a field of a
             class or has one too many, or holds what its class does not take; or if it does not fit
-            `like`. The message names the file and the path in the object.
+            `like`; or if a function or class of the user's gives other values than it did when the
+            object was saved. The message names the file and the path in the object.
     """
     decoder_trust = Trusted(trusted)
     structure, arrays = file.read(path)

@@ -14,7 +14,7 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.mesh import placed_like
-from numpyro_scalegp.saving import names
+from numpyro_scalegp.saving import answers, names
 from numpyro_scalegp.saving.encoding import (
     DICTS,
     KEY_IMPLEMENTATIONS,
@@ -187,7 +187,28 @@ class Decoder:
         for name in wanted:
             object.__setattr__(module, name, fields[name])
         self._check(code, module, path)
+        if "answers" in code:
+            self._compare(code, module, path)
         return module
+
+    def _compare(self, code: Any, module: Any, path: str) -> None:
+        """Raise if users' code in an object gives other values than when it was saved."""
+        rows, values = self.decode(code["answers"], (), path)
+        named = ", ".join(f"`{name}`" for name in dict.fromkeys(code["code"]))
+        try:
+            differs = answers.differs(module, answers.Answers(rows, values))
+        except Exception as error:
+            raise ValueError(
+                f"{at(path)}, a `{type(module).__qualname__}`, cannot be computed as it was when "
+                f"it was saved: does {named} take other arguments now? "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if differs:
+            raise ValueError(
+                f"{at(path)}, a `{type(module).__qualname__}`, gives other values than when it was "
+                f"saved: {named}, or what that reads, was edited since. A file has the names of "
+                "functions and classes and no code: load it with the code of then, or fit again."
+            )
 
     def _decode_distribution(self, code: Any, like: Template, path: str) -> Any:
         of: Any = self._class(code, like, path, Distribution)

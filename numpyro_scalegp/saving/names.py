@@ -115,6 +115,11 @@ def name_of(value: Any) -> str | None:
         return None
 
 
+def is_of_packages(name: str) -> bool:
+    """Whether a name is one of the packages above, whose releases say what changed."""
+    return name.partition(":")[0].partition(".")[0] in {*PACKAGES, "jaxlib"}
+
+
 def full_name(value: Any) -> str:
     """Module and qualified name, whether or not `value` is found there."""
     return f"{value.__module__}:{value.__qualname__}"
