@@ -19,7 +19,7 @@ from numpyro_scalegp.core.mesh import texts_of_processes
 from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.infer import RowSVI
 from numpyro_scalegp.saving import load, save
-from numpyro_scalegp.saving.file import place_of
+from numpyro_scalegp.saving.file import Path, as_path, place_of
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.stream import Stream, parts_of
 
@@ -43,7 +43,7 @@ def run(
     num_steps: int,
     stream: Stream,
     *,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: Path | None = None,
     every: int = 1000,
     place: Callable[..., Any] | None = None,
     stable_update: bool = False,
@@ -83,6 +83,7 @@ def run(
         ValueError: if `num_steps` or `every` is not positive, the checkpoint belongs to another
             model, to a stream of other arrays or to another order, or has more steps; in several
             processes, if one checkpoint cannot be for all of them.
+        TypeError: if `checkpoint` is no path.
         OSError: if `checkpoint` cannot be written, such as in a folder that is not there; if it was
             made with other files, or the stream's files have changed.
 
@@ -110,6 +111,7 @@ def run(
     checks.count("every", every)
     if place is not None:
         checks.function("place", place)
+    checkpoint = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     if checkpoint is not None and jax.process_count() == 1:
         place_of(checkpoint)  # now, and not after the steps to the first checkpoint
     batches = _on_device(stream, place)
@@ -151,14 +153,14 @@ def _placed(batch: Any, place: Callable[..., Any] | None) -> tuple[Any, ...]:
     return jax.device_put(parts) if place is None else parts_of(place(*parts))
 
 
-def _check_processes(stream: Stream, checkpoint: str | os.PathLike[str] | None) -> None:
+def _check_processes(stream: Stream, checkpoint: str | None) -> None:
     """Raise where processes that share a state could not go on from one checkpoint."""
     if checkpoint is None:
         return
     found = texts_of_processes(f"{tuple(stream.order)}, {os.path.exists(checkpoint)}")
     if len({*found}) > 1:
         raise ValueError(
-            f"the checkpoint `{os.fspath(checkpoint)}` holds one position in the stream for all "
+            f"the checkpoint `{checkpoint}` holds one position in the stream for all "
             "processes: they must have streams of as many rows, with the same arguments, and all "
             "of them the file or none. Rows, batch size, window, ranges, seed and whether the file "
             f"is there: {'; '.join(found)}."
@@ -172,22 +174,20 @@ def _on_device(stream: Stream, place: Callable[..., Any] | None) -> Any:
     return iter(prefetch(placed, prefetch_buffer_size=_AHEAD))
 
 
-def _resumed(
-    checkpoint: str | os.PathLike[str], start: Progress, num_steps: int, stream: Stream
-) -> Progress:
+def _resumed(checkpoint: str, start: Progress, num_steps: int, stream: Stream) -> Progress:
     """The progress in a file, if it belongs to this training."""
     # The number of losses is that of the steps, whatever it is.
     found = load(checkpoint, like=start._replace(losses=..., data=...))
     if None not in (found.data, start.data):
-        stream.rows.check_fingerprint(found.data, f"the checkpoint `{os.fspath(checkpoint)}`")
+        stream.rows.check_fingerprint(found.data, f"the checkpoint `{checkpoint}`")
     if found.order != start.order:
         raise ValueError(
-            f"`{os.fspath(checkpoint)}` belongs to another stream: its rows, batch size, window, "
+            f"`{checkpoint}` belongs to another stream: its rows, batch size, window, "
             f"ranges and seed are {found.order}, and those of `stream` {start.order}."
         )
     if len(found.losses) > num_steps:
         raise ValueError(
-            f"`{os.fspath(checkpoint)}` has {len(found.losses)} steps, and `num_steps` is "
+            f"`{checkpoint}` has {len(found.losses)} steps, and `num_steps` is "
             f"{num_steps}: ask for at least as many, or delete the file."
         )
     return found

@@ -232,5 +232,7 @@ def test_bad_arguments() -> None:
         sgp.streams.run(**{**good, "num_steps": 0})
     with pytest.raises(ValueError, match="`every` must be at least 1"):
         sgp.streams.run(**good, every=0)
+    with pytest.raises(TypeError, match=r"`checkpoint` must be a path, such as .*, got 3"):
+        sgp.streams.run(**good, checkpoint=3)
     with pytest.raises(TypeError, match="`place` must be callable"):
         sgp.streams.run(**good, place=3)
