@@ -32,9 +32,9 @@ LOC, PRECISION = "natural_loc", "natural_precision"
 class NaturalPosterior(SparsePosterior):
     """A `SparsePosterior` whose moments have natural gradients."""
 
-    natural_loc: Any = None
-    natural_precision: Any = None
-    lift: Any = None
+    natural_loc: Float[Array, "*batch M"] | None = None
+    natural_precision: Float[Array, "*batch M M"] | None = None
+    lift: Float[Array, "..."] | None = None
 
     def _weights(self) -> tuple[Any, ...]:
         own = self.natural_loc, self.natural_precision, self.lift
@@ -99,6 +99,7 @@ class NaturalSparseGP(SparseGP):
     }
     reparametrized_params = list(arg_constraints)
     pytree_data_fields = (LOC, PRECISION, "lift")
+    lift: Float[Array, "..."]
 
     def __init__(
         self,

@@ -43,6 +43,16 @@ def can_answer(value: Any) -> bool:
     return isinstance(value, RowsFunction | AbstractKernel | AbstractFeatures | MixturePosterior)
 
 
+def check_moments(posterior: AbstractPosterior) -> None:
+    """Raise where fields do not fit together, by tracing the moments at a row of its inputs.
+
+    Nothing is computed or compiled, and of a mixture, which holds a model, nothing traced.
+    """
+    X = inputs_of(posterior)
+    if X is not None and not isinstance(posterior, MixturePosterior):
+        jax.eval_shape(lambda: posterior._mean_and_variance(jnp.asarray(X)[..., :1, :], None))
+
+
 def recorded(value: Any, inputs: Any) -> Answers | None:
     """What an object gives at a few rows, the first ones that it takes; None if it takes none.
 

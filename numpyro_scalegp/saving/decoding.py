@@ -14,7 +14,8 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.mesh import placed_like
-from numpyro_scalegp.saving import answers, names
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.saving import answers, names, schema
 from numpyro_scalegp.saving.encoding import (
     DICTS,
     KEY_IMPLEMENTATIONS,
@@ -159,18 +160,23 @@ class Decoder:
         }
 
     def _check(self, code: Any, value: Any, path: str) -> None:
-        """Run the checks of a class, if the object had passed them when it was saved."""
-        if code.get("unchecked"):
-            return
+        """Run the checks of a class, of objects that had not passed them those of kinds alone."""
         try:
+            if code.get("unchecked"):
+                schema.check_kinds(value)
+                return
             check(value)
+            if isinstance(value, AbstractPosterior):
+                answers.check_moments(value)
         except Exception as error:
             raise ValueError(f"{at(path)}, a `{type(value).__qualname__}`: {error}") from error
 
     def _decode_namedtuple(self, code: Any, like: Template, path: str) -> Any:
         of: Any = self._class(code, like, path, tuple)
         fields = self._fields(code, like, path, of._fields)
-        return tuple.__new__(of, [fields[name] for name in of._fields])
+        value = tuple.__new__(of, [fields[name] for name in of._fields])
+        self._check(code, value, path)
+        return value
 
     def _decode_module(self, code: Any, like: Template, path: str) -> Any:
         of = self._class(code, like, path, eqx.Module)

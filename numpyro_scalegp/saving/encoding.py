@@ -16,7 +16,7 @@ from numpyro.distributions import Distribution
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import Traced
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.saving import answers, names
+from numpyro_scalegp.saving import answers, names, schema
 
 PLAIN = (bool, int, float, str, type(None))
 KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -32,7 +32,8 @@ def at(path: str) -> str:
 
 
 def check(value: Any) -> None:
-    """Run the checks that a class makes when an object of it is built."""
+    """Run the checks that a class makes when an object of it is built, and those of its fields."""
+    schema.check_fields(value)
     if isinstance(value, eqx.Module):
         for of in type(value).__mro__:
             if "__check_init__" in vars(of):
