@@ -14,6 +14,7 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.mesh import placed_like
+from numpyro_scalegp.core.programs import Traced
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.saving import answers, names, schema
 from numpyro_scalegp.saving.encoding import (
@@ -72,6 +73,8 @@ class Decoder:
         """The object that `code` stands for."""
         if like and like[0] is ...:
             like = ()
+        if like and isinstance(like[0], Traced):
+            like = (None,)  # no program is saved; the function that was traced stands beside it
         if type(code) in PLAIN:
             _same(type(code), like, path)
             return code
