@@ -84,7 +84,7 @@ def inputs_of(value: Any) -> Any:
         if isinstance(node, eqx.Module | Distribution):
             fields = vars(node)
             for name in _INPUTS:
-                X = fields.get(name)
+                X: Any = fields.get(name)
                 if hasattr(X, "shape") and X.ndim >= 2 and jnp.issubdtype(X.dtype, jnp.floating):
                     return X
             queue.extend(fields.values())

@@ -43,8 +43,9 @@ def check_fields(value: Any) -> None:
     Raises:
         ValueError: if a field is not, with its name.
     """
+    of: Any = type(value)
     with jaxtyping.jaxtyped("context"):
-        for name, annotation in annotations(type(value)).items():
+        for name, annotation in annotations(of).items():
             field = _field(value, name)
             # Here and not in a function, where the sizes would be those of another context.
             shapes = _array_types(annotation) if eqx.is_array_like(field) else []
@@ -73,8 +74,9 @@ def check_kinds(value: Any) -> None:
     Raises:
         ValueError: if a field might not, with its name.
     """
-    static = {f.name for f in _fields(type(value)) if f.metadata.get("static", False)}
-    for name, annotation in annotations(type(value)).items():
+    of: Any = type(value)
+    static = {f.name for f in _fields(of) if f.metadata.get("static", False)}
+    for name, annotation in annotations(of).items():
         field = _field(value, name)
         is_array = isinstance(field, jax.Array | np.ndarray)
         if isinstance(value, AbstractPosterior):
@@ -87,7 +89,7 @@ def check_kinds(value: Any) -> None:
 
 
 @functools.cache
-def annotations(of: type) -> dict[str, Any]:
+def annotations(of: Any) -> dict[str, Any]:
     """The annotations of what objects of a class hold, none for classes of other packages."""
     if of.__module__.partition(".")[0] != __name__.partition(".")[0]:
         return {}
@@ -95,7 +97,7 @@ def annotations(of: type) -> dict[str, Any]:
         names = (*of.gather_pytree_data_fields(), *of.gather_pytree_aux_fields())
         # Arguments become fields of the same name, of a subclass those of its base as well.
         bases = [base for base in reversed(of.__mro__) if "__init__" in vars(base)]
-        hints = {}
+        hints: dict[str, Any] = {}
         for base in bases:
             arguments = typing.get_type_hints(vars(base)["__init__"])
             hints |= {name: hint for name, hint in arguments.items() if hint is not Any}

@@ -19,8 +19,10 @@ def resumable(dataset: Any, rows: "AbstractRows") -> Any:
 @functools.cache
 def _dataset_class() -> Any:
     grain = imported("grain")
+    Dataset: Any = grain.IterDataset
+    Iterator: Any = grain.DatasetIterator
 
-    class ResumableIterDataset(grain.IterDataset):
+    class ResumableIterDataset(Dataset):
         def __init__(self, parent: Any, rows: "AbstractRows") -> None:
             super().__init__(parent)
             self.rows = rows
@@ -28,7 +30,7 @@ def _dataset_class() -> Any:
         def __iter__(self) -> Any:
             return ResumableIterator(iter(self._parent), self.rows)
 
-    class ResumableIterator(grain.DatasetIterator):
+    class ResumableIterator(Iterator):
         def __init__(self, parent: Any, rows: "AbstractRows") -> None:
             super().__init__(parent)
             self.rows = rows

@@ -334,7 +334,8 @@ def test_a_call_that_fails_leaves_the_state(make: Any, error: Any, tmp_path: Pat
             raise error
         return X, y
 
-    iterator, rows = iter(make(tmp_path).map(fail_at_times)), []
+    iterator = iter(make(tmp_path).map(fail_at_times))
+    rows: list[np.ndarray] = []
     while len(rows) < 30:
         state = iterator.get_state()
         try:
