@@ -257,7 +257,9 @@ def _uci_folder(path: str | os.PathLike[str] | None) -> Path:
     advice = f"set the environment variable {_ENVIRONMENT_VARIABLE} or pass `path=`"
     if not given:
         raise FileNotFoundError(f"No folder of UCI data sets was given: {advice}.")
-    folder = Path(given).expanduser()
+    if not isinstance(given, str | bytes | os.PathLike):
+        raise TypeError(f"`path` must be the path of a folder, got {given!r}.")
+    folder = Path(os.fsdecode(given)).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"No folder of UCI data sets at {os.fspath(given)!r}: {advice}.")
     return folder

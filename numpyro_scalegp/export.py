@@ -13,7 +13,7 @@ from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
-from numpyro_scalegp.tracing.runs import is_observed, takes_part
+from numpyro_scalegp.tracing.runs import is_observed, takes_part, trace_of_call
 
 _STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
 
@@ -246,7 +246,7 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     def run(args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
         seeded = handlers.seed(model, rng_seed=0)
         feasible = handlers.substitute(seeded, substitute_fn=init_to_feasible)
-        trace = handlers.trace(feasible).get_trace(*args, **kwargs)
+        trace = trace_of_call(feasible, args, kwargs)
         for name, site in trace.items():
             if takes_part(site):
                 raise ValueError(

@@ -899,7 +899,7 @@ LATENT: list[Row] = [
     ("no mesh", lambda: sgp.shard_rows("rows", X), "`mesh` must be a mesh of devices"),
     ("rows apart", lambda: sgp.shard_rows(mesh(), X, y[:5]), "same number of rows.*(6, 1).*(5,)"),
     ("no rows", lambda: sgp.shard_rows(mesh(), 1.0), "must have rows.*a number by itself"),
-    ("a list", lambda: sgp.shard_rows(mesh(), [1.0, 2.0], y), "give `np.asarray` of it"),
+    ("a list", lambda: sgp.shard_rows(mesh(), [1.0, 2.0], y), "same number of rows.*(2,).*(6,)"),
     ("few rows", lambda: sgp.shard_rows(mesh(8), X), "6 rows are too few for a mesh of 8 devices"),
     ("explicit", lambda: Operator(rbf, explicit(), 0.1), "with explicit axes.*`X, y = sgp.shard_"),
     ("plate name", lambda: sgp.plate(3, 6), "`name` must be a string, got 3"),

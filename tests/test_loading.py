@@ -1,6 +1,7 @@
 """Files that are cut short, damaged, killed in the making, or made to run code."""
 
 import functools
+import io
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 def write(path: Path, structure: Any, **arrays: np.ndarray) -> None:
     """What an attacker can write: any structure, any arrays."""
-    saved.write(path, structure, arrays)
+    saved.write(str(path), structure, arrays)
 
 
 def function(name: str) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def test_a_script_is_found_under_another_name(tmp_path):
 def test_fields_that_are_missing_unknown_or_refused(tmp_path):
     path = tmp_path / "a.npz"
     sgp.save(path, sgp.kernels.RBF(2.0))
-    code, arrays = saved.read(path)
+    code, arrays = saved.read(str(path))
     fields = code["fields"]
     for changed, message in (
         ({"lengthscale": fields["lengthscale"]}, r"lacks \['variance'\]"),
@@ -175,6 +176,58 @@ def test_damaged_files_are_named(tmp_path):
         sgp.load(path)
     with pytest.raises(FileNotFoundError, match="none"):
         sgp.load(tmp_path / "none.npz")
+
+
+def test_a_flipped_bit_is_no_error_of_the_system(tmp_path):
+    path = tmp_path / "broken.npz"
+    sgp.save(path, [1, np.arange(3)])
+    content, refused = path.read_bytes(), 0
+    # The directory of the archive, with places in the file.
+    for place in range(len(content) - 40, len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                loaded = sgp.load(path)
+            except ValueError as error:
+                assert "broken.npz" in str(error)
+                refused += 1
+            else:
+                np.testing.assert_array_equal(loaded[1], [0, 1, 2])
+    assert refused > 100
+
+
+@pytest.mark.parametrize("bad", [5, None, 1.5, True, ["a.npz"], io.BytesIO()])
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_path(bad):
+    expected = r"`path` must be a path, such as .fit.npz., got (5|None|1.5|True|a `(list|BytesIO)`)"
+    for call in (lambda: sgp.save(bad, 1), lambda: sgp.load(bad)):
+        with pytest.raises(TypeError, match=expected):
+            call()
+
+
+def test_paths_of_bytes_and_empty_ones(tmp_path):
+    path = os.fsencode(tmp_path / "a.npz")
+    sgp.save(path, 3)
+    assert sgp.load(path) == sgp.load(tmp_path / "a.npz") == 3
+    for bad in ("", "a\0b"):
+        with pytest.raises(ValueError, match="`path` must be the name of a file, got"):
+            sgp.save(bad, 1)
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        sgp.load(tmp_path)
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    sgp.save(path, 1)
+
+    def fail(*args: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(saved, "_read", fail)
+    with pytest.raises(OSError, match=r"Input/output error: .*a\.npz"):
+        sgp.load(path)
 
 
 def test_another_version_is_refused(tmp_path):
@@ -224,19 +277,20 @@ def test_bombs_and_pickles(tmp_path):
 # A file is whole or not there
 
 
+@pytest.mark.parametrize("error", [(28, "No space left on device"), ("No space left",)])
 @pytest.mark.parametrize("fails", ["savez", "fsync", "replace"])
-def test_a_failing_save_keeps_the_old_file(fails, tmp_path, monkeypatch):
+def test_a_failing_save_keeps_the_old_file(fails, error, tmp_path, monkeypatch):
     path = tmp_path / "a.npz"
     sgp.save(path, {"step": 1})
 
     def fail(*args: Any, **kwargs: Any) -> None:
         if fails == "savez":
             args[0].write(b"some of it")
-        raise OSError(28, "No space left on device")
+        raise OSError(*error)
 
     with monkeypatch.context() as patch:
         patch.setattr(np if fails == "savez" else os, fails, fail)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=r"a\.npz.*No space left|No space left.*a\.npz"):
             sgp.save(path, {"step": 2})
     assert sgp.load(path) == {"step": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["a.npz"]
@@ -247,6 +301,9 @@ def test_what_stands_there_already(tmp_path):
         sgp.save(tmp_path, 1)
     with pytest.raises(FileNotFoundError, match=r"no folder `.*gone` for .*make it"):
         sgp.save(tmp_path / "gone" / "a.npz", 1)
+    os.mkfifo(tmp_path / "pipe.npz")
+    with pytest.raises(OSError, match=r"pipe.npz` is a device or a pipe, which a file would"):
+        sgp.save(tmp_path / "pipe.npz", 1)
     path, link = tmp_path / "a.npz", tmp_path / "link.npz"
     sgp.save(path, 1)
     path.chmod(0o640)
@@ -286,6 +343,6 @@ def test_a_killed_save_leaves_a_whole_file(tmp_path):
             time.sleep(generator.uniform(0.0, 0.05))
             process.send_signal(signal.SIGKILL)
             printed = [int(line) for line in (first + process.stdout.read()).split()]
-        step, arrays = saved.read(path)
+        step, arrays = saved.read(str(path))
         assert step in (printed[-1], printed[-1] + 1)
         assert np.all(arrays["array_0"] == step)

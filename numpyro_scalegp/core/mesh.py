@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from numpyro_scalegp.core import checks, precision
+from numpyro_scalegp.core import checks, precision, tables
 
 T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
@@ -244,7 +244,8 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
 
     Args:
         mesh: made by `jax.make_mesh`; the types of its axes do not count.
-        array: with a leading axis of n rows; or a pytree of such, or None.
+        array: with a leading axis of n rows, a data frame or a list of numbers; or a pytree of
+            such, or None.
         *others: further ones, with as many rows.
 
     Returns:
@@ -252,9 +253,9 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
         an argument is None. A copy: O(n d) bytes are moved.
 
     Raises:
-        TypeError: if `mesh` is no mesh.
+        TypeError: if `mesh` is no mesh, or a table holds anything but numbers.
         ValueError: if the numbers of rows differ, there are fewer rows than devices, or a number
-            stands by itself, as in a list of numbers; in several processes also if these give
+            stands by itself; in several processes also if these give
             different arrays, in each of them.
 
     Example:
@@ -267,7 +268,7 @@ def shard_rows(mesh: Mesh, array: Any, /, *others: Any) -> Any:
         ((100, 2), (100,))
     """
     checks.instance("mesh", mesh, Mesh, "a mesh of devices, as `jax.make_mesh` makes it")
-    arrays = array, *others
+    arrays = tables.as_arrays((array, *others), "array")
     counts = _rows_of_processes(arrays) if mesh.is_multi_process else [_num_rows(arrays)]
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     placed = jax.tree.map(_placer(automatic, counts), arrays)
@@ -278,10 +279,7 @@ def _num_rows(arrays: Any) -> int:
     """The number of rows that all arrays have."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
     if () in shapes:
-        raise ValueError(
-            "all arrays must have rows as their leading axis, got a number by itself: a list is a "
-            "pytree of what it holds; for one of numbers give `np.asarray` of it."
-        )
+        raise ValueError("all arrays must have rows as their leading axis, got a number by itself.")
     if len({shape[:1] for shape in shapes}) > 1:
         raise ValueError(
             f"all arrays must have the same number of rows as their leading axis, got {shapes}."

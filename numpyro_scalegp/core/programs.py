@@ -95,11 +95,28 @@ class CompiledForLoop:
         arrays, static = eqx.partition(args, eqx.is_array)
         leaves, structure = jax.tree.flatten(arrays)
         types = tuple(jax.typeof(leaf) for leaf in leaves)
-        others, _ = jax.tree.flatten(static)
-        signature = (structure, types, tuple(others))
+        others = tuple(map(_Itself, jax.tree.leaves(static)))
+        signature = (structure, types, others)
         if signature not in self._traced:
             self._traced[signature] = trace(self.function, *args, donates=self.donates)
         return self._traced[signature](*args)
+
+
+class _Itself:
+    """An argument by which calls are told apart: equal ones or, without a hash, the very same."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.is_hashable = isinstance(value, Hashable)
+
+    def __hash__(self) -> int:
+        return hash(self.value) if self.is_hashable else id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Itself):
+            return False
+        is_same = self.value is other.value
+        return is_same or bool(self.is_hashable and other.is_hashable and self.value == other.value)
 
 
 def trace(function: Callable[..., Any], *args: Any, donates: bool = False, **kwargs: Any) -> Traced:

@@ -87,6 +87,7 @@ class FeatureSpaceGP(GaussianNoise):
         "state",
     )
     pytree_aux_fields = ("num_data",)
+    evaluated: Array | None
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class FeatureSpaceGP(GaussianNoise):
             )
         self.num_data = num_data
         self.logdet = logdet
-        self.evaluated: Array | None = None
+        self.evaluated = None
         self.state: Any = None
         if stateful is not None and num < num_data:
             self.evaluated = self._phi()

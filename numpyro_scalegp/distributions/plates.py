@@ -9,7 +9,7 @@ import numpyro
 from jaxtyping import Array, Int
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, tables
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.core.mesh import mesh_of
 from numpyro_scalegp.core.shared_rows import rows_at
@@ -83,17 +83,20 @@ class plate(numpyro.plate):
         """The rows of the mini-batch, within `with` and outside of it.
 
         Args:
-            data: an array of JAX or NumPy with a leading axis of `size` rows, a pytree of such, or
-                None.
+            data: an array of JAX or NumPy with a leading axis of `size` rows, a data frame or a
+                column of pandas or polars, a list of numbers or of such lists, a pytree of these,
+                or None.
             *others: further ones.
 
         Returns:
             For one argument its rows, for several a tuple: None where an argument is None, and the
-            arguments themselves where the plate takes all rows. Of arrays on a mesh the devices
+            arguments themselves where the plate takes all rows, with arrays of NumPy in place of
+            tables and lists. Of arrays on a mesh the devices
             share the batch, whatever its size, and each takes its part from its own rows, but for
             the first and the last one; it holds the same rows as on one device.
 
         Raises:
+            TypeError: if a table or list holds anything but numbers.
             ValueError: if a leading axis is not `size` long, or entries of a masked array are
                 missing.
         """
@@ -117,7 +120,7 @@ class plate(numpyro.plate):
             checks.not_masked(name, leaf)
             return leaf
 
-        return jax.tree.map(of_leaf, data)
+        return jax.tree.map(of_leaf, tables.as_arrays(data, name))
 
 
 @jax.jit

@@ -32,9 +32,10 @@ LOC, PRECISION = "natural_loc", "natural_precision"
 class NaturalPosterior(SparsePosterior):
     """A `SparsePosterior` whose moments have natural gradients."""
 
-    natural_loc: Any = None
-    natural_precision: Any = None
-    lift: Any = None
+    # Given always; without a default they would stand behind fields that have one.
+    natural_loc: Float[Array, "*batch M"] = None  # type: ignore[assignment]
+    natural_precision: Float[Array, "*batch M M"] = None  # type: ignore[assignment]
+    lift: Float[Array, "..."] = None  # type: ignore[assignment]
 
     def _weights(self) -> tuple[Any, ...]:
         own = self.natural_loc, self.natural_precision, self.lift
@@ -99,6 +100,7 @@ class NaturalSparseGP(SparseGP):
     }
     reparametrized_params = list(arg_constraints)
     pytree_data_fields = (LOC, PRECISION, "lift")
+    lift: Float[Array, "..."]
 
     def __init__(
         self,

@@ -39,6 +39,7 @@ from numpyro_scalegp.tracing.runs import (
     is_latent,
     is_observed,
     substituted,
+    trace_of_call,
     traced,
 )
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
@@ -426,7 +427,7 @@ def _refuse_missing(
     """Raise where an observed site has NaN that no mask hides."""
     with handlers.block():
         seeded = handlers.seed(substituted(model, {}, values), jax.random.key(0))
-        trace = handlers.trace(seeded).get_trace(*args, **kwargs)
+        trace = trace_of_call(seeded, args, kwargs)
     for name, site in trace.items():
         if not is_observed(site):
             continue

@@ -20,6 +20,7 @@ from numpyro_scalegp.tracing.runs import (
     is_latent,
     is_observed,
     substituted,
+    trace_of_call,
 )
 from numpyro_scalegp.tracing.sites import Model
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
@@ -75,7 +76,7 @@ def starting_values(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any])
     def run(handled: Callable[[_Priors], Any]) -> tuple[Trace, list[Any]]:
         priors = _Priors(model)
         with handlers.block():
-            return handlers.trace(handled(priors)).get_trace(*args, **kwargs), priors.found
+            return trace_of_call(handled(priors), args, kwargs), priors.found
 
     def at_medians(priors: _Priors) -> Any:
         return handlers.substitute(handlers.seed(priors, key), substitute_fn=MEDIAN)

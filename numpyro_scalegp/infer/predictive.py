@@ -28,7 +28,14 @@ from numpyro_scalegp.infer.new_inputs import (
 )
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
-from numpyro_scalegp.tracing.runs import Trace, is_latent, is_observed, substituted, traced
+from numpyro_scalegp.tracing.runs import (
+    Trace,
+    is_latent,
+    is_observed,
+    substituted,
+    trace_of_call,
+    traced,
+)
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
 
 
@@ -259,7 +266,7 @@ class Predictive:
         # Draws may hold parameters that vary from one to the next.
         substitute = substituted(model, {**params, **sample}, sample)
         with Checked(sample):
-            trace = handlers.trace(substitute).get_trace(*args, **kwargs)
+            trace = trace_of_call(substitute, args, kwargs)
         if self.guide is None and not self.is_prior:
             _check_names(trace, {**sample, **posteriors})
         if not self.is_prior:

@@ -432,7 +432,7 @@ class Scaled(AbstractComposite):
     hyperparameter_ndims = {"scale": 0}
 
     kernel: AbstractKernel
-    scale: Float[Array, ""] = eqx.field(converter=checks.to_positive("scale"))
+    scale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("scale"))
 
     def __check_init__(self) -> None:
         checks.positive("scale", self.scale)

@@ -1,6 +1,5 @@
 """Saving and loading of fitted objects."""
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpyro_scalegp.saving.encoding import Encoder
 from numpyro_scalegp.saving.names import Trusted
 
 
-def save(path: str | os.PathLike[str], fitted: Any) -> None:
+def save(path: file.Path, fitted: Any) -> None:
     """Save a posterior, a kernel, parameters, a result or state of SVI, or containers of them.
 
     One `.npz` file holds everything: hyperparameters, data, representer weights, posterior samples,
@@ -25,20 +24,22 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
 
     Code is not stored. Of functions and classes the file has the names; where a function has none
     that can be found again, such as a lambda or a closure, it has the arrays in there, and `load`
-    takes the code from `like=`.
+    takes the code from `like=`. Of users' code the file keeps what it gave at a few rows, which
+    `load` compares: for a posterior that holds a model, conditioning on two draws.
 
     Where several processes hold an array together, all of them save; the first one writes the file.
     Such arrays are whole in the memory of each host meanwhile.
 
     Args:
-        path: the file, by convention `*.npz`; it is replaced.
+        path: the file, by convention `*.npz`; it is replaced. A string, bytes or a `pathlib.Path`.
         fitted: the object: arrays, typed keys, numbers, strings, dicts, lists, tuples, named
             tuples, Equinox modules, NumPyro distributions, other pytrees, functions.
 
     Raises:
         ValueError: if something in it cannot be restored, with the path to it, such as
             `.kernel.lengthscale`; nothing is written then.
-        OSError: if the file cannot be written; what was there before stays.
+        TypeError: if `path` is none.
+        OSError: if the file cannot be written, with its name; what was there before stays.
 
     Example:
         >>> import pathlib, tempfile
@@ -51,6 +52,7 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
         >>> bool(jnp.all(sgp.load(file).mean(X) == posterior.mean(X)))
         True
     """
+    path = file.as_path(path)
     encoder = Encoder()
     try:
         structure = encoder.encode(fitted, "")
@@ -62,9 +64,7 @@ def save(path: str | os.PathLike[str], fitted: Any) -> None:
         file.write(path, structure, encoder.arrays)
 
 
-def _write_by_first(
-    path: str | os.PathLike[str], structure: Any, arrays: dict[str, np.ndarray]
-) -> None:
+def _write_by_first(path: str, structure: Any, arrays: dict[str, np.ndarray]) -> None:
     """Write the file in the first process, for which the others wait."""
     failure: Exception | None = None
     if jax.process_index() == 0:
@@ -76,14 +76,14 @@ def _write_by_first(
     if failure is not None:
         raise failure
     if not is_written:
-        raise OSError(f"the first process could not write `{os.fspath(path)}`: see its error.")
+        raise OSError(f"the first process could not write `{path}`: see its error.")
 
 
 _NO_TEMPLATE = object()
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: file.Path,
     *,
     like: Any = _NO_TEMPLATE,
     trusted: Iterable[str | type | Callable[..., Any]] = (),
@@ -112,13 +112,17 @@ def load(
         enabled.
 
     Raises:
+        TypeError: if `path` is none.
         FileNotFoundError: if there is no file.
+        OSError: if it cannot be read, with its name.
         ValueError: if the file is damaged; if it names what is not trusted, lacks a field of a
             class or has one too many, or holds what its class does not take; or if it does not fit
-            `like`. The message names the file and the path in the object.
+            `like`; or if a function or class of the user's gives other values than it did when the
+            object was saved. The message names the file and the path in the object.
     """
     decoder_trust = Trusted(trusted)
+    path = file.as_path(path)
     structure, arrays = file.read(path)
     template = () if like is _NO_TEMPLATE else (like,)
-    decoder = Decoder(arrays, decoder_trust, os.fspath(path))
+    decoder = Decoder(arrays, decoder_trust, path)
     return decoder.load(structure, template)

@@ -14,7 +14,9 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.mesh import placed_like
-from numpyro_scalegp.saving import names
+from numpyro_scalegp.core.programs import Traced
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.saving import answers, names, schema
 from numpyro_scalegp.saving.encoding import (
     DICTS,
     KEY_IMPLEMENTATIONS,
@@ -71,6 +73,8 @@ class Decoder:
         """The object that `code` stands for."""
         if like and like[0] is ...:
             like = ()
+        if like and isinstance(like[0], Traced):
+            like = (None,)  # no program is saved; the function that was traced stands beside it
         if type(code) in PLAIN:
             _same(type(code), like, path)
             return code
@@ -159,18 +163,23 @@ class Decoder:
         }
 
     def _check(self, code: Any, value: Any, path: str) -> None:
-        """Run the checks of a class, if the object had passed them when it was saved."""
-        if code.get("unchecked"):
-            return
+        """Run the checks of a class, of objects that had not passed them those of kinds alone."""
         try:
+            if code.get("unchecked"):
+                schema.check_kinds(value)
+                return
             check(value)
+            if isinstance(value, AbstractPosterior):
+                answers.check_moments(value)
         except Exception as error:
             raise ValueError(f"{at(path)}, a `{type(value).__qualname__}`: {error}") from error
 
     def _decode_namedtuple(self, code: Any, like: Template, path: str) -> Any:
         of: Any = self._class(code, like, path, tuple)
         fields = self._fields(code, like, path, of._fields)
-        return tuple.__new__(of, [fields[name] for name in of._fields])
+        value = tuple.__new__(of, [fields[name] for name in of._fields])
+        self._check(code, value, path)
+        return value
 
     def _decode_module(self, code: Any, like: Template, path: str) -> Any:
         of = self._class(code, like, path, eqx.Module)
@@ -187,7 +196,28 @@ class Decoder:
         for name in wanted:
             object.__setattr__(module, name, fields[name])
         self._check(code, module, path)
+        if "answers" in code:
+            self._compare(code, module, path)
         return module
+
+    def _compare(self, code: Any, module: Any, path: str) -> None:
+        """Raise if users' code in an object gives other values than when it was saved."""
+        rows, values = self.decode(code["answers"], (), path)
+        named = ", ".join(f"`{name}`" for name in dict.fromkeys(code["code"]))
+        try:
+            differs = answers.differs(module, answers.Answers(rows, values))
+        except Exception as error:
+            raise ValueError(
+                f"{at(path)}, a `{type(module).__qualname__}`, cannot be computed as it was when "
+                f"it was saved: does {named} take other arguments now? "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if differs:
+            raise ValueError(
+                f"{at(path)}, a `{type(module).__qualname__}`, gives other values than when it was "
+                f"saved: {named}, or what that reads, was edited since. A file has the names of "
+                "functions and classes and no code: load it with the code of then, or fit again."
+            )
 
     def _decode_distribution(self, code: Any, like: Template, path: str) -> Any:
         of: Any = self._class(code, like, path, Distribution)

@@ -15,7 +15,8 @@ from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import Traced
-from numpyro_scalegp.saving import names
+from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.saving import answers, names, schema
 
 PLAIN = (bool, int, float, str, type(None))
 KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -31,7 +32,8 @@ def at(path: str) -> str:
 
 
 def check(value: Any) -> None:
-    """Run the checks that a class makes when an object of it is built."""
+    """Run the checks that a class makes when an object of it is built, and those of its fields."""
+    schema.check_fields(value)
     if isinstance(value, eqx.Module):
         for of in type(value).__mro__:
             if "__check_init__" in vars(of):
@@ -66,11 +68,21 @@ class Encoder:
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self.is_shared = False  # whether several processes hold an array together
+        self.unanswered: list[str] = []  # names of users' code whose values are not recorded yet
+        self.inputs: Any = None  # of the innermost object around that has some
 
     def encode(self, value: Any, path: str) -> Any:
         """A JSON value for `value`, whose arrays go to `arrays`."""
         if type(value) in PLAIN:
             return value
+        before = self.inputs
+        if isinstance(value, AbstractPosterior | Distribution):
+            self.inputs = answers.inputs_of(value)
+        code = self._encode(value, path)
+        self.inputs = before
+        return code
+
+    def _encode(self, value: Any, path: str) -> Any:
         if isinstance(value, jax.Array | np.ndarray | np.generic):
             return self._array(value, path)
         if isinstance(value, Traced):
@@ -155,11 +167,29 @@ class Encoder:
 
     def _fields(self, kind: str, value: Any, present: Mapping[str, Any], path: str) -> Any:
         codes = {name: self.encode(field, f"{path}.{name}") for name, field in present.items()}
-        code = {"kind": kind, "class": names.full_name(type(value)), "fields": codes}
+        code = {"kind": kind, "class": self._class_name(type(value)), "fields": codes}
         # Not what its class would make, but still a pytree: an optimizer's moments, or a stack.
         return code if passes_checks(value) else {**code, "unchecked": True}
 
+    def _class_name(self, of: type) -> str:
+        name = names.full_name(of)
+        if not names.is_of_packages(name):
+            self.unanswered.append(name)
+        return name
+
     def _module(self, value: eqx.Module, path: str) -> Any:
+        num_before = len(self.unanswered)
+        code = self._module_fields(value, path)
+        if len(self.unanswered) > num_before and answers.can_answer(value):
+            checked = "unchecked" not in code and not self.is_shared
+            record = answers.recorded(value, self.inputs) if checked else None
+            if record is not None:
+                code["answers"] = self.encode([record.rows, record.values], path)
+                code["code"] = self.unanswered[num_before:]
+                del self.unanswered[num_before:]
+        return code
+
+    def _module_fields(self, value: eqx.Module, path: str) -> Any:
         present = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         parameters = inspect.signature(type(value)).parameters
         # Equinox's networks have anonymous functions as defaults.
@@ -181,6 +211,9 @@ class Encoder:
         if form is not None:
             return {"kind": "dtype", "form": form, "name": np.dtype(value).name}
         name = names.name_of(value)
+        if callable(value) and (name is None or not names.is_of_packages(name)):
+            shown = getattr(value, "__qualname__", type(value).__qualname__)
+            self.unanswered.append(name or f"{getattr(value, '__module__', '')}:{shown}")
         if name is not None:
             return {"kind": "class" if isinstance(value, type) else "function", "name": name}
         if isinstance(value, type | types.ModuleType):

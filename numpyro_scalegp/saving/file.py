@@ -16,11 +16,31 @@ _FORMAT = "numpyro_scalegp"
 _VERSION = 1
 
 
-def write(path: str | os.PathLike[str], structure: Any, arrays: dict[str, np.ndarray]) -> None:
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+def as_path(value: Any, name: str = "path") -> str:
+    """A path as a string.
+
+    Raises:
+        TypeError: if it is none; the message calls it `name`.
+        ValueError: if it is empty, or holds a null character.
+    """
+    if not isinstance(value, str | bytes | os.PathLike):
+        got = value if isinstance(value, int | float | None) else f"a `{type(value).__name__}`"
+        raise TypeError(f'`{name}` must be a path, such as "fit.npz", got {got}.')
+    path = os.fsdecode(value)
+    if not path or "\0" in path:
+        raise ValueError(f"`{name}` must be the name of a file, got {path!r}.")
+    return path
+
+
+def write(path: str, structure: Any, arrays: dict[str, np.ndarray]) -> None:
     """Write a file; until it is whole, what stands at `path` stays.
 
     Raises:
         ValueError: if the structure cannot be written as JSON.
+        OSError: if the file cannot be written.
     """
     header = {"format": _FORMAT, "version": _VERSION, "structure": structure}
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -28,12 +48,13 @@ def write(path: str | os.PathLike[str], structure: Any, arrays: dict[str, np.nda
         np.savez(file, **{_STRUCTURE: text, **arrays})  # type: ignore[arg-type]
 
 
-def read(path: str | os.PathLike[str]) -> tuple[Any, dict[str, np.ndarray]]:
+def read(path: str) -> tuple[Any, dict[str, np.ndarray]]:
     """The structure and the arrays of a file.
 
     Raises:
         FileNotFoundError: if there is no file.
         ValueError: if it is cut short, damaged, or not a file that `write` wrote.
+        OSError: if it cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -46,17 +67,18 @@ def read(path: str | os.PathLike[str]) -> tuple[Any, dict[str, np.ndarray]]:
             arrays = {entry.filename: _read(archive, entry) for entry in entries}
         header = json.loads(arrays.pop(f"{_STRUCTURE}.npy").tobytes())
         made_by, version = header["format"], header["version"]
-    except (
-        zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError, RecursionError,
-        NotImplementedError, OverflowError, RuntimeError,
-    ) as error:  # fmt: skip
+    except Exception as error:
+        # Nothing but what a file holds raises here, in modules of many hands, or the system: a
+        # damaged directory of the archive asks it for a place before the file's first byte.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise _naming(error, path) from error
         raise ValueError(
-            f"`{os.fspath(path)}` is damaged, cut short or no file that `sgp.save` wrote "
+            f"`{path}` is damaged, cut short or no file that `sgp.save` wrote "
             f"({type(error).__name__}: {error})."
         ) from error
     if made_by != _FORMAT or version != _VERSION:
         raise ValueError(
-            f"`{os.fspath(path)}` has the format {made_by!r}, version {version!r}; this release "
+            f"`{path}` has the format {made_by!r}, version {version!r}; this release "
             f"reads {_FORMAT!r}, version {_VERSION}."
         )
     return header["structure"], {name.removesuffix(".npy"): arrays[name] for name in arrays}
@@ -80,29 +102,42 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
     return array.reshape(shape, order="F" if fortran else "C")
 
 
-def place_of(path: str | os.PathLike[str]) -> str:
+def _naming(error: OSError, path: str) -> OSError:
+    """The error with the file's name in it."""
+    if error.filename is not None:
+        return error
+    if error.errno is None:
+        return OSError(f"`{path}`: {error}")
+    return OSError(error.errno, error.strerror, path)
+
+
+def place_of(path: str) -> str:
     """Where a file is to lie, if there can be one.
 
     Raises:
-        TypeError: if `path` is no path.
-        OSError: if it is a directory, or the folder is not there or cannot be written to.
+        OSError: if it is a directory or a device, or the folder is not there or cannot be written
+            to.
     """
-    target = os.path.realpath(os.fspath(path))
+    target = os.path.realpath(path)
     if os.path.isdir(target):
-        raise IsADirectoryError(f"`{os.fspath(path)}` is a directory: give the name of a file.")
+        raise IsADirectoryError(f"`{path}` is a directory: give the name of a file.")
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise OSError(f"`{path}` is a device or a pipe, which a file would replace: give another.")
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"there is no folder `{folder}` for `{os.fspath(path)}`: make it.")
+        raise FileNotFoundError(f"there is no folder `{folder}` for `{path}`: make it.")
     if not os.access(folder, os.W_OK):
-        raise PermissionError(
-            f"the folder `{folder}` for `{os.fspath(path)}` cannot be written to."
-        )
+        raise PermissionError(f"the folder `{folder}` for `{path}` cannot be written to.")
     return target
 
 
 @contextlib.contextmanager
-def put_in_place(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when it is whole and on the disk."""
+def put_in_place(path: str) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when it is whole and on the disk.
+
+    Raises:
+        OSError: if it cannot be written, with its name; what was there stays.
+    """
     target = place_of(path)
     folder, name = os.path.split(target)
     beside = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
@@ -116,9 +151,11 @@ def put_in_place(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         if os.path.exists(target):
             os.chmod(beside, os.stat(target).st_mode & 0o7777)
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.remove(beside)
+        if isinstance(error, OSError):
+            raise _naming(error, path) from error
         raise
     _sync_folder(folder)
 

@@ -4,8 +4,10 @@ A file is data from elsewhere. What it names is looked up, never called as it co
 packages that are trusted, functions in a list of functions of arrays that read and write no files.
 """
 
+import contextlib
 import functools
 import importlib
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -31,6 +33,9 @@ _FUNCTIONS: dict[str, str] = {
     "jax.lax": _ELEMENTWISE,
     "jax.scipy.special": _SPECIAL,
     "numpyro_scalegp.core.functions": "_repeat _rows_of",
+    "numpyro_scalegp.families.latent": "LatentGP.condition",
+    "numpyro_scalegp.families.nearest_neighbors": "NearestNeighborGP.condition",
+    "numpyro_scalegp.families.weight_space": "WeightSpaceGP.condition",
     "numpyro_scalegp.log_determinants.variational": "slowly_decaying",
 }
 
@@ -115,6 +120,11 @@ def name_of(value: Any) -> str | None:
         return None
 
 
+def is_of_packages(name: str) -> bool:
+    """Whether a name is one of the packages above, whose releases say what changed."""
+    return name.partition(":")[0].partition(".")[0] in {*PACKAGES, "jaxlib"}
+
+
 def full_name(value: Any) -> str:
     """Module and qualified name, whether or not `value` is found there."""
     return f"{value.__module__}:{value.__qualname__}"
@@ -149,8 +159,8 @@ def _known_functions() -> dict[str, Callable[..., Any]]:
     for module, names in _FUNCTIONS.items():
         namespace = importlib.import_module(module)
         for name in names.split():
-            if hasattr(namespace, name):
-                known[f"{module}:{name}"] = getattr(namespace, name)
+            with contextlib.suppress(AttributeError):  # another release of JAX may lack it
+                known[f"{module}:{name}"] = operator.attrgetter(name)(namespace)
     return known
 
 

@@ -1,6 +1,8 @@
 """Streams from arrays of NumPy, such as memory maps."""
 
 import mmap
+import os
+import zlib
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,9 @@ def arrays(
     Raises:
         TypeError: if an array does not hold real numbers.
         ValueError: if shapes do not fit, there is no row or entries of a masked array are missing;
-            from the stream, if an entry is NaN, infinite or too large for `dtype`.
+            from the stream, if an entry is NaN, infinite or too large for `dtype`, or a state or
+            checkpoint was made with other arrays.
+        OSError: from the stream, if the file of a memory map of mode "r" has changed.
         ImportError: if grain is not installed.
 
     Example:
@@ -67,7 +71,13 @@ def checked_dtype(dtype: Any) -> np.dtype:
     return np.dtype(dtype)
 
 
+# Rows that tell an array from another one: those of blocks spread over it.
+_NUM_BLOCKS, _BLOCK_ROWS = 16, 16
+
+
 class _ArrayRows(AbstractRows):
+    error_of_other_data = ValueError
+
     def __init__(self, X: np.ndarray, y: np.ndarray | None, dtype: np.dtype) -> None:
         self.arrays = {"X": X} if y is None else {"X": X, "y": y}
         self.dtype = dtype
@@ -83,6 +93,17 @@ class _ArrayRows(AbstractRows):
                 f"`y` must have the {len(X)} rows of `X` as its leading axis, got shape {y.shape}."
             )
         self.num_rows = len(X)
+        self.fingerprint = self._checksum()
+        self._statuses = {name: _status(array) for name, array in self.arrays.items()}
+
+    def _checksum(self) -> int:
+        starts = np.linspace(0, max(self.num_rows - _BLOCK_ROWS, 0), _NUM_BLOCKS, dtype=np.int64)
+        described = [(array.shape, array.dtype.str) for array in self.arrays.values()]
+        checksum = zlib.crc32(repr((described, self.dtype)).encode())
+        for array in self.arrays.values():
+            for start in starts.tolist():
+                checksum = zlib.crc32(array[start : start + _BLOCK_ROWS].tobytes(), checksum)
+        return checksum
 
     def read(self, pieces: Pieces) -> Batch:
         found = []
@@ -93,6 +114,12 @@ class _ArrayRows(AbstractRows):
             found.append(np.concatenate(parts))
             if name == "X" and not self.has_read:
                 self.warn_of_first(np.concatenate([array[a:b] for a, b in pieces]), found[0])
+            if _is_another(_status(array), self._statuses[name]):
+                raise OSError(
+                    f"the file `{array.filename}` of `{name}` has changed since the stream was "  # type: ignore[attr-defined]
+                    "made: rows of two arrays would be mixed. Load it again and make the stream "
+                    "again, and write new data under another name."
+                )
             _give_back(array)
         return tuple(found) if len(found) > 1 else found[0]
 
@@ -106,6 +133,23 @@ def _finite(name: str, parts: list[np.ndarray], pieces: Pieces) -> None:
                 f"`{name}` must be finite, got {part[(row, *column)]} in row {start + row}{where}: "
                 "drop those rows, or fill them in."
             )
+
+
+def _status(array: np.ndarray) -> os.stat_result | None:
+    """That of the file of a memory map which is only read, if it is there."""
+    if not isinstance(array, np.memmap) or array.mode != "r" or array.filename is None:
+        return None
+    try:
+        return os.stat(array.filename)
+    except OSError:
+        return None
+
+
+def _is_another(now: os.stat_result | None, before: os.stat_result | None) -> bool:
+    """Whether a file was written to; a new one in its place leaves a map what it was."""
+    if now is None or before is None or not os.path.samestat(now, before):
+        return False
+    return (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
 
 
 def _give_back(array: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from numpyro_scalegp.streams.stream import AbstractRows, Batch, Stream
 _BUFFER_SIZE = 2**17
 # Rows that an open reader decodes at a time.
 _READ_ROWS = 2**13
+# Bytes of a file, besides its footer, that tell it from another one: pieces spread over it.
+_NUM_PIECES, _PIECE_SIZE = 8, 2**12
 
 File = str | os.PathLike[str]
 
@@ -67,7 +70,9 @@ def parquet(
         ValueError: if a file is no Parquet file, lacks a column or has several of its name, or
             there is no row; from the stream, if a value is missing, NaN, infinite or too large for
             `dtype`, with its column.
-        OSError: from the stream, if a file is damaged or has changed.
+        OSError: from the stream, if a file is damaged, or is no longer the one of which the stream
+            was made: by its size and time and, where it is opened, its footer; from a state or a
+            checkpoint, if it was made with other files.
         ImportError: if grain or pyarrow is not installed.
 
     Example:
@@ -110,11 +115,59 @@ def _names(argument: str, value: Any) -> list[str]:
     return names
 
 
+class ParquetFile(NamedTuple):
+    """A file as it was when the stream was made."""
+
+    path: str
+    metadata: Any
+    size: int  # bytes
+    time: int  # of the last change, in nanoseconds
+    footer: int  # a checksum
+    pieces: int  # a checksum of pieces of its content
+
+    @classmethod
+    def of(cls, path: str, columns: list[str]) -> "ParquetFile":
+        """The file that lies at a path, with its columns checked."""
+        status = os.stat(path)
+        metadata = _metadata(path, columns)
+        starts = np.linspace(0, max(status.st_size - _PIECE_SIZE, 0), _NUM_PIECES, dtype=np.int64)
+        pieces = 0
+        with open(path, "rb") as file:
+            for start in starts.tolist():
+                file.seek(start)
+                pieces = zlib.crc32(file.read(_PIECE_SIZE), pieces)
+        footer = _footer_checksum(path, status.st_size)
+        return cls(path, metadata, status.st_size, status.st_mtime_ns, footer, pieces)
+
+    def check(self, *, footer: bool = False) -> None:
+        """Raise if it has changed, by its size and time and, where asked for, its footer.
+
+        Raises:
+            OSError: if it has, or is gone.
+        """
+        status = os.stat(self.path)
+        is_same = (status.st_size, status.st_mtime_ns) == (self.size, self.time)
+        if not is_same or (footer and _footer_checksum(self.path, self.size) != self.footer):
+            raise OSError(
+                f"`{self.path}` has changed since the stream was made, when it had {self.size} "
+                "bytes: rows of two files would be mixed. Make the stream again, and write new "
+                "data under another name."
+            )
+
+
+def _footer_checksum(path: str, size: int) -> int:
+    """A checksum of the schema, the places and the statistics of all columns."""
+    with open(path, "rb") as file:
+        file.seek(max(size - 8, 0))
+        length = int.from_bytes(file.read(4), "little")  # the last bytes are "PAR1"
+        file.seek(max(size - 8 - length, 0))
+        return zlib.crc32(file.read(length))
+
+
 class RowGroup(NamedTuple):
     """A row group, whose first row is row `start` of all files together."""
 
-    path: str
-    metadata: Any  # of its file
+    file: ParquetFile
     group: int
     start: int
     stop: int
@@ -132,6 +185,8 @@ class ParquetRows(AbstractRows):
         dtype: of the arrays.
     """
 
+    error_of_other_data = OSError
+
     def __init__(
         self, paths: Sequence[File], parts: list[str | list[str]], dtype: np.dtype
     ) -> None:
@@ -141,6 +196,12 @@ class ParquetRows(AbstractRows):
             name for part in parts for name in ([part] if isinstance(part, str) else part)
         ]
         self.groups = _row_groups(paths, self.columns)
+        # A file that is copied has another time and path, and the same rows.
+        contents = [
+            (group.start, group.file.size, group.file.footer, group.file.pieces)
+            for group in self.groups
+        ]
+        self.fingerprint = zlib.crc32(repr((contents, self.parts, self.dtype)).encode())
         self.num_rows = self.groups[-1].stop if self.groups else 0
         if self.num_rows == 0:
             raise ValueError(f"`files` have no rows: {[os.fspath(path) for path in paths]}.")
@@ -185,6 +246,7 @@ class ParquetRows(AbstractRows):
             reader = self._readers.pop(at, None) or _Reader(group, self.columns, at - group.start)
             end = min(stop, group.stop)
             reader.read_into([view[at - start : end - start] for view in views])
+            group.file.check()  # after its rows were read, or a change meanwhile would be missed
             if end < group.stop:
                 self._readers[end] = reader
             at = end
@@ -204,8 +266,8 @@ class ParquetRows(AbstractRows):
 
     def _place(self, row: int) -> tuple[str, int]:
         """The file of a row, and the number of the file's first row."""
-        path = self.groups[int(np.searchsorted(self._stops, row, side="right"))].path
-        return path, min(group.start for group in self.groups if group.path == path)
+        path = self.groups[int(np.searchsorted(self._stops, row, side="right"))].file.path
+        return path, min(group.start for group in self.groups if group.file.path == path)
 
 
 def _columns_of(arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -216,10 +278,11 @@ class _Reader:
     """Goes through a row group, a few rows at a time."""
 
     def __init__(self, group: RowGroup, columns: list[str], skip: int) -> None:
+        group.file.check(footer=True)
+        self.path = group.file.path
         file = imported("pyarrow.parquet").ParquetFile(
-            group.path, metadata=group.metadata, buffer_size=_BUFFER_SIZE, pre_buffer=False
+            self.path, metadata=group.file.metadata, buffer_size=_BUFFER_SIZE, pre_buffer=False
         )
-        self.path = group.path
         self.columns = columns
         self.batches = file.iter_batches(
             _READ_ROWS, row_groups=[group.group], columns=columns, use_threads=False
@@ -258,11 +321,11 @@ def _row_groups(paths: Sequence[File], columns: list[str]) -> list[RowGroup]:
     """All row groups that have rows, after a check of the columns."""
     found, start = [], 0
     for path in [os.fspath(path) for path in paths]:
-        metadata = _metadata(path, columns)
-        for group in range(metadata.num_row_groups):
-            stop = start + metadata.row_group(group).num_rows
+        file = ParquetFile.of(path, columns)
+        for group in range(file.metadata.num_row_groups):
+            stop = start + file.metadata.row_group(group).num_rows
             if stop > start:
-                found.append(RowGroup(path, metadata, group, start, stop))
+                found.append(RowGroup(file, group, start, stop))
             start = stop
     return found
 

@@ -14,7 +14,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.saving.file import put_in_place
+from numpyro_scalegp.saving.file import Path, as_path, put_in_place
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.stream import Stream, parts_of
 
@@ -25,7 +25,7 @@ Write = Callable[[Columns], None]
 def predict(
     posterior: AbstractPosterior | Callable[[Float[Array, "m d"]], Columns],
     stream: Stream,
-    file: str | os.PathLike[str],
+    file: Path,
     *,
     chunk_size: int = 2**16,
 ) -> None:
@@ -46,7 +46,8 @@ def predict(
         chunk_size: rows worked on at a time.
 
     Raises:
-        TypeError: if `posterior` is neither, or returns something else.
+        TypeError: if `posterior` is neither, or returns something else; if `file` is no path.
+        OSError: if `file` cannot be written, with its name; what was there before stays.
         ValueError: if `file` has another ending, or an array another shape.
         ImportError: if grain is not installed or, for a Parquet file, pyarrow.
 
@@ -65,6 +66,7 @@ def predict(
     """
     checks.instance("stream", stream, Stream, "of `sgp.streams.parquet` or `sgp.streams.arrays`")
     checks.count("chunk_size", chunk_size)
+    file = as_path(file, "file")
     # No more than there are, or a few rows would be padded to a large chunk.
     size = min(chunk_size, stream.num_rows)
     compute, function = CompiledForLoop(_columns), _function(posterior)
@@ -124,7 +126,7 @@ def _on_host(columns: tuple[list[str], list[Array]], size: int) -> Columns:
 
 
 @contextlib.contextmanager
-def _writer(file: str | os.PathLike[str], out: BinaryIO, num_rows: int) -> Iterator[Write]:
+def _writer(file: str, out: BinaryIO, num_rows: int) -> Iterator[Write]:
     """A function that appends columns to a file, of the kind that its name says."""
     ending = os.path.splitext(file)[1]
     if ending == ".npy":
@@ -133,7 +135,7 @@ def _writer(file: str | os.PathLike[str], out: BinaryIO, num_rows: int) -> Itera
         with contextlib.ExitStack() as stack:
             yield _to_parquet(out, stack)
     else:
-        raise ValueError(f"`file` must end in .parquet or .npy, got {os.fspath(file)!r}.")
+        raise ValueError(f"`file` must end in .parquet or .npy, got {file!r}.")
 
 
 def _to_numpy(out: BinaryIO, num_rows: int) -> Write:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from numpyro_scalegp.core import checks, precision
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.order import Order, Pieces
+from numpyro_scalegp.streams.resumable import resumable
 
 Batch = Any  # (X, y), or X alone
 
@@ -19,13 +20,33 @@ class AbstractRows(abc.ABC):
     """Rows that are read by their numbers."""
 
     num_rows: int
+    fingerprint: int  # a checksum that tells data from other data
     has_read: bool = False
+    error_of_other_data: ClassVar[type[Exception]]
 
     def warn_of_first(self, given: np.ndarray, X: np.ndarray) -> None:
         """Warn if inputs of the first rows that are read have lost digits in which they differ."""
-        self.has_read = True
         remedy = 'Read them with `dtype="float64"`, and subtract an origin near the data in a `map`'
         precision.warn_of_merged_rows("X", given, X, remedy)
+        self.has_read = True
+
+    def check_fingerprint(self, fingerprint: Any, source: str) -> None:
+        """Raise if a state was made with other data.
+
+        Args:
+            fingerprint: that of the state's data.
+            source: what has the state, such as "the state".
+
+        Raises:
+            OSError: of data in files.
+            ValueError: of arrays.
+        """
+        if fingerprint != self.fingerprint:
+            raise self.error_of_other_data(
+                f"{source} belongs to another stream: it was made with other files, columns or "
+                "values, or these have changed since. Make the stream of the data as they were, or "
+                "begin again without it."
+            )
 
     @abc.abstractmethod
     def read(self, pieces: Pieces) -> Batch:
@@ -42,7 +63,8 @@ class Stream:
 
     Made by `sgp.streams.parquet` and `sgp.streams.arrays`. Each `iter(stream)` begins at the first
     batch. It is an iterator of grain, with `get_state()`, a dict of integers, `set_state(state)`
-    and `close()`: with the same data, arguments and state the same batches follow. A thread reads
+    and `close()`: with the same data, arguments and state the same batches follow, and other data
+    are refused. A call that fails or is interrupted leaves the state as it was. A thread reads
     ahead by one window.
     """
 
@@ -74,6 +96,11 @@ class Stream:
     @property
     def dataset(self) -> Any:
         """The `grain.IterDataset` of the batches, for further transformations by grain."""
+        return resumable(self.batches, self.rows)
+
+    @property
+    def batches(self) -> Any:
+        """The same, with states that any data take."""
         grain = imported("grain")
         windows = grain.MapDataset.range(self.order.num_windows).repeat()
         windows = windows.map_with_index(self._window).to_iter_dataset(_read_ahead(grain))

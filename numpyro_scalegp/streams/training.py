@@ -2,9 +2,7 @@
 
 import collections
 import contextlib
-import dataclasses
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from numpyro_scalegp.core.mesh import texts_of_processes
 from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.infer import RowSVI
 from numpyro_scalegp.saving import load, save
-from numpyro_scalegp.saving.file import place_of
+from numpyro_scalegp.saving.file import Path, as_path, place_of
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.stream import Stream, parts_of
 
@@ -36,7 +34,7 @@ class Progress(NamedTuple):
     losses: Any  # of the steps so far
     position: Any  # of the stream's iterator, in front of the next batch
     order: Any  # of the stream
-    first: Any  # a checksum of the first batch in the files; None where processes share the state
+    data: Any  # a fingerprint of the stream's rows; None where processes share the state
 
 
 def run(
@@ -45,7 +43,7 @@ def run(
     num_steps: int,
     stream: Stream,
     *,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: Path | None = None,
     every: int = 1000,
     place: Callable[..., Any] | None = None,
     stable_update: bool = False,
@@ -83,9 +81,11 @@ def run(
 
     Raises:
         ValueError: if `num_steps` or `every` is not positive, the checkpoint belongs to another
-            model or to a stream with other rows or another order, or has more steps; in several
+            model, to a stream of other arrays or to another order, or has more steps; in several
             processes, if one checkpoint cannot be for all of them.
-        OSError: if `checkpoint` cannot be written, such as in a folder that is not there.
+        TypeError: if `checkpoint` is no path.
+        OSError: if `checkpoint` cannot be written, such as in a folder that is not there; if it was
+            made with other files, or the stream's files have changed.
 
     Example:
         >>> import jax, numpy as np, numpyro, optax
@@ -111,22 +111,25 @@ def run(
     checks.count("every", every)
     if place is not None:
         checks.function("place", place)
+    checkpoint = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     if checkpoint is not None and jax.process_count() == 1:
         place_of(checkpoint)  # now, and not after the steps to the first checkpoint
     batches = _on_device(stream, place)
     try:
-        batch, first = _first(stream)
+        with contextlib.closing(iter(stream)) as first:  # the batch of the first step as well
+            batch = next(first)
         state = svi.init(
             checks.as_key(key), *_placed(batch, place), init_params=init_params, **kwargs
         )
         # Copies: steps donate them, and they may be arrays of the model.
         state = jax.tree.map(jnp.copy, state)
+        data: int | None = stream.rows.fingerprint
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(state)):
             _check_processes(stream, checkpoint)
-            first = None
-        progress = Progress(state, np.zeros(0), batches.get_state(), tuple(stream.order), first)
+            data = None
+        progress = Progress(state, np.zeros(0), batches.get_state(), tuple(stream.order), data)
         if checkpoint is not None and os.path.exists(checkpoint):
-            progress = _resumed(checkpoint, progress, num_steps)
+            progress = _resumed(checkpoint, progress, num_steps, stream)
         batches.set_state(progress.position)
         steps = _Steps(svi, kwargs, stable_update)
         with tqdm.tqdm(
@@ -150,24 +153,14 @@ def _placed(batch: Any, place: Callable[..., Any] | None) -> tuple[Any, ...]:
     return jax.device_put(parts) if place is None else parts_of(place(*parts))
 
 
-def _first(stream: Stream) -> tuple[Any, int | None]:
-    """The first batch, which is the first step's as well, and a checksum of it in the files."""
-    with contextlib.closing(iter(dataclasses.replace(stream, functions=()))) as batches:
-        batch = next(batches)
-    checksum = 0
-    for part in parts_of(batch):
-        checksum = zlib.crc32(part.tobytes(), checksum)
-    return stream.mapped(batch), checksum
-
-
-def _check_processes(stream: Stream, checkpoint: str | os.PathLike[str] | None) -> None:
+def _check_processes(stream: Stream, checkpoint: str | None) -> None:
     """Raise where processes that share a state could not go on from one checkpoint."""
     if checkpoint is None:
         return
     found = texts_of_processes(f"{tuple(stream.order)}, {os.path.exists(checkpoint)}")
     if len({*found}) > 1:
         raise ValueError(
-            f"the checkpoint `{os.fspath(checkpoint)}` holds one position in the stream for all "
+            f"the checkpoint `{checkpoint}` holds one position in the stream for all "
             "processes: they must have streams of as many rows, with the same arguments, and all "
             "of them the file or none. Rows, batch size, window, ranges, seed and whether the file "
             f"is there: {'; '.join(found)}."
@@ -176,29 +169,25 @@ def _check_processes(stream: Stream, checkpoint: str | os.PathLike[str] | None) 
 
 def _on_device(stream: Stream, place: Callable[..., Any] | None) -> Any:
     """An iterator over batches on devices, which prefetches."""
-    placed = stream.dataset.map(lambda batch: _placed(batch, place))
+    placed = stream.batches.map(lambda batch: _placed(batch, place))
     prefetch = imported("grain.experimental").ThreadPrefetchIterDataset
     return iter(prefetch(placed, prefetch_buffer_size=_AHEAD))
 
 
-def _resumed(checkpoint: str | os.PathLike[str], start: Progress, num_steps: int) -> Progress:
+def _resumed(checkpoint: str, start: Progress, num_steps: int, stream: Stream) -> Progress:
     """The progress in a file, if it belongs to this training."""
     # The number of losses is that of the steps, whatever it is.
-    found = load(checkpoint, like=start._replace(losses=..., first=...))
+    found = load(checkpoint, like=start._replace(losses=..., data=...))
+    if None not in (found.data, start.data):
+        stream.rows.check_fingerprint(found.data, f"the checkpoint `{checkpoint}`")
     if found.order != start.order:
         raise ValueError(
-            f"`{os.fspath(checkpoint)}` belongs to another stream: its rows, batch size, window, "
+            f"`{checkpoint}` belongs to another stream: its rows, batch size, window, "
             f"ranges and seed are {found.order}, and those of `stream` {start.order}."
-        )
-    if None not in (found.first, start.first) and found.first != start.first:
-        raise ValueError(
-            f"`{os.fspath(checkpoint)}` belongs to another stream: it began with other values, "
-            "such as of other files or columns. Give another name for its checkpoints, or delete "
-            "the file."
         )
     if len(found.losses) > num_steps:
         raise ValueError(
-            f"`{os.fspath(checkpoint)}` has {len(found.losses)} steps, and `num_steps` is "
+            f"`{checkpoint}` has {len(found.losses)} steps, and `num_steps` is "
             f"{num_steps}: ask for at least as many, or delete the file."
         )
     return found

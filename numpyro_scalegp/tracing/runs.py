@@ -9,6 +9,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Key
 from numpyro import handlers
 
+from numpyro_scalegp.core import checks, tables
+from numpyro_scalegp.distributions.rows import role_of
+
 Trace = dict[str, Any]
 
 
@@ -69,7 +72,26 @@ def traced(
     given: Callable[..., Any] = substituted(handlers.seed(run, key), own, values)
     if replayed is not None:
         given = handlers.replay(given, replayed)
-    return handlers.trace(given).get_trace(*args, **kwargs)
+    return trace_of_call(given, args, kwargs)
+
+
+def trace_of_call(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """The trace of a call, with arrays in place of a collapsed GP's observations in a table.
+
+    Raises:
+        TypeError: if a table is what another distribution is to have drawn.
+    """
+    trace = handlers.trace(run).get_trace(*args, **kwargs)
+    for name, site in trace.items():
+        if is_observed(site) and tables.is_table(site["value"]):
+            if role_of(site["fn"]) != "collapsed":
+                raise TypeError(
+                    f"the observations of `{name}` are {checks.described(site['value'])}, of which "
+                    "NumPyro's distributions have no density: give the model arrays, as of "
+                    "`y.to_numpy()` or `jnp.asarray(y)`, or take them by `sgp.plate(...).take`."
+                )
+            site["value"] = tables.as_arrays(site["value"], name)
+    return trace
 
 
 def is_latent(site: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Batches from Parquet files and arrays."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,111 @@ def test_bad_files(tmp_path: Path) -> None:
     good[2].write_bytes(data)
     with pytest.raises(OSError, match=r"part-2.parquet` cannot be read: it is damaged, or has"):
         next(iter(stream(good, inputs=["b"], batch_size=ROWS)))
+
+
+def rewritten(file: Path, seed: int, num_rows: int = ROWS, **options: Any) -> Path:
+    """A file of `num_rows` rows in some order, of one size for all orders."""
+    number = np.random.default_rng(seed).permutation(num_rows).astype(float)
+    options = {"row_group_size": 50, "compression": None, "use_dictionary": False, **options}
+    pq.write_table(pa.table({"a": np.sin(number), "y": number}), file, **options)
+    return file
+
+
+def of_file(file: Path, **options: Any) -> sgp.streams.Stream:
+    options = {"inputs": ["a"], "target": "y", "batch_size": 50, "seed": 0, **options}
+    return sgp.streams.parquet(file, window=200, **options)
+
+
+CHANGED = r"rows.parquet` has changed since the stream was made"
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 7])
+@pytest.mark.parametrize("write_statistics", [True, False])
+def test_a_file_that_is_rewritten_under_a_stream(
+    num_taken: int, write_statistics: bool, tmp_path: Path
+) -> None:
+    file = rewritten(tmp_path / "rows.parquet", 0, write_statistics=write_statistics)
+    stream = of_file(file)
+    iterator = iter(stream)
+    rows = [next(iterator)[1] for _ in range(num_taken)]
+    rewritten(file, 1, write_statistics=write_statistics)
+    with pytest.raises(OSError, match=CHANGED):
+        for _ in range(num_taken, 20):
+            rows.append(next(iterator)[1])
+    # Rows of one file alone, and none of them twice.
+    assert len(np.unique(rows)) == np.size(rows)
+    with pytest.raises(OSError, match=CHANGED):
+        next(iter(stream.chunks(100)))
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"rows.parquet"):
+        next(iterator)
+
+
+def test_a_footer_tells_files_of_one_size_and_time(tmp_path: Path) -> None:
+    file = rewritten(tmp_path / "rows.parquet", 0)
+    stream, status = of_file(file), file.stat()
+    rewritten(file, 1)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_size == status.st_size
+    with pytest.raises(OSError, match=CHANGED):
+        next(iter(stream))
+
+
+def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
+    file = rewritten(tmp_path / "rows.parquet", 0, write_statistics=False)
+    state = iter(of_file(file)).get_state()
+    copy = tmp_path / "copy.parquet"
+    copy.write_bytes(file.read_bytes())
+    iter(of_file(copy)).set_state(state)
+    other_streams = [lambda: of_file(copy, target=None), lambda: of_file(copy, dtype="float64")]
+    for make in (*other_streams, lambda: of_file(rewritten(file, 1, write_statistics=False))):
+        iterator = iter(make().dataset.map(lambda batch: batch))
+        with pytest.raises(OSError, match="the state belongs to another stream"):
+            iterator.set_state(state)
+    X = np.arange(20.0)[:, None]
+    state = iter(sgp.streams.arrays(X, batch_size=2, seed=0)).get_state()
+    with pytest.raises(ValueError, match="the state belongs to another stream: it was made with"):
+        iter(sgp.streams.arrays(X + 1, batch_size=2, seed=0)).set_state(state)
+
+
+def test_a_memory_map_whose_file_is_written_to(tmp_path: Path) -> None:
+    file = tmp_path / "X.npy"
+    np.save(file, np.ones((ROWS, 2)))
+    X = np.load(file, mmap_mode="r")
+    stream = sgp.streams.arrays(X, batch_size=8, seed=0)
+    np.save(tmp_path / "new.npy", np.zeros((ROWS, 2)))
+    os.replace(tmp_path / "new.npy", file)  # of which the map knows nothing
+    assert next(iter(stream)).min() == 1
+    stream = sgp.streams.arrays(np.load(file, mmap_mode="r"), batch_size=8, seed=0)
+    np.load(file, mmap_mode="r+")[:] = 2
+    os.utime(file)
+    with pytest.raises(OSError, match=r"X.npy` of `X` has changed since the stream was made"):
+        next(iter(stream))
+
+
+@pytest.mark.parametrize("make", [parquet, arrays])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_call_that_fails_leaves_the_state(make: Any, error: Any, tmp_path: Path) -> None:
+    failures = {3, 4, 20}
+    calls = 0
+
+    def fail_at_times(X: np.ndarray, y: np.ndarray) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in failures:
+            raise error
+        return X, y
+
+    iterator = iter(make(tmp_path).map(fail_at_times))
+    rows: list[np.ndarray] = []
+    while len(rows) < 30:
+        state = iterator.get_state()
+        try:
+            rows.append(next(iterator)[1])
+        except error:
+            assert iterator.get_state() == state
+    assert calls == 33
+    np.testing.assert_array_equal(rows, taken(make(tmp_path), 30)[1])
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,5 +1,6 @@
 """Predictions for all rows, in files."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_columns_are_in_the_order_of_the_function_and_chunks_no_larger_than_the_
     assert sizes == [ROWS]
 
 
+@pytest.mark.parametrize("ending", ["npy", "parquet"])
+def test_a_full_disk_names_the_file(ending: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / f"predictions.{ending}"
+    file.write_text("old")
+    made = stream(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=rf"No space left on device: .*predictions.{ending}"):
+        sgp.streams.predict(lambda X: {"a": X[:, 0]}, made, file)
+    assert file.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_what_fails_leaves_the_old_file(tmp_path: Path) -> None:
     file = tmp_path / "predictions.npy"
     file.write_text("old")
@@ -94,6 +110,9 @@ def test_what_fails_leaves_the_old_file(tmp_path: Path) -> None:
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`file` must end in .parquet or .npy, got '.*out.csv'"):
         sgp.streams.predict(posterior(), stream(tmp_path), tmp_path / "out.csv")
+    for wrong in (5, None):
+        with pytest.raises(TypeError, match=r"`file` must be a path, such as .*got"):
+            sgp.streams.predict(posterior(), stream(tmp_path), wrong)
     with pytest.raises(TypeError, match="`posterior` must be a posterior or a function of inputs"):
         sgp.streams.predict(3, stream(tmp_path), tmp_path / "out.npy")
     with pytest.raises(TypeError, match=r"`stream` must be of `sgp.streams.parquet`"):

@@ -189,8 +189,26 @@ def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
     # As many rows, in the same order, of another target.
     X, y = stream().rows.read([(0, ROWS)])
     other = dataclasses.replace(stream(), rows=sgp.streams.arrays(X, -y, batch_size=1, seed=0).rows)
-    with pytest.raises(ValueError, match=r"checkpoint.npz` belongs to another stream: it began"):
+    with pytest.raises(ValueError, match=r"checkpoint.npz` belongs to another stream: it was made"):
         sgp.streams.run(sparse(), KEY, 4, other, checkpoint=file, progress_bar=False)
+
+
+def test_a_checkpoint_of_a_file_that_was_rewritten(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    rows, file = tmp_path / "rows.parquet", tmp_path / "checkpoint.npz"
+    X = np.random.default_rng(0).permutation(ROWS) / ROWS
+
+    def train_on(rows: Path) -> Any:
+        of_file = sgp.streams.parquet(rows, inputs=["X"], target="y", batch_size=64, seed=0)
+        options = {"checkpoint": file, "progress_bar": False}
+        return sgp.streams.run(sparse(), KEY, 2, of_file, **options)
+
+    parquet.write_table(pyarrow.table({"X": X, "y": X}), rows)
+    train_on(rows)
+    parquet.write_table(pyarrow.table({"X": X[::-1], "y": X}), rows)
+    with pytest.raises(OSError, match=r"the checkpoint `.*checkpoint.npz` belongs to another"):
+        train_on(rows)
 
 
 def test_where_no_checkpoint_can_be_is_known_before_the_first_step(tmp_path: Path) -> None:
@@ -214,5 +232,7 @@ def test_bad_arguments() -> None:
         sgp.streams.run(**{**good, "num_steps": 0})
     with pytest.raises(ValueError, match="`every` must be at least 1"):
         sgp.streams.run(**good, every=0)
+    with pytest.raises(TypeError, match=r"`checkpoint` must be a path, such as .*, got 3"):
+        sgp.streams.run(**good, checkpoint=3)
     with pytest.raises(TypeError, match="`place` must be callable"):
         sgp.streams.run(**good, place=3)
