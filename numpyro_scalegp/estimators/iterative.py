@@ -372,6 +372,7 @@ class AbstractIterative(AbstractEstimator):
         same &= jnp.max(last.residual[:2]) <= tolerance
         return Start(candidates, same, last)
 
+    @compiled
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:

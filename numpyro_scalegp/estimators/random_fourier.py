@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
 from numpyro_scalegp.features.linear_model import log_densities, statistics
 from numpyro_scalegp.features.prior_draws import PriorDraws, center
@@ -70,6 +71,7 @@ class RandomFourier(AbstractEstimator):
     def check_frozen_key(self) -> None:
         """Pass: under one draw of the frequencies the density is smooth, and has its gradient."""
 
+    @compiled
     def log_prob(
         self,
         operator: KernelOperator,
@@ -119,6 +121,7 @@ class RandomFourier(AbstractEstimator):
             self._features(operator, key), self.num_features, *given
         )
 
+    @compiled
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:

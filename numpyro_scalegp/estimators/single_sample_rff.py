@@ -15,6 +15,7 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import refuse_derivatives, with_pullback
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.trigonometry import cos_sin_of_turns
 from numpyro_scalegp.estimators.cholesky import Cholesky
 from numpyro_scalegp.estimators.estimator import AbstractEstimator
@@ -81,6 +82,7 @@ class SingleSampleRFF(AbstractEstimator):
         """The distribution of J in 1..T for n rows."""
         return StoppingTime(1.0 / (np.array(self.sizes(n)) + self.step))
 
+    @compiled
     def log_prob(
         self,
         operator: KernelOperator,
