@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Key
-from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_scalegp.core import checks, programs
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
-from numpyro_scalegp.guides.guide import Given, set_up
+from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals, medians
+from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
 from numpyro_scalegp.infer.initialization import Hyperparameters
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
@@ -130,7 +130,7 @@ def posterior(
             "after the guide, give what `SVI.run` returned, then the model's arguments."
         )
     params, args = parameters_of(args[0]), args[1:]
-    name, role = _the_site(Given(model, params), params, args, kwargs, site)
+    name, role = _the_site(RequireParams(model, params), params, args, kwargs, site)
     if role == "prior" and (owner := _owner(fit, name)) is not None:
         found, values = owner.posterior_and_rest(params, args, kwargs, key)
         return with_noise(found, trace_of(model, {**params, **values}, args, kwargs), name)
@@ -368,24 +368,23 @@ def _fitted_values(
         ValueError: if there is no key, and the guide has no median of a site.
     """
     set_up(guide, params, args, kwargs)
-    if key is not None and isinstance(guide, AutoGuide):
-        # What Laplace's approximation draws in a run is its mode.
-        return guide.sample_posterior(key, params, *args, **kwargs), {}
-    medians = _medians(guide, params, args, kwargs) if key is None else {}
+    given = _medians(guide, params, args, kwargs) if key is None else {}
     seed = jax.random.key(0) if key is None else key
+    normals = {} if key is None else latent_normals(guide, params)
     # A draw of each row by itself, as the guide makes it.
     with StandIn(_mean if key is None else _draw) as functions:
-        trace = traced(Given(guide, params), seed, params, args, kwargs, values=medians)
+        draw = DrawingGuide(guide, params, normals)
+        trace = traced(draw, seed, params, args, kwargs, values=given)
     latent = {name: one for name, one in trace.items() if is_latent(one)}
     if key is None:
-        known = {**medians, **functions.families}
+        known = {**given, **functions.families}
         random = [
             name
             for name, one in latent.items()
             if name not in known and not isinstance(unwrapped(one["fn"])[0], dist.Delta)
         ]
         # An autoguide's other sites are functions of its auxiliary one.
-        if random and not (medians and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
+        if random and not (given and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
             raise ValueError(
                 f"the guide has no medians of {random}: give a `key` for one draw of them."
             )
@@ -398,14 +397,9 @@ def _medians(
     if hasattr(guide, "posterior"):
         return guide.median(params, *args, **kwargs)
     try:
-        return guide.median(params) if hasattr(guide, "median") else {}
+        return medians(guide, params) if hasattr(guide, "median") else {}
     except NotImplementedError:
         return {}
-    except KeyError as error:
-        raise ValueError(
-            f"`params` lacks `{error.args[0]}`: give all parameters of guide and model, to the "
-            "guide that they were fitted with."
-        ) from None
 
 
 def _mean(name: str, family: AbstractVariationalGP, key: Array) -> Array:
