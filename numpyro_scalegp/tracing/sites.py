@@ -236,6 +236,9 @@ def find_gp_site(
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         indices: of plates, as far as they are drawn already.
+
+    Raises:
+        ValueError: if the model has no such site, or several, or `values` has a value of it.
     """
     # The values come first: a function that has one is no site to be hidden.
     given = substituted(model, {}, values, indices)
@@ -245,6 +248,11 @@ def find_gp_site(
     with handlers.trace() as trace:
         handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
     found = hidden.the_site()
+    if found.name in values:
+        raise ValueError(
+            f"`rest` samples `{found.name}`, the function that this guide owns: give a guide for "
+            "all other sites alone as `rest=`."
+        )
     params = {name: one["value"] for name, one in trace.items() if one["type"] != "plate"}
     parts = [(name, *sizes) for name, sizes in hidden.partial.items()]
     if len(parts) != 1 or parts[0][2] != found.X.shape[-2]:
