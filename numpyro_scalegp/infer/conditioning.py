@@ -12,6 +12,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, Key
 
 from numpyro_scalegp.core import checks, programs
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals, medians
@@ -26,7 +27,6 @@ from numpyro_scalegp.tracing.runs import (
     is_latent,
     is_observed,
     mutable_values,
-    takes_part,
     traced,
 )
 from numpyro_scalegp.tracing.sites import StandIn

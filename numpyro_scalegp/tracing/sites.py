@@ -13,11 +13,12 @@ from numpyro import handlers
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.runs import is_latent, is_observed, substituted, takes_part
+from numpyro_scalegp.tracing.runs import is_latent, is_observed, substituted
 
 Model = Callable[..., Any]
 Prior = type[AbstractPriorGP]
