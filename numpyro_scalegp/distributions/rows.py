@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from numpyro.distributions import (
     MaskedDistribution,
     constraints,
 )
+from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions.mini_batches import (
@@ -103,6 +104,17 @@ class RowsDistribution(Distribution):
                 "latent function, and give a collapsed GP `observed=mask`."
             )
         return super().mask(mask)
+
+
+@promote_batch_shape.register
+def _(fn: RowsDistribution) -> NoReturn:
+    """What `scan` calls with a distribution whose fields hold all of its steps."""
+    raise ValueError(
+        f"a `{type(fn).__name__}` stands in a `scan` of numpyro.contrib.control_flow, which would "
+        "stack its kernel and inputs: write independent functions as a batch, with numpyro.plate("
+        "name, size) and hyperparameters with a leading axis, or a site for each in a loop of "
+        "Python."
+    )
 
 
 @jax.jit

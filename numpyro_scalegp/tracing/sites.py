@@ -122,6 +122,12 @@ class HideGPSite(Messenger):
             self.is_normal &= isinstance(unwrapped(msg["fn"]).distribution, dist.Normal)
         if not is_latent(msg) or role_of(msg["fn"]) != "prior":
             return
+        if msg.get("_control_flow_done"):
+            raise ValueError(
+                f"the GP site `{msg['name']}` stands in a `cond` of numpyro.contrib.control_flow, "
+                "where a guide cannot give it a value: write it outside, and choose between "
+                "kernels or values, as by jnp.where."
+            )
         prior, wrapper, _ = unwrapped(msg["fn"])
         is_own = prior.made_of == self.kind.made_of
         if wrapper:
