@@ -106,15 +106,17 @@ class RowsDistribution(Distribution):
         return super().mask(mask)
 
 
-@promote_batch_shape.register
-def _(fn: RowsDistribution) -> NoReturn:
-    """What `scan` calls with a distribution whose fields hold all of its steps."""
+def refuse_scan(fn: Distribution) -> NoReturn:
+    """Raise where `scan` has put all of its steps into the fields of a distribution."""
     raise ValueError(
         f"a `{type(fn).__name__}` stands in a `scan` of numpyro.contrib.control_flow, which would "
         "stack its kernel and inputs: write independent functions as a batch, with numpyro.plate("
         "name, size) and hyperparameters with a leading axis, or a site for each in a loop of "
         "Python."
     )
+
+
+promote_batch_shape.register(RowsDistribution, refuse_scan)
 
 
 @jax.jit

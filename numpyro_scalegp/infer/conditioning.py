@@ -49,14 +49,15 @@ def posterior(
     After SVI, `sgp.posterior(model, guide, result, X, y)`: under the guide's medians of all other
     sites, or one draw of them. After NUTS and its like, `sgp.posterior(model, samples, X, y)`: the
     mixture over all draws. Solver states, grown bases and networks come from the fit. Under values
-    of hyperparameters alone, `sgp.posterior(model, values, X, y)` with
-    `sgp.infer.Hyperparameters`, as `sgp.infer.initial_hyperparameters` returns them.
+    of hyperparameters alone, `sgp.posterior(model, values, X, y)` with a dict of values that have
+    the shapes of their sites, as of `guide.median`, or `sgp.infer.Hyperparameters`, as
+    `sgp.infer.initial_hyperparameters` returns them.
 
     Args:
         model: the model.
         fit: the guide, then what `SVI.run` returned or a dict of parameters with mutable state; or
-            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws; or
-            `Hyperparameters`.
+            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws; or single
+            values of them, or `Hyperparameters`.
         *args: after the result of SVI, the model's positional arguments as in the fit, observations
             included, without mini-batches where the model has a collapsed GP.
         site: the name of the GP site; None if the model has only one.
@@ -105,7 +106,9 @@ def posterior(
     key = key if key is None else checks.as_key(key)
     given = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if isinstance(fit, Hyperparameters):
+    if isinstance(fit, Hyperparameters) or (
+        isinstance(fit, Mapping) and _has_shapes_of_sites(model, fit, args, kwargs)
+    ):
         values: dict[str, Any] = dict(fit)
         name, role = _the_site(model, values, args, kwargs, site)
         trace = run_model(model, values, args, kwargs)
@@ -147,6 +150,20 @@ def posterior(
         )
     trace = run_model(model, {**params, **values}, args, kwargs)
     return conditioned(trace, name, params, progress_bar=progress_bar, **options)
+
+
+def _has_shapes_of_sites(
+    model: Callable[..., Any], fit: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether values are single ones, without an axis of draws before the shapes of the sites."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def run() -> None:
+        trace = trace_of(model, {}, args, kwargs)
+        shapes.update({name: jnp.shape(trace[name]["value"]) for name in fit if name in trace})
+
+    jax.eval_shape(run)
+    return bool(shapes) and all(jnp.shape(fit[name]) == shapes[name] for name in shapes)
 
 
 def _refuse_missing(trace: Trace, values: dict[str, Any], name: str, role: str) -> None:
