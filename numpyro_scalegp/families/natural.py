@@ -164,8 +164,8 @@ def _check_positive(P: Float[Array, "*batch M M"]) -> None:
     if not checks.is_concrete(P):
         return
     # In NumPy: within a trace JAX makes traced values of known ones.
-    P = np.asarray(P)
-    eigenvalues = np.linalg.eigvalsh((P + np.swapaxes(P, -1, -2)) / 2.0)
+    matrix = np.asarray(P)
+    eigenvalues = np.linalg.eigvalsh((matrix + np.swapaxes(matrix, -1, -2)) / 2.0)
     least, largest = eigenvalues[..., 0], eigenvalues[..., -1]
     if np.any(least < -0.01 - 100.0 * np.finfo(eigenvalues.dtype).eps * largest):
         warnings.warn(

@@ -187,7 +187,7 @@ def test_missing_parameters_of_numpyros_guides_are_named(kind):
     params = fitted(guide, steps=1)
     for name in params:
         less = {other: value for other, value in params.items() if other != name}
-        entries = {
+        entries: dict[str, Any] = {
             "draw": lambda less=less: sgp.posterior(model, guide, less, X, Y, key=KEY),
             "Predictive": lambda less=less: sgp.infer.Predictive(
                 model, guide=guide, params=less, num_samples=2
