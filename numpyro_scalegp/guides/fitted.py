@@ -84,10 +84,10 @@ def latent_normals(guide: Any, params: dict[str, Any]) -> dict[str, dist.Multiva
     Raises:
         ValueError: if `params` lacks a mode.
     """
-    components = laplace_approximations(guide)
-    for component in components.values():
-        _require(f"{component.prefix}_loc", params)
-    normals = _normals(guide, params) if components else {}
+    approximations = laplace_approximations(guide)
+    for approximation in approximations.values():
+        _require(f"{approximation.prefix}_loc", params)
+    normals = _normals(guide, params) if approximations else {}
     for name, normal in normals.items():
         # What NumPyro puts in the place of a factor that is not there.
         if checks.is_concrete(normal.scale_tril) and not np.any(normal.scale_tril):
@@ -103,8 +103,10 @@ def latent_normals(guide: Any, params: dict[str, Any]) -> dict[str, dist.Multiva
 
 @compiled
 def _normals(guide: Any, params: dict[str, Any]) -> dict[str, dist.MultivariateNormal]:
-    components = laplace_approximations(guide)
-    return {name: component.get_posterior(params) for name, component in components.items()}
+    return {
+        name: approximation.get_posterior(params)
+        for name, approximation in laplace_approximations(guide).items()
+    }
 
 
 class DrawingGuide(Messenger):

@@ -271,8 +271,8 @@ class AbstractGPGuide(abc.ABC):
         if key is None:
             means = getattr(self.rest, "function_means", _no_functions)
             return {**self.median(params), **means(params, *args, **kwargs)}
-        rest = RequireParams(self.rest, params)
-        return drawn_values(traced(rest, jax.random.split(key)[1], params, args, kwargs))
+        guide = RequireParams(self.rest, params)
+        return drawn_values(traced(guide, jax.random.split(key)[1], params, args, kwargs))
 
     def _site(
         self,

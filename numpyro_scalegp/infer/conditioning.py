@@ -385,23 +385,23 @@ def _fitted_values(
         ValueError: if there is no key, and the guide has no median of a site.
     """
     set_up(guide, params, args, kwargs)
-    given = _medians(guide, params, args, kwargs) if key is None else {}
+    values = _medians(guide, params, args, kwargs) if key is None else {}
     seed = jax.random.key(0) if key is None else key
     normals = {} if key is None else latent_normals(guide, params)
     # A draw of each row by itself, as the guide makes it.
     with StandIn(_mean if key is None else _draw) as functions:
-        draw = DrawingGuide(guide, params, normals)
-        trace = traced(draw, seed, params, args, kwargs, values=given)
+        drawing = DrawingGuide(guide, params, normals)
+        trace = traced(drawing, seed, params, args, kwargs, values=values)
     latent = {name: one for name, one in trace.items() if is_latent(one)}
     if key is None:
-        known = {**given, **functions.families}
+        known = {**values, **functions.families}
         random = [
             name
             for name, one in latent.items()
             if name not in known and not isinstance(unwrapped(one["fn"])[0], dist.Delta)
         ]
         # An autoguide's other sites are functions of its auxiliary one.
-        if random and not (given and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
+        if random and not (values and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
             raise ValueError(
                 f"the guide has no medians of {random}: give a `key` for one draw of them."
             )
