@@ -10,10 +10,11 @@ from numpyro.infer import MCMC, init_to_feasible
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
-from numpyro_scalegp.tracing.runs import is_observed, takes_part, trace_of_call
+from numpyro_scalegp.tracing.runs import is_observed, trace_of_call
 
 _STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
 

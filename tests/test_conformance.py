@@ -477,12 +477,17 @@ def in_weight_space(kernel: AbstractKernel, X: Array) -> sgp.WeightSpaceGP:
     return sgp.WeightSpaceGP(sgp.features.RandomFourier(kernel, 6, seed=0), X)
 
 
+def model_of(guide: Any) -> Any:
+    """The regression with the prior that a guide is for."""
+    if guide(regression).prior is sgp.WeightSpaceGP:
+        return functools.partial(regression, prior=in_weight_space)
+    return regression
+
+
 @each("guide", GUIDES)
 def test_guide_takes_part_in_svi(guide, dtype):
     X, y = inputs(), jnp.sin(jnp.arange(7.0))
-    model: Any = regression
-    if guide(model).prior is sgp.WeightSpaceGP:
-        model = functools.partial(regression, prior=in_weight_space)
+    model = model_of(guide)
     guide = guide(model)
     optimizer, objective = optax.adam(0.01), TraceMeanField_ELBO()
     if getattr(guide, "natural", False):
@@ -508,3 +513,37 @@ def test_guide_takes_part_in_svi(guide, dtype):
     assert mean.shape == variance.shape == (2,)
     assert_all_finite((draws, mean, variance))
     assert np.all(variance > 0)
+
+
+@each("guide", GUIDES)
+def test_guide_names_the_parameter_that_is_missing(guide):
+    """In each entry that takes parameters, whether a key asks for a draw or not."""
+    X, y, key = inputs(), jnp.sin(jnp.arange(7.0)), jax.random.key(0)
+    model = model_of(guide)
+    guide = guide(model)
+    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+    params = svi.get_params(svi.init(key, X, y))
+    of_rest = {name for name in params if name.startswith("lengthscale")}
+    of_median = {name for name in of_rest if not name.endswith("scale")}
+    training_alone = {"f_auto_unexplained_scale"}  # no part of the fitted process
+    assert of_median
+
+    def predicted(less: dict[str, Array]) -> Any:
+        return sgp.infer.Predictive(model, guide=guide, params=less, num_samples=2)(key, X, y)
+
+    entries: list[tuple[set[str], Any]] = [
+        (of_median, lambda less: guide.median(less)),
+        (of_rest, lambda less: guide.rest_values(less, X, y, key=key)),
+        (set(params), lambda less: guide.sample_posterior(key, less, X, y)),
+        (set(params), lambda less: guide.posterior(less, X, y, key=key)),
+        (set(params), lambda less: sgp.posterior(model, guide, less, X, y, key=key)),
+        (set(params) - of_rest | of_median, lambda less: sgp.posterior(model, guide, less, X, y)),
+        (set(params) - of_rest | of_median, lambda less: guide.function_means(less, X, y)),
+        (set(params), predicted),
+    ]
+    for name in params.keys() - training_alone:
+        less = {other: value for other, value in params.items() if other != name}
+        for names, entry in entries:
+            if name in names:
+                with pytest.raises(ValueError, match=f"`params` lacks `{name}`: give all"):
+                    entry(less)

@@ -6,8 +6,9 @@ derivative of the function's body gives wrong second derivatives; and an error o
 forward mode names nothing. The rule of a primitive stays.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -225,3 +226,18 @@ def _batch_tangent(
 
 
 batching.primitive_batchers[_tangent] = _batch_tangent
+
+
+@contextlib.contextmanager
+def explained_forward_mode() -> Iterator[None]:
+    """A context in which JAX's error of a reverse rule in forward mode says what to do."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
+            raise
+        raise TypeError(
+            "the moments of a variational GP have derivatives in reverse mode alone: leave out "
+            "`forward_mode_differentiation=True`, or take jax.grad or jax.jacrev in place of "
+            "jax.jvp and jax.jacfwd."
+        ) from error

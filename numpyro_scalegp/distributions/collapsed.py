@@ -6,6 +6,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
+from numpyro.distributions.batch_util import promote_batch_shape
+
+from numpyro_scalegp.distributions.rows import refuse_scan
 
 
 class CollapsedDistribution(dist.Distribution):
@@ -29,6 +32,9 @@ class CollapsedDistribution(dist.Distribution):
     @abc.abstractmethod
     def leave_one_out(self, posterior: Any) -> dist.Distribution:
         """The distribution of each observation given all others, from the posterior given all."""
+
+
+promote_batch_shape.register(CollapsedDistribution, refuse_scan)
 
 
 class GaussianNoise(CollapsedDistribution):

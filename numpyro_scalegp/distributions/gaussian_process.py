@@ -197,8 +197,9 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
 
         Raises:
             ValueError: if `value` has the wrong length, or holds NaN or infinity where a row is
-                observed.
+                observed, or the rows are those of a mini-batch that a plate takes.
         """
+        self.check_all_rows()
         residual = self._residual(self._observations(value))
         shape = residual.shape[:-1]
         if self.batch_shape:

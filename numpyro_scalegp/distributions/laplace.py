@@ -192,8 +192,10 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
 
         Raises:
             ValueError: if `value` has the wrong length, holds NaN or infinity where a row is
-                observed, or lies outside of the likelihood's support.
+                observed, or lies outside of the likelihood's support; if the rows are those of a
+                mini-batch that a plate takes.
         """
+        self.check_all_rows()
         y = self._observations(value)
         shape = self.batch_shape + self.event_shape
         samples = jnp.broadcast_shapes(y.shape, shape)[: max(0, y.ndim - len(shape))]

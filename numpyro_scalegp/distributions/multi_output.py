@@ -156,8 +156,9 @@ class MultiOutputGP(GaussianNoise, RowsDistribution):
 
         Raises:
             ValueError: if `value` has the wrong shape, or holds NaN or infinity where an entry is
-                observed.
+                observed, or the rows are those of a mini-batch that a plate takes.
         """
+        self.check_all_rows()
         residual = self._residual(self._observations(value))
         rows = self._complete_rows
         if rows is None:

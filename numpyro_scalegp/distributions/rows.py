@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,14 @@ from numpyro.distributions import (
     MaskedDistribution,
     constraints,
 )
+from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions.mini_batches import (
+    MiniBatch,
+    mini_batch_of,
+    refuse_mini_batch,
+)
 
 
 class RowsDistribution(Distribution):
@@ -24,6 +30,26 @@ class RowsDistribution(Distribution):
     support = constraints.real_vector
     # "prior" of a function in a model, "variational" in a guide, "collapsed" over observations.
     role: ClassVar[str] = ""
+    # Of a prior or collapsed one, in the model that made it.
+    mini_batch: MiniBatch | None = None
+
+    def __init__(
+        self,
+        batch_shape: tuple[int, ...],
+        event_shape: tuple[int, ...],
+        *,
+        validate_args: bool | None = None,
+    ) -> None:
+        if self.role in ("prior", "collapsed"):
+            self.mini_batch = mini_batch_of(self.X)
+        super().__init__(batch_shape, event_shape, validate_args=validate_args)
+
+    def check_all_rows(self) -> None:
+        """Raise where the rows are those of a mini-batch: for the density that is of all rows.
+
+        Draws from the prior are no density, and guides of this package ask for none.
+        """
+        refuse_mini_batch(type(self).__name__, self.role, self.mini_batch)
 
     def get_args(self) -> dict[str, Any]:
         """The parameters that were given."""
@@ -78,6 +104,19 @@ class RowsDistribution(Distribution):
                 "latent function, and give a collapsed GP `observed=mask`."
             )
         return super().mask(mask)
+
+
+def refuse_scan(fn: Distribution) -> NoReturn:
+    """Raise where `scan` has put all of its steps into the fields of a distribution."""
+    raise ValueError(
+        f"a `{type(fn).__name__}` stands in a `scan` of numpyro.contrib.control_flow, which would "
+        "stack its kernel and inputs: write independent functions as a batch, with numpyro.plate("
+        "name, size) and hyperparameters with a leading axis, or a site for each in a loop of "
+        "Python."
+    )
+
+
+promote_batch_shape.register(RowsDistribution, refuse_scan)
 
 
 @jax.jit

@@ -44,7 +44,11 @@ class AbstractPriorGP(RowsDistribution):
         """The log density of function values of shape (..., n) or (..., *batch, n).
 
         In O(n^3) for each member, given the covariance.
+
+        Raises:
+            ValueError: if `value` has the wrong length, or the rows are those of a mini-batch.
         """
+        self.check_all_rows()
         value = checks.as_float(value, "value")
         if value.shape[-1:] != self.event_shape:
             raise ValueError(

@@ -14,6 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core.derivatives import explained_forward_mode
 from numpyro_scalegp.core.natural import (
     natural_divergence,
     natural_moments,
@@ -117,7 +118,8 @@ class NaturalSparseGP(SparseGP):
         checks.shape(PRECISION, self.natural_precision, (*batch, M, M), why="as of the precision")
         checks.finite(LOC, self.natural_loc)
         checks.finite(PRECISION, self.natural_precision)
-        loc, scale_tril, self.lift = _normals(self.natural_loc, self.natural_precision)
+        with explained_forward_mode():
+            loc, scale_tril, self.lift = _normals(self.natural_loc, self.natural_precision)
         super().__init__(kernel, X, inducing_points, loc, scale_tril, **options)
 
     def under_scale(self, scale: Float[ArrayLike, ""]) -> "NaturalSparseGP":
@@ -161,7 +163,9 @@ def _check_positive(P: Float[Array, "*batch M M"]) -> None:
     """Warn where a precision that is not traced is further from semidefinite than by rounding."""
     if not checks.is_concrete(P):
         return
-    eigenvalues = np.linalg.eigvalsh(np.asarray(P + jnp.swapaxes(P, -1, -2)) / 2.0)
+    # In NumPy: within a trace JAX makes traced values of known ones.
+    matrix = np.asarray(P)
+    eigenvalues = np.linalg.eigvalsh((matrix + np.swapaxes(matrix, -1, -2)) / 2.0)
     least, largest = eigenvalues[..., 0], eigenvalues[..., -1]
     if np.any(least < -0.01 - 100.0 * np.finfo(eigenvalues.dtype).eps * largest):
         warnings.warn(

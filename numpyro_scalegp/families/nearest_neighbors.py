@@ -95,7 +95,12 @@ class NearestNeighborGP(AbstractPriorGP):
     def log_prob(
         self, value: Float[ArrayLike, "... n"], intermediates: list | None = None
     ) -> Float[Array, "..."]:
-        """The log density of function values, shape (..., n), in O(n m^3)."""
+        """The log density of function values, shape (..., n), in O(n m^3).
+
+        Raises:
+            ValueError: if `value` has the wrong length, or the rows are those of a mini-batch.
+        """
+        self.check_all_rows()
         value = checks.as_float(value, "value")
         if value.shape[-1:] != self.event_shape:
             raise ValueError(

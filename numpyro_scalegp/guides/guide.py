@@ -2,9 +2,7 @@
 
 import abc
 import contextlib
-import copy
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -23,12 +21,19 @@ from numpyro.infer.autoguide import (
 )
 from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_value
 from numpyro.infer.util import log_density
-from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import mesh_of, whole
+from numpyro_scalegp.core.restoring import unchanged_on_failure
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
+from numpyro_scalegp.guides.fitted import (
+    Guide,
+    RequireParams,
+    components,
+    laplace_approximations,
+    medians,
+)
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.first_run import compiled, emit, only_watched
@@ -43,9 +48,6 @@ from numpyro_scalegp.tracing.runs import (
     traced,
 )
 from numpyro_scalegp.tracing.sites import GPSite, Model, Prior, StandIn, WithoutSite, find_gp_site
-
-Guide = Callable[..., Any]
-
 
 Rest = type | functools.partial | Guide
 
@@ -118,9 +120,12 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             The value of each latent site, by name.
         """
-        if _is_fresh(self) and (done := _first_run(self, args, kwargs)) is not None:
-            return done
-        return self._run(args, kwargs)
+        if not _is_fresh(self):
+            return self._run(args, kwargs)
+        _refuse_modes(self.rest)  # of a list of guides, which may have grown
+        with unchanged_on_failure(*components(self)):
+            done = _first_run(self, args, kwargs)
+            return self._run(args, kwargs) if done is None else done
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
         _set_start(self, args, kwargs)
@@ -144,7 +149,7 @@ class AbstractGPGuide(abc.ABC):
 
         Raises:
             ValueError: if the rest's guide has no medians, or has not run and gets no arguments, or
-                other ones than it was fitted with.
+                other ones than it was fitted with, or `params` lacks a parameter.
         """
         if args or kwargs:
             set_up(self, params, args, kwargs)
@@ -157,16 +162,16 @@ class AbstractGPGuide(abc.ABC):
             raise ValueError(_NO_MEDIAN)
         trace = getattr(self.rest, "prototype_trace", None)
         if trace is None:
-            return self.rest.median(params)
+            return medians(self.rest, params)
         latent = {name for name, site in trace.items() if is_latent(site)}
         if not latent:
             return {}  # nothing is left for the rest's guide, and NumPyro's own would raise
         # NumPyro's own have deterministic sites as well, at a function of zeros.
         try:
-            medians = self.rest.median(params)
+            values = medians(self.rest, params)
         except NotImplementedError as error:  # guides made of flows
             raise ValueError(_NO_MEDIAN) from error
-        return {name: value for name, value in medians.items() if name in latent}
+        return {name: value for name, value in values.items() if name in latent}
 
     def sample_posterior(
         self,
@@ -187,13 +192,16 @@ class AbstractGPGuide(abc.ABC):
 
         Returns:
             Draws of each latent site, shape (*sample_shape, *site_shape).
+
+        Raises:
+            ValueError: if `params` lacks a parameter.
         """
         rng_key = checks.as_key(rng_key, "rng_key")
         set_up(self, params, args, kwargs)
+        guide = RequireParams(self, params)
 
         def draw(key: Array) -> dict[str, Array]:
-            given = Given(handlers.seed(self, key), params)
-            return substituted(given, params)(*args, **kwargs)
+            return substituted(handlers.seed(guide, key), params)(*args, **kwargs)
 
         if sample_shape == ():
             return draw(rng_key)
@@ -245,7 +253,7 @@ class AbstractGPGuide(abc.ABC):
         stack.enter_context(handlers.block())
         stack.enter_context(handlers.seed(rng_seed=jax.random.key(0) if key is None else key))
         stack.enter_context(substituted(None, params))
-        stack.enter_context(Given(None, params))
+        stack.enter_context(RequireParams(None, params))
         return stack
 
     def rest_values(
@@ -263,8 +271,8 @@ class AbstractGPGuide(abc.ABC):
         if key is None:
             means = getattr(self.rest, "function_means", _no_functions)
             return {**self.median(params), **means(params, *args, **kwargs)}
-        trace = traced(self.rest, jax.random.split(key)[1], params, args, kwargs)
-        return drawn_values(trace)
+        guide = RequireParams(self.rest, params)
+        return drawn_values(traced(guide, jax.random.split(key)[1], params, args, kwargs))
 
     def _site(
         self,
@@ -303,22 +311,6 @@ def _no_functions(params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str
     return {}
 
 
-class Given(Messenger):
-    """Raises where a parameter would be initialized because `params` lacks it."""
-
-    def __init__(self, fn: Guide | None, params: dict[str, Any]) -> None:
-        super().__init__(fn)
-        self.params = params
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        """Look at a parameter."""
-        if msg["type"] == "param" and msg["value"] is None and msg["name"] not in self.params:
-            raise ValueError(
-                f"`params` lacks `{msg['name']}`: give all parameters of guide and model, such as "
-                "`svi.get_params(state)`, to the guide that they were fitted with."
-            )
-
-
 def set_up(
     guide: Guide, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -339,44 +331,41 @@ def set_up(
     guide = _innermost(guide)
     if not _is_fresh(guide):
         return
-    trial, trace = _tried(guide, args, kwargs)
-    for name, site in trace.items():
-        if site["type"] != "param":
-            continue
-        found = jnp.shape(params[name]) if name in params else "no value"
-        if found != jnp.shape(site["value"]):
-            raise ValueError(
-                f"`{type(guide).__name__}` has not run yet in this process, and with these "
-                f"arguments its parameter `{name}` has shape {jnp.shape(site['value'])}, but "
-                f"{found} in `params`. Set it up first with arguments as in its fit, with "
-                "observations: `guide.median(params, X, y)`, or for a guide of NumPyro's own "
-                "`numpyro.handlers.seed(guide, 0)(X, y)`."
-            )
-    vars(guide).update(vars(trial))
+    with unchanged_on_failure(*components(guide)):
+        for name, site in _first_trace(guide, args, kwargs).items():
+            if site["type"] != "param":
+                continue
+            shape = jnp.shape(params[name]) if name in params else "no value"
+            if shape != jnp.shape(site["value"]):
+                raise ValueError(
+                    f"`{type(guide).__name__}` has not run yet in this process, and with these "
+                    f"arguments its parameter `{name}` has shape {jnp.shape(site['value'])}, but "
+                    f"{shape} in `params`. Set it up first with arguments as in its fit, with "
+                    "observations: `guide.median(params, X, y)`, or for a guide of NumPyro's own "
+                    "`numpyro.handlers.seed(guide, 0)(X, y)`."
+                )
 
 
-def _tried(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Trace]:
-    """A copy of a guide that has run, so that a failure leaves no half of a set-up behind."""
-
-    def copied() -> Any:
-        trial = copy.copy(guide)
-        vars(trial).update({k: dict(v) for k, v in vars(guide).items() if isinstance(v, dict)})
-        return trial
-
-    key, trial = jax.random.key(0), copied()
-    if _may_be_traced(trial) and checks.is_concrete((key, args, kwargs)):
-        with contextlib.suppress(jax.errors.JAXTypeError), trial.model.without_likelihood():
-            return trial, compiled(trial, trial, key, args, kwargs)[1]
-    trial = copied()
+def _first_trace(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """The trace of a guide that is set up by it."""
+    key = jax.random.key(0)
+    if _may_be_traced(guide) and checks.is_concrete((key, args, kwargs)):
+        with (
+            contextlib.suppress(jax.errors.JAXTypeError),
+            unchanged_on_failure(*components(guide)),
+            guide.model.without_likelihood(),
+        ):
+            return compiled(guide, guide, key, args, kwargs)[1]
     with jax.ensure_compile_time_eval(), handlers.block(), handlers.seed(rng_seed=0):
-        return trial, handlers.trace(trial).get_trace(*args, **kwargs)
+        return handlers.trace(guide).get_trace(*args, **kwargs)
 
 
 def _may_be_traced(rest: Any) -> bool:
     """Whether a guide is one of NumPyro's that can set itself up under a trace."""
     if type(rest) not in _PLAIN or not isinstance(rest.model, WithoutSite):
         return False
-    return getattr(rest.init_loc_fn, "func", None) in _GIVEN
+    start = rest.init_loc_fn
+    return start is MEDIAN or getattr(start, "func", None) in _GIVEN
 
 
 def _first_run(
@@ -403,22 +392,22 @@ def _first_run(
         with handlers.block():
             return values, jnp.isfinite(log_density(seeded, args, kwargs, values)[0])
 
-    before = {name: copy.copy(one) for name, one in vars(rest).items()}
-    is_valid, values = False, None
     try:
-        (values, is_valid), trace = compiled(run, rest, key, args, kwargs)
+        with unchanged_on_failure(*components(rest)):
+            (values, is_valid), trace = compiled(run, rest, key, args, kwargs)
+            if not is_valid:
+                raise _InvalidStart
     except jax.errors.JAXTypeError:
-        pass  # the model is not to be traced
-    finally:
-        if not is_valid:
-            vars(rest).clear()
-            vars(rest).update(before)
-    if not is_valid:
-        if values is not None:
-            _refuse_missing(guide.model, values, args, kwargs)
+        return None  # the model is not to be traced
+    except _InvalidStart:
+        _refuse_missing(guide.model, values, args, kwargs)
         return None  # NumPyro's search, or its message
     emit(trace)
     return values
+
+
+class _InvalidStart(Exception):
+    """Of values at which the log density is not finite."""
 
 
 def _refuse_missing(
@@ -458,7 +447,8 @@ def _set_start(guide: AbstractGPGuide, args: tuple[Any, ...], kwargs: dict[str, 
     """Let NumPyro's guide of the rest start with lengthscales from the data, unless it is told."""
     rest = _innermost(guide)
     if isinstance(rest, AutoGuide) and rest.init_loc_fn is MEDIAN and _is_fresh(rest):
-        rest.init_loc_fn = init_to_value(values=starting_values(guide.model, args, kwargs))
+        with contextlib.suppress(jax.errors.JAXTypeError):  # of a model that is not to be traced
+            rest.init_loc_fn = init_to_value(values=starting_values(guide.model, args, kwargs))
 
 
 def _is_fresh(guide: Guide) -> bool:
@@ -481,9 +471,20 @@ def _build_rest(rest: Rest, model: Model) -> Guide:
         # `_set_start` replaces it. NumPyro's own start is uniform in (-2, 2).
         if isinstance(guide_class, type) and issubclass(guide_class, AutoGuide):
             given = {"init_loc_fn": MEDIAN, **given}
-        return rest(model, **given)
+        rest = rest(model, **given)
     if not callable(rest):
         raise ValueError(
             f"`rest` must be a guide class, a functools.partial of one or a guide, got {rest!r}."
         )
+    _refuse_modes(rest)
     return rest
+
+
+def _refuse_modes(rest: Guide) -> None:
+    """Raise where the spread of a rest's guide would be that of a model without the function."""
+    if laplace_approximations(rest):
+        raise ValueError(
+            "`rest` must not be an `AutoLaplaceApproximation`: its spread comes from the curvature "
+            "of the model's log density, and the model of the rest lacks the function. Give "
+            "AutoMultivariateNormal, which learns its covariance, as `rest=`."
+        )

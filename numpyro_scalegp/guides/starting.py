@@ -25,7 +25,14 @@ from numpyro_scalegp.tracing.runs import (
 from numpyro_scalegp.tracing.sites import Model
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
 
-MEDIAN = init_to_median()
+
+def _prior_median(site: dict[str, Any] | None = None) -> Any:
+    return init_to_median(site)
+
+
+# By which guides know that nobody told them where to start. A function, and no partial one: what
+# copies or pickles a guide keeps its identity.
+MEDIAN = _prior_median
 
 # Of the observations' deviation, what the noise starts at, within a factor from the prior's median.
 # The function starts at zero: from less noise the first gradients are so large that an optimizer

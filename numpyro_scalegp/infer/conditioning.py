@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Key
-from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_scalegp.core import checks, programs
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
-from numpyro_scalegp.guides.guide import Given, set_up
+from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals, medians
+from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
 from numpyro_scalegp.infer.initialization import Hyperparameters
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
@@ -26,7 +27,6 @@ from numpyro_scalegp.tracing.runs import (
     is_latent,
     is_observed,
     mutable_values,
-    takes_part,
     traced,
 )
 from numpyro_scalegp.tracing.sites import StandIn
@@ -49,14 +49,15 @@ def posterior(
     After SVI, `sgp.posterior(model, guide, result, X, y)`: under the guide's medians of all other
     sites, or one draw of them. After NUTS and its like, `sgp.posterior(model, samples, X, y)`: the
     mixture over all draws. Solver states, grown bases and networks come from the fit. Under values
-    of hyperparameters alone, `sgp.posterior(model, values, X, y)` with
-    `sgp.infer.Hyperparameters`, as `sgp.infer.initial_hyperparameters` returns them.
+    of hyperparameters alone, `sgp.posterior(model, values, X, y)` with a dict of values that have
+    the shapes of their sites, as of `guide.median`, or `sgp.infer.Hyperparameters`, as
+    `sgp.infer.initial_hyperparameters` returns them.
 
     Args:
         model: the model.
         fit: the guide, then what `SVI.run` returned or a dict of parameters with mutable state; or
-            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws; or
-            `Hyperparameters`.
+            draws of the latent sites, as from `MCMC.get_samples`, leading axis the draws; or single
+            values of them, or `Hyperparameters`.
         *args: after the result of SVI, the model's positional arguments as in the fit, observations
             included, without mini-batches where the model has a collapsed GP.
         site: the name of the GP site; None if the model has only one.
@@ -105,7 +106,9 @@ def posterior(
     key = key if key is None else checks.as_key(key)
     given = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if isinstance(fit, Hyperparameters):
+    if isinstance(fit, Hyperparameters) or (
+        isinstance(fit, Mapping) and _has_shapes_of_sites(model, fit, args, kwargs)
+    ):
         values: dict[str, Any] = dict(fit)
         name, role = _the_site(model, values, args, kwargs, site)
         trace = run_model(model, values, args, kwargs)
@@ -130,7 +133,7 @@ def posterior(
             "after the guide, give what `SVI.run` returned, then the model's arguments."
         )
     params, args = parameters_of(args[0]), args[1:]
-    name, role = _the_site(Given(model, params), params, args, kwargs, site)
+    name, role = _the_site(RequireParams(model, params), params, args, kwargs, site)
     if role == "prior" and (owner := _owner(fit, name)) is not None:
         found, values = owner.posterior_and_rest(params, args, kwargs, key)
         return with_noise(found, trace_of(model, {**params, **values}, args, kwargs), name)
@@ -147,6 +150,20 @@ def posterior(
         )
     trace = run_model(model, {**params, **values}, args, kwargs)
     return conditioned(trace, name, params, progress_bar=progress_bar, **options)
+
+
+def _has_shapes_of_sites(
+    model: Callable[..., Any], fit: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether values are single ones, without an axis of draws before the shapes of the sites."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def run() -> None:
+        trace = trace_of(model, {}, args, kwargs)
+        shapes.update({name: jnp.shape(trace[name]["value"]) for name in fit if name in trace})
+
+    jax.eval_shape(run)
+    return bool(shapes) and all(jnp.shape(fit[name]) == shapes[name] for name in shapes)
 
 
 def _refuse_missing(trace: Trace, values: dict[str, Any], name: str, role: str) -> None:
@@ -368,24 +385,23 @@ def _fitted_values(
         ValueError: if there is no key, and the guide has no median of a site.
     """
     set_up(guide, params, args, kwargs)
-    if key is not None and isinstance(guide, AutoGuide):
-        # What Laplace's approximation draws in a run is its mode.
-        return guide.sample_posterior(key, params, *args, **kwargs), {}
-    medians = _medians(guide, params, args, kwargs) if key is None else {}
+    values = _medians(guide, params, args, kwargs) if key is None else {}
     seed = jax.random.key(0) if key is None else key
+    normals = {} if key is None else latent_normals(guide, params)
     # A draw of each row by itself, as the guide makes it.
     with StandIn(_mean if key is None else _draw) as functions:
-        trace = traced(Given(guide, params), seed, params, args, kwargs, values=medians)
+        drawing = DrawingGuide(guide, params, normals)
+        trace = traced(drawing, seed, params, args, kwargs, values=values)
     latent = {name: one for name, one in trace.items() if is_latent(one)}
     if key is None:
-        known = {**medians, **functions.families}
+        known = {**values, **functions.families}
         random = [
             name
             for name, one in latent.items()
             if name not in known and not isinstance(unwrapped(one["fn"])[0], dist.Delta)
         ]
         # An autoguide's other sites are functions of its auxiliary one.
-        if random and not (medians and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
+        if random and not (values and all(latent[n]["infer"].get("is_auxiliary") for n in random)):
             raise ValueError(
                 f"the guide has no medians of {random}: give a `key` for one draw of them."
             )
@@ -398,14 +414,9 @@ def _medians(
     if hasattr(guide, "posterior"):
         return guide.median(params, *args, **kwargs)
     try:
-        return guide.median(params) if hasattr(guide, "median") else {}
+        return medians(guide, params) if hasattr(guide, "median") else {}
     except NotImplementedError:
         return {}
-    except KeyError as error:
-        raise ValueError(
-            f"`params` lacks `{error.args[0]}`: give all parameters of guide and model, to the "
-            "guide that they were fitted with."
-        ) from None
 
 
 def _mean(name: str, family: AbstractVariationalGP, key: Array) -> Array:

@@ -17,7 +17,8 @@ from numpyro_scalegp.core.additivity import combining_rows
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.guides.guide import Given, set_up
+from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals
+from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
 from numpyro_scalegp.infer.fitted_runs import Checked, is_gp, run_model
 from numpyro_scalegp.infer.new_inputs import (
@@ -169,7 +170,8 @@ class Predictive:
         # All that may be large is an argument: a constant would be compiled into the program.
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
         first_run = {} if self.guide is None else data_of_first_run(self.guide)
-        rest = self.params, self.data, first_run, args, kwargs
+        normals = {} if self.guide is None else latent_normals(self.guide, self.params)
+        rest = normals, self.params, self.data, first_run, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
         chunk, chunks = CompiledForLoop(self._chunk), []
         for start in range(0, self.num_samples, self.chunk_size):
@@ -182,26 +184,30 @@ class Predictive:
         self,
         keys: Array,
         samples: dict,
+        normals: dict,
         params: dict,
         data: Any,
         first_run: dict,
         args: tuple,
         kwargs: dict,
     ) -> Draws:
+        guide = None
+        if self.guide is not None:
+            guide = DrawingGuide(self.guide, params, normals)
         fixed = None
-        if data is not None and self._is_fixed(params, data, kwargs):
-            fixed = self._posteriors(keys[0], {}, params, data, kwargs)
+        if data is not None and self._is_fixed(guide, params, data, kwargs):
+            fixed = self._posteriors(keys[0], {}, guide, params, data, kwargs)
 
         def one(item: tuple[Array, dict]) -> Draws:
-            return self._one(*item, params, data, fixed, first_run, args, kwargs)
+            return self._one(*item, guide, params, data, fixed, first_run, args, kwargs)
 
         return jax.lax.map(one, (keys, samples))
 
-    def _is_fixed(self, params: dict, data: tuple, kwargs: dict) -> bool:
+    def _is_fixed(self, guide: Callable | None, params: dict, data: tuple, kwargs: dict) -> bool:
         """Whether the guide draws nothing but its functions, so that one posterior serves all."""
-        if self.guide is None:
+        if guide is None:
             return False
-        trace = self._guide_trace(jax.random.key(0), params, data, kwargs)
+        trace = self._guide_trace(guide, jax.random.key(0), params, data, kwargs)
         sites = [site["fn"] for site in trace.values() if site["type"] == "sample"]
         return all(
             role_of(fn) == "variational" or isinstance(unwrapped(fn).distribution, dist.Delta)
@@ -213,7 +219,8 @@ class Predictive:
         assert self.guide is not None
 
         def run(values: dict[str, Array]) -> tuple[dict[str, Array], Trace]:
-            guide, params, key = Given(self.guide, self.params), self.params, jax.random.key(0)
+            guide = RequireParams(self.guide, self.params)
+            params, key = self.params, jax.random.key(0)
             with StandIn() as sites:
                 drawn = traced(guide, key, params, args, kwargs)
             zeros = {name: drawn[name]["value"] for name in sites.families}
@@ -242,6 +249,7 @@ class Predictive:
         self,
         key: Array,
         sample: dict,
+        guide: Callable | None,
         params: dict,
         data: Any,
         fixed: dict[str, AbstractPosterior] | None,
@@ -252,16 +260,16 @@ class Predictive:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
         posteriors = dict(fixed or {})
         if data is not None and fixed is None:
-            posteriors = self._posteriors(guide_key, sample, params, data, kwargs)
+            posteriors = self._posteriors(guide_key, sample, guide, params, data, kwargs)
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
             model = FromPosteriors(model, posteriors, first_run, joint=self.joint)
         given = dict(sample)
-        if self.guide is not None:
-            drawn = self._guide_trace(guide_key, params, args, kwargs)
+        if guide is not None:
+            drawn = self._guide_trace(guide, guide_key, params, args, kwargs)
             drawn = {name: site for name, site in drawn.items() if name not in posteriors}
-            model = Given(handlers.replay(model, drawn), params)
+            model = RequireParams(handlers.replay(model, drawn), params)
             given.update(drawn)
         # Draws may hold parameters that vary from one to the next.
         substitute = substituted(model, {**params, **sample}, sample)
@@ -280,18 +288,26 @@ class Predictive:
                 _replicate(draws, key, name, trace, posteriors.get(name), joint=self.joint)
         return draws
 
-    def _guide_trace(self, key: Array, params: dict, args: tuple, kwargs: dict) -> Trace:
+    def _guide_trace(
+        self, guide: Callable, key: Array, params: dict, args: tuple, kwargs: dict
+    ) -> Trace:
         with StandIn(joint_draw) if self.joint else contextlib.nullcontext():
-            return traced(Given(self.guide, params), key, params, args, kwargs)
+            return traced(guide, key, params, args, kwargs)
 
     def _posteriors(
-        self, key: Array, sample: dict, params: dict, data: tuple, kwargs: dict
+        self,
+        key: Array,
+        sample: dict,
+        guide: Callable | None,
+        params: dict,
+        data: tuple,
+        kwargs: dict,
     ) -> dict[str, AbstractPosterior]:
         """The posteriors of GP sites given the data and a draw of all else."""
         values, owned = dict(sample), set()
-        if self.guide is not None:
+        if guide is not None:
             # With the key of the run at other inputs: the same draw of hyperparameters.
-            drawn = self._guide_trace(key, params, data, kwargs)
+            drawn = self._guide_trace(guide, key, params, data, kwargs)
             latent = {name: site for name, site in drawn.items() if site["type"] == "sample"}
             values = {name: site["value"] for name, site in latent.items()}
             owned = {n for n, s in latent.items() if role_of(s["fn"]) == "variational"}

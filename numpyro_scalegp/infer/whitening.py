@@ -25,7 +25,7 @@ class WhitenReparam(Reparam):
 
     Raises:
         TypeError: if the site is no `LatentGP`, `NearestNeighborGP` or `WeightSpaceGP`.
-        ValueError: if it is observed.
+        ValueError: if it is observed, or its rows are those of a mini-batch.
 
     References:
         Murray and Adams (2010), *Slice sampling covariance hyperparameters of latent Gaussian
@@ -61,5 +61,6 @@ class WhitenReparam(Reparam):
             )
         if obs is not None:
             raise ValueError(f"`{name}` is observed, so there is nothing to sample.")
+        fn.check_all_rows()
         normal = dist.Normal(0.0, 1.0).expand((*shape[:-1], fn.num_white)).to_event(event_dim)
         return None, fn.of_white(numpyro.sample(f"{name}_white", normal))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, chunks, linalg
+from numpyro_scalegp.core.derivatives import explained_forward_mode
 from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
@@ -93,8 +94,7 @@ class AbstractVariationalPosterior(AbstractPosterior):
         Returns:
             Means and variances, each of shape (*batch, n).
         """
-        (mean, *variances), lift = self._split(X, chunk_size or self.rows_per_chunk())
-        linalg.warn_of_lift(lift)
+        mean, *variances = self._parts(X, chunk_size or self.rows_per_chunk())
         return mean, functools.reduce(jnp.add, variances)
 
     def split_marginals(self, X: Float[Array, "... n d"]) -> tuple[Float[Array, "*batch n"], ...]:
@@ -103,7 +103,11 @@ class AbstractVariationalPosterior(AbstractPosterior):
         With inducing points the variance has two: that of their values, and what they leave
         unexplained.
         """
-        moments, lift = self._split(X, None)
+        return self._parts(X, None)
+
+    def _parts(self, X: Array, chunk_size: int | None) -> tuple[Array, ...]:
+        with explained_forward_mode():
+            moments, lift = self._split(X, chunk_size)
         linalg.warn_of_lift(lift)
         return moments
 

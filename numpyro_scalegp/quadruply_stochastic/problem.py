@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 from numpyro.distributions import Distribution
 
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import unwrapped
 from numpyro_scalegp.families import ChevronGP, WeightSpaceGP
 from numpyro_scalegp.families.same import one_if_same
@@ -19,7 +20,6 @@ from numpyro_scalegp.tracing.runs import (
     is_latent,
     is_observed,
     mutable_values,
-    takes_part,
     traced,
 )
 from numpyro_scalegp.tracing.sites import StandIn

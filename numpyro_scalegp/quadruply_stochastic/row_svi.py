@@ -17,6 +17,7 @@ from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided, is_divisible, mesh_of, whole
 from numpyro_scalegp.core.programs import CompiledForLoop, compiled
+from numpyro_scalegp.core.restoring import unchanged_on_failure
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features.chevron import weight_rows
 from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
@@ -143,7 +144,20 @@ class RowSVI(SVI):
         init_params: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> SVIState:
-        """Get the initial state, the control variate included; see `SVI.init`."""
+        """Get the initial state, the control variate included; see `SVI.init`.
+
+        A call that fails leaves this `RowSVI` as the last one left it.
+        """
+        with unchanged_on_failure(self):
+            return self._init(rng_key, args, kwargs, init_params)
+
+    def _init(
+        self,
+        rng_key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        init_params: dict[str, Any] | None,
+    ) -> SVIState:
         key, support_key = jax.random.split(rng_key)
         declared = DeclaredRows()
 

@@ -50,7 +50,7 @@ class ExpectedTerms:
         means: the functions' means, by name, each of shape (*batch, n).
 
     Raises:
-        ValueError: if a term combines rows of a function.
+        ValueError: if a term combines rows of a function, or none depends on one.
     """
 
     def __init__(self, run: Staged, means: dict[str, Float[Array, "..."]]) -> None:
@@ -64,7 +64,13 @@ class ExpectedTerms:
             found = evaluated(self.program, given, [self.terms[name] for name in dependent])
             return dict(zip(dependent, found, strict=True))
 
-        axes = function_axes(of_functions, means) if dependent else {}
+        if not dependent:
+            sites = ", ".join(f"`{name}`" for name in means)
+            raise ValueError(
+                f"no term of the model depends on a function of its guide ({sites}): give what "
+                "`numpyro.sample` returns for it to the likelihood, as in dist.Normal(f, noise)."
+            )
+        axes = function_axes(of_functions, means)
         rules = {name: self._by_function(cuts[name], axes[name]) for name in dependent}
         fewer = {n: cuts[n] for n in dependent if len(cuts[n].variables) < rules[n].num_axes()}
         for name in self._separable(fewer):
@@ -74,9 +80,8 @@ class ExpectedTerms:
         for name, rule in rules.items():
             self.groups.setdefault(rule, []).append(name)
         # What depends on no function has the same value at all nodes.
-        first = next(iter(self.groups), _Rule(Cut((), ()), ()))
-        self.groups.setdefault(first, []).extend(name for name in cuts if name not in rules)
-        self.axes = {site: max(axes[name][site] for name in dependent) for site in means if axes}
+        next(iter(self.groups.values())).extend(name for name in cuts if name not in rules)
+        self.axes = {site: max(axes[name][site] for name in dependent) for site in means}
 
     @property
     def _inputs(self) -> list[Any]:
@@ -155,7 +160,7 @@ class ExpectedTerms:
                 dtype = jnp.result_type(*(mean for mean, _ in own))
                 of_rule = jax.random.fold_in(key, number)
                 nodes = shifted_nodes(of_rule, num_points, rule.num_axes(), dtype)
-            total += normal_expectation(summed, own, nodes, rule.axes) if own else summed()
+            total += normal_expectation(summed, own, nodes, rule.axes)
         return total
 
     def _moments(self, variable: Any, places: list[int], pairs: list[Moments]) -> Moments:

@@ -104,11 +104,6 @@ def is_observed(site: dict[str, Any]) -> bool:
     return site["type"] == "sample" and site["is_observed"]
 
 
-def takes_part(site: dict[str, Any]) -> bool:
-    """Whether a site is a plate that takes a part of its elements, as for a mini-batch."""
-    return site["type"] == "plate" and site["args"][1] not in (None, site["args"][0])
-
-
 def drawn_values(trace: Trace) -> dict[str, Any]:
     """The values of the sample sites."""
     return {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}

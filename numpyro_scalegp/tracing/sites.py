@@ -13,11 +13,12 @@ from numpyro import handlers
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.tracing.runs import is_latent, is_observed, substituted, takes_part
+from numpyro_scalegp.tracing.runs import is_latent, is_observed, substituted
 
 Model = Callable[..., Any]
 Prior = type[AbstractPriorGP]
@@ -121,6 +122,12 @@ class HideGPSite(Messenger):
             self.is_normal &= isinstance(unwrapped(msg["fn"]).distribution, dist.Normal)
         if not is_latent(msg) or role_of(msg["fn"]) != "prior":
             return
+        if msg.get("_control_flow_done"):
+            raise ValueError(
+                f"the GP site `{msg['name']}` stands in a `cond` of numpyro.contrib.control_flow, "
+                "where a guide cannot give it a value: write it outside, and choose between "
+                "kernels or values, as by jnp.where."
+            )
         prior, wrapper, _ = unwrapped(msg["fn"])
         is_own = prior.made_of == self.kind.made_of
         if wrapper:
@@ -236,6 +243,9 @@ def find_gp_site(
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
         indices: of plates, as far as they are drawn already.
+
+    Raises:
+        ValueError: if the model has no such site, or several, or `values` has a value of it.
     """
     # The values come first: a function that has one is no site to be hidden.
     given = substituted(model, {}, values, indices)
@@ -245,6 +255,11 @@ def find_gp_site(
     with handlers.trace() as trace:
         handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
     found = hidden.the_site()
+    if found.name in values:
+        raise ValueError(
+            f"`rest` samples `{found.name}`, the function that this guide owns: give a guide for "
+            "all other sites alone as `rest=`."
+        )
     params = {name: one["value"] for name, one in trace.items() if one["type"] != "plate"}
     parts = [(name, *sizes) for name, sizes in hidden.partial.items()]
     if len(parts) != 1 or parts[0][2] != found.X.shape[-2]:

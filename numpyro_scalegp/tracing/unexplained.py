@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from numpyro.ops.provenance import eval_provenance
 
+from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.tracing.affine import Degree, degree
 from numpyro_scalegp.tracing.likelihood import summed
-from numpyro_scalegp.tracing.runs import Trace, flat_provenance, is_observed, takes_part
+from numpyro_scalegp.tracing.runs import Trace, flat_provenance, is_observed
 
 Terms = Callable[..., dict[str, Array]]
 

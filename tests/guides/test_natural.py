@@ -11,7 +11,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from jaxtyping import Array
-from numpyro.infer import SVI, TraceMeanField_ELBO
+from numpyro.infer import SVI, TraceGraph_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_scalegp as sgp
@@ -188,7 +188,8 @@ def test_steps_under_a_scale(scale, x64):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8), found, expected)
 
 
-@pytest.mark.parametrize("loss", (TraceMeanField_ELBO(), sgp.infer.JointELBO()))
+@pytest.mark.filterwarnings("ignore:the density of a GP at the rows of a mini-batch")
+@pytest.mark.parametrize("loss", (TraceMeanField_ELBO(), TraceGraph_ELBO(), sgp.infer.JointELBO()))
 def test_draws_have_no_natural_gradients(loss):
     X, y = data()
     guide = natural(fixed, inducing_points=X[:M])
@@ -200,6 +201,14 @@ def test_draws_have_no_natural_gradients(loss):
     posterior = guide.posterior(svi.get_params(state), X, y)
     slope = jax.grad(lambda X: jnp.sum(posterior.sample(KEY, X)))(X[:3])
     assert jnp.all(jnp.isfinite(slope))
+
+
+def test_forward_mode_is_refused():
+    X, y = data()
+    guide = natural(fixed, inducing_points=X[:M])
+    svi = SVI(fixed, guide, optax.adam(0.1), sgp.infer.QuadratureELBO(2))
+    with pytest.raises(TypeError, match=r"reverse mode alone: leave out `forward_mode_diff"):
+        svi.update(svi.init(KEY, X, y), X, y, forward_mode_differentiation=True)
 
 
 def test_steps_of_another_optimizer_are_warned_of():

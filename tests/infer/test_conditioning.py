@@ -387,6 +387,36 @@ def test_of_features_in_mini_batches(x64):
         sgp.posterior(model, guide, params, rows, y, 4)
 
 
+def test_single_values_are_hyperparameters():
+    """As of `guide.median`, for which sites have the shapes of the model's, not of draws."""
+
+    def model(X, y=None):
+        scales = numpyro.sample("scales", dist.LogNormal().expand([2]).to_event(1))
+        noise = numpyro.sample("noise", dist.LogNormal())
+        numpyro.sample("y", sgp.GaussianProcess(kernel(scales), X, noise), obs=y)
+
+    rows = jnp.concatenate([X, X[::-1]], axis=1)
+    expected = sgp.GaussianProcess(kernel(jnp.array([0.5, 2.0])), rows, 0.1).condition(Y).mean(rows)
+    values = {"scales": np.array([0.5, 2.0]), "noise": 0.1}
+    of_draws = {"scales": np.array([[0.5, 2.0]] * 2), "noise": np.array([0.1, 0.1])}
+    for fit in (values, sgp.infer.Hyperparameters(values), of_draws):
+        found = sgp.posterior(model, fit, rows, Y).mean(rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+    guide = AutoNormal(model)
+    svi = SVI(model, guide, optax.adam(0.1), Trace_ELBO())
+    params = svi.get_params(svi.init(KEY, rows, Y))
+    by_hand = sgp.posterior(model, guide.median(params), rows, Y)
+    np.testing.assert_allclose(
+        by_hand.mean(rows), sgp.posterior(model, guide, params, rows, Y).mean(rows), rtol=1e-4
+    )
+    # A function in the place of all of its draws, and of none of them.
+    f = jnp.sin(X[:, 0])
+    found = sgp.posterior(latent, {"lengthscale": 0.5, "noise": 0.1, "f": f}, X, Y)
+    np.testing.assert_allclose(found.mean(X), f, atol=1e-3)
+    with pytest.raises(ValueError, match="none of the function `f`"):
+        sgp.posterior(latent, {"lengthscale": 0.5, "noise": 0.1}, X, Y)
+
+
 @pytest.mark.parametrize(
     ("fit", "y", "message"),
     [

@@ -400,6 +400,29 @@ def test_likelihood_that_couples_rows():
         trace_loss(model, guide)
 
 
+def test_likelihood_without_the_function():
+    def model() -> None:
+        numpyro.sample("f", prior())
+        numpyro.sample("y", dist.Normal(0.0, 1.0), obs=0.0)
+
+    with pytest.raises(ValueError, match=r"no term of the model depends on .* \(`f`\): give what"):
+        trace_loss(model, guide)
+
+
+def test_forward_mode_is_refused():
+    def model(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(kernel(), X))
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    guide = sgp.guides.AutoSparseGP(model, inducing_points=inducing_points())
+    args = inputs(), jnp.zeros(N)
+    for loss in (QuadratureELBO(2), TraceMeanField_ELBO()):
+        svi = SVI(model, guide, optax.adam(0.1), loss)
+        with pytest.raises(TypeError, match=r"reverse mode alone: leave out `forward_mode_diff"):
+            svi.update(svi.init(KEY, *args), *args, forward_mode_differentiation=True)
+
+
 def test_product_that_couples_rows():
     """Seen also where the other function is zero, as guides start."""
 

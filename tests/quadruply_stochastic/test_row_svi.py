@@ -302,6 +302,24 @@ def test_a_step_that_fails_changes_nothing():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(lost.mutable_state))
 
 
+def test_an_interrupted_init_changes_nothing(monkeypatch):
+    svi = make(QuadruplyStochasticELBO(8, control_variate_rank=5))
+    state = svi.init(KEY, *data())
+    before = dict(vars(svi))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSVI, "_placed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            svi.init(KEY, *data(), batch=10)
+    assert list(vars(svi)) == list(before)
+    for name, value in vars(svi).items():
+        assert value is before[name] or (type(value) is dict and value == before[name])
+    assert jnp.isfinite(svi.update(state, *data())[1])
+
+
 def test_no_step_makes_an_array_as_long_as_the_parameters():
     X, y = data()
     m = 2**20
