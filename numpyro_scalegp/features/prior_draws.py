@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Key, UInt
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided, mesh_of
+from numpyro_scalegp.core.programs import compiled_unless_traced
 from numpyro_scalegp.kernels import AbstractKernel
 
 # Draws that share their frequencies: their covariance given these is that of the features.
@@ -69,6 +70,7 @@ class PriorDraws(eqx.Module):
         """Keys for the functions and the noise."""
         return jax.random.split(self.key)
 
+    @compiled_unless_traced
     def __call__(
         self, kernel: AbstractKernel, X: Float[Array, "n d"]
     ) -> Float[Array, "n num_draws"]:

@@ -24,6 +24,7 @@ from numpyro.infer.util import log_density
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import mesh_of, whole
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.restoring import unchanged_on_failure
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.families import AbstractVariationalGP, LatentGP
@@ -36,7 +37,7 @@ from numpyro_scalegp.guides.fitted import (
 )
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.first_run import compiled, emit, only_watched
+from numpyro_scalegp.tracing.first_run import emit, only_watched, run_as_program
 from numpyro_scalegp.tracing.runs import (
     Trace,
     drawn_values,
@@ -206,7 +207,7 @@ class AbstractGPGuide(abc.ABC):
         if sample_shape == ():
             return draw(rng_key)
         keys = jax.random.split(rng_key, sample_shape)
-        draws = jax.lax.map(draw, keys.reshape(-1))
+        draws = compiled(lambda keys: jax.lax.map(draw, keys))(keys.reshape(-1))
         return jax.tree.map(lambda leaf: leaf.reshape(*sample_shape, *leaf.shape[1:]), draws)
 
     def posterior(
@@ -355,7 +356,7 @@ def _first_trace(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             unchanged_on_failure(*components(guide)),
             guide.model.without_likelihood(),
         ):
-            return compiled(guide, guide, key, args, kwargs)[1]
+            return run_as_program(guide, guide, key, args, kwargs)[1]
     with jax.ensure_compile_time_eval(), handlers.block(), handlers.seed(rng_seed=0):
         return handlers.trace(guide).get_trace(*args, **kwargs)
 
@@ -394,7 +395,7 @@ def _first_run(
 
     try:
         with unchanged_on_failure(*components(rest)):
-            (values, is_valid), trace = compiled(run, rest, key, args, kwargs)
+            (values, is_valid), trace = run_as_program(run, rest, key, args, kwargs)
             if not is_valid:
                 raise _InvalidStart
     except jax.errors.JAXTypeError:

@@ -13,9 +13,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import checks, chunks
 from numpyro_scalegp.core.host import call_where
+from numpyro_scalegp.core.programs import compiled_unless_traced
 from numpyro_scalegp.families.bases import Basis, growing_bases, hold_categories
 from numpyro_scalegp.families.decoupled import expansion
-from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest
+from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest, set_up
 from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
 from numpyro_scalegp.tracing.likelihood import ExpectedLikelihood, pseudo_observations
 from numpyro_scalegp.tracing.sites import GPSite, Model, WithoutSite
@@ -33,7 +34,7 @@ class SolvedMean(NamedTuple):
     converged: Bool[Array, "*batch"]
 
 
-def report(
+def reported(
     params: dict[str, Any],
     residual: Float[Array, "*batch"],
     iterations: Int[Array, "*batch"],
@@ -104,6 +105,21 @@ class AbstractSolvingGuide(AbstractGPGuide):
         """Take Newton steps, each cut to a length that does not lower the bound."""
         if num_newton_steps < 1:
             raise ValueError(f"`num_newton_steps` must be positive, got {num_newton_steps}.")
+        set_up(self, params, args, kwargs)
+        solve = compiled_unless_traced(self._newton_steps)
+        params, report = solve(params, args, kwargs, num_newton_steps, num_nodes, **options)
+        return reported(params, *report)
+
+    def _newton_steps(
+        self,
+        params: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_newton_steps: int,
+        num_nodes: int,
+        **options: Any,
+    ) -> tuple[dict[str, Any], tuple[Array, Array, Array]]:
+        """The parameters after all steps, and how the solve of the last one went."""
         site, likelihood = self._around(params, args, kwargs, num_nodes)
         if site.partial:
             names = ", ".join(f"`{name}`" for name in site.partial)
@@ -122,7 +138,7 @@ class AbstractSolvingGuide(AbstractGPGuide):
             part = likelihood.step_length((mean, step.mean), variance, step.divergence)
             new = jnp.where(part == 1.0, step.new, step.old + part * (step.new - step.old))
             params = {**params, self.param_name(site, self.weights_name): new * step.scale}
-        return report(params, *step.solve)
+        return params, step.solve
 
     def _around(
         self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_nodes: int

@@ -19,7 +19,7 @@ from numpyro_scalegp.tracing.runs import Trace
 _QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 
 
-def compiled(
+def run_as_program(
     run: Callable[..., Any],
     owner: Any,
     key: Array,
