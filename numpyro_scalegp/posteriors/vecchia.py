@@ -217,6 +217,11 @@ class VecchiaPosterior(AbstractConditioned):
     noise: Float[Array, " n"]  # with which these were observed
     num_neighbors: int = eqx.field(static=True)
     part: AbstractKernel | None = None  # of f; part(x, z) is its covariance at x with f at z
+    of_values: bool = eqx.field(static=True, default=False)  # whether y are values of f
+
+    @property
+    def _is_of_values(self) -> bool:
+        return self.of_values
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "VecchiaPosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
@@ -252,7 +257,12 @@ class VecchiaPosterior(AbstractConditioned):
         return map_rows(of_chunk, (Xs, near), size)
 
     def leave_one_out(self) -> dist.Normal:
-        """The predictive distribution of each y_i given its nearest others."""
+        """The predictive distribution of each y_i given its nearest others.
+
+        Raises:
+            ValueError: if the function's own values were given, and the observations are others.
+        """
+        self._refuse_unknown_observations()
         near = self._known.nearest(self.X, self.num_neighbors + 1)
         # Each row but itself; of rows that are all the same, it may not be among the nearest.
         own = near == jnp.arange(len(near), dtype=near.dtype)[:, None]
