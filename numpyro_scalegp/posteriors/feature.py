@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
