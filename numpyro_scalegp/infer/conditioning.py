@@ -222,13 +222,9 @@ def _of_draws(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
         )
     last = jax.tree.map(lambda leaf: leaf[-1], draws)
-    neighbors = known_neighbors(*(_run(model, one, args, kwargs) for one in (first, last)))
+    neighbors = known_neighbors(lambda one: trace_of(model, one, args, kwargs), first, last)
     given = model, name, args, kwargs, tuple(options.items()), neighbors
     return MixturePosterior(_ConditionedModel(*given).traced(first), draws)
-
-
-def _run(model: Callable[..., Any], values: dict[str, Any], *given: Any) -> Callable[[], Trace]:
-    return lambda: trace_of(model, values, *given)
 
 
 class _ConditionedModel(eqx.Module):

@@ -38,20 +38,21 @@ class KnownNeighbors(Messenger):
             setattr(fn, _attribute(fn), estimator)
 
 
-def known_neighbors(*runs: Callable[[], Trace]) -> dict[str, NeighborGraph]:
+def known_neighbors(run: Callable[[Any], Trace], *draws: Any) -> dict[str, NeighborGraph]:
     """The neighbors of the rows of a model's sites whose estimators look at them.
 
     What is compiled gets a model's arguments as traced arrays, and neighbors are found on the host.
 
     Args:
-        *runs: of the model with arguments that are known, at other values of its latent sites. Rows
-            that these change have no neighbors that are known beforehand.
+        run: a run of the model with arguments that are known, given what differs from one run to
+            the next, such as a draw of the latent sites.
+        *draws: some of these. Rows that depend on them have no neighbors beforehand.
     """
     rows: dict[str, Any] = {}
-    jax.eval_shape(lambda: rows.update(_rows(runs[0]())))
+    jax.eval_shape(lambda draw: rows.update(_rows(run(draw))), draws[0])
     if not checks.is_concrete(rows):
         # Computed in the model, from its arguments or from what it samples.
-        first, *others = [_rows(run()) for run in runs]
+        first, *others = [_rows(run(draw)) for draw in draws]
         rows = {
             name: (estimator, X)
             for name, (estimator, X) in first.items()

@@ -1,7 +1,6 @@
 """Draws of a model's sites under a posterior, a few at a time and kept on the host."""
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -185,22 +184,24 @@ class Predictive:
 
     def _neighbors(self, samples: dict, args: tuple, kwargs: dict) -> tuple[dict, dict]:
         """Neighbors of the rows of GP sites, in the run at the data and in that at `args`."""
-        if self.guide is not None or self.is_prior:
-            ends: list[dict] = [{}, {}]
-        else:
-            ends = [jax.tree.map(lambda leaf, i=i: leaf[i], samples) for i in (0, -1)]
+        draws = [
+            (
+                jax.tree.map(lambda leaf, place=place: leaf[place], samples),
+                jax.random.key(place + 1),
+            )
+            for i in (0, -1)
+        ]
 
-        def runs(given: tuple) -> list[Callable[[], Trace]]:
-            def run(number: int) -> Trace:
-                values, key = ends[number], jax.random.key(number)
+        def at(given: tuple) -> dict:
+            def run(draw: tuple[dict, Array]) -> Trace:
+                values, key = draw
                 params = {**self.params, **values}
                 with Checked(values), WithoutDraws():
                     return traced(self.model, key, params, given, kwargs, values=values)
 
-            return [functools.partial(run, number) for number in (0, 1)]
+            return known_neighbors(run, *draws)
 
-        at_data = {} if self.data is None else known_neighbors(*runs(self.data))
-        return at_data, known_neighbors(*runs(args))
+        return {} if self.data is None else at(self.data), at(args)
 
     def _chunk(
         self,

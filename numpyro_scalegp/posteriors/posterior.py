@@ -400,16 +400,8 @@ class Component(AbstractPosterior):
     part: AbstractPosterior
     noise_variance: None = None
 
-    @property
-    def _num_columns(self) -> int | None:
-        return self.part._num_columns
-
-    @property
-    def _takes_batches(self) -> bool:
-        return self.part._takes_batches
-
-    def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "..."]:
-        return self.part._seen(Xs)
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        return self.part._check(Xs)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.part._mean(Xs, chunk_size)
