@@ -587,7 +587,7 @@ COLLAPSED: list[Row] = [
     ("noise of rows", lambda: gp(X, y[:5]), r"`noise_variance` must have shape \(\) or \(6,\)"),
     ("noise column", lambda: gp(X, X + 1), r"`noise_variance` must have shape \(\) or \(6,\)"),
     ("mean text", lambda: gp(X, 1.0, mean="a"), "`mean` must be a number or an array"),
-    ("mean vector", lambda: gp(X, 1.0, mean=y), r"`mean` must have shape \(\), got \(6,\)"),
+    ("mean vector", lambda: gp(X, 1.0, mean=y[1:]), r"`mean` .* \(\) or \(6,\), got \(5,\): .* row"),
     ("mean nan", lambda: gp(X, 1.0, mean=nan), "`mean` must be finite"),
     ("mean kernel", lambda: gp(X, 1.0, mean=rbf), "`mean` must be a function .* the kernel"),
     (
@@ -686,7 +686,7 @@ COLLAPSED: list[Row] = [
     (
         "outputs mean",
         lambda: outputs(0.1, mean=y),
-        r"`mean` must have shape \(\) or \(2,\), got \(6,\): a number, one for each output",
+        r"`mean` must have shape \(\) or \(2,\) or \(6, 2\), got \(6,\): a number, one for each",
     ),
     ("outputs mean kernel", lambda: outputs(0.1, mean=rbf), "`mean` must be a function .* kernel"),
     (

@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import holds_row_values
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
@@ -64,11 +65,18 @@ class MixturePosterior(AbstractPosterior):
     def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
         X = super()._check(Xs)
 
+        has_row_values = []
+
         def check(draw: Any) -> None:
-            self.given(draw)._check(X)
+            posterior = self.given(draw)
+            has_row_values.append(holds_row_values(posterior))
+            posterior._check(X)
 
         # Categories, columns and axes are those of the posterior given any of the draws.
-        jax.eval_shape(check, jax.tree.map(lambda leaf: leaf[0], self.draws))
+        first = jax.tree.map(lambda leaf: leaf[0], self.draws)
+        jax.eval_shape(check, first)
+        if has_row_values[0]:  # whose rows have to be known
+            self.given(first)._check(X)
         return X
 
     @compiled

@@ -13,6 +13,12 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import (
+    ELSEWHERE,
+    holds_row_values,
+    in_chunks_and_whole,
+    is_of_rows,
+)
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import AbstractFunctionSamples
 
@@ -181,6 +187,8 @@ class AbstractPosterior(eqx.Module):
         num_samples = checks.count("num_samples", num_samples)
         if num_features is not None:
             num_features = checks.count("num_features", num_features, 2, even=True)
+        if holds_row_values(self):
+            raise ValueError(ELSEWHERE)
         return self._functions(checks.as_key(key), num_samples, num_features)
 
     def leave_one_out(self) -> dist.Distribution:
@@ -340,6 +348,12 @@ class AbstractConditioned(AbstractPosterior):
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations; shape (n,)."""
 
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        X = super()._check(Xs)
+        if is_of_rows(self.mean_function):
+            self.mean_function(X)  # which raises at other rows
+        return X
+
     @property
     def _is_of_values(self) -> bool:
         """Whether y are the function's own values, such as a draw of NUTS has."""
@@ -384,10 +398,12 @@ class AbstractInChunks(AbstractConditioned):
 
     @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
-        def mean(rows: Array) -> Array:
-            return self.mean_function(rows) + self._explained(rows)
+        in_chunks, whole = in_chunks_and_whole(self.mean_function)
 
-        return self._map(mean, Xs, chunk_size)
+        def mean(rows: Array) -> Array:
+            return in_chunks(rows) + self._explained(rows)
+
+        return whole(Xs) + self._map(mean, Xs, chunk_size)
 
     @compiled
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
