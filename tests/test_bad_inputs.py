@@ -587,7 +587,11 @@ COLLAPSED: list[Row] = [
     ("noise of rows", lambda: gp(X, y[:5]), r"`noise_variance` must have shape \(\) or \(6,\)"),
     ("noise column", lambda: gp(X, X + 1), r"`noise_variance` must have shape \(\) or \(6,\)"),
     ("mean text", lambda: gp(X, 1.0, mean="a"), "`mean` must be a number or an array"),
-    ("mean vector", lambda: gp(X, 1.0, mean=y[1:]), r"`mean` .* \(\) or \(6,\), got \(5,\): .* row"),
+    (
+        "mean vector",
+        lambda: gp(X, 1.0, mean=y[1:]),
+        r"`mean` .* \(6,\), got \(5,\): .* row",
+    ),
     ("mean nan", lambda: gp(X, 1.0, mean=nan), "`mean` must be finite"),
     ("mean kernel", lambda: gp(X, 1.0, mean=rbf), "`mean` must be a function .* the kernel"),
     (

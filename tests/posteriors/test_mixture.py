@@ -1,5 +1,6 @@
 """Posteriors with the hyperparameters integrated out by draws of them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -119,3 +120,12 @@ def test_quantiles_of_new_observations(dtype: jnp.dtype) -> None:
     found = predictive.icdf(0.975)
     assert found.shape == (4,)
     np.testing.assert_allclose(predictive.cdf(found), 0.975, rtol=1e-5)
+
+
+def test_posteriors_are_evaluated_in_threads() -> None:
+    """As docs/troubleshooting.md says: none of their methods runs a model."""
+    posterior = sgp.posterior(model, {"lengthscale": jnp.array([0.5, 1.0])}, X, y)
+    with ThreadPoolExecutor(4) as pool:
+        means = list(pool.map(lambda i: posterior.mean(X[: 3 + i % 2]), range(8)))
+    for i, mean in enumerate(means):
+        np.testing.assert_allclose(mean, posterior.mean(X[: 3 + i % 2]), rtol=1e-6)
