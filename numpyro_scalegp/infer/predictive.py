@@ -143,6 +143,7 @@ class Predictive:
         self.chunk_size = checks.count("chunk_size", chunk_size)
         self.joint = joint
         self._checked: set[Any] = set()  # shapes of arguments
+        self._without_neighbors: set[Any] = set()  # likewise, with which no site looks at neighbors
 
     def __call__(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Draw.
@@ -184,24 +185,34 @@ class Predictive:
 
     def _neighbors(self, samples: dict, args: tuple, kwargs: dict) -> tuple[dict, dict]:
         """Neighbors of the rows of GP sites, in the run at the data and in that at `args`."""
+        leaves, structure = jax.tree.flatten((self.data, args, kwargs))
+        shapes = structure, tuple(map(np.shape, leaves))
+        if shapes in self._without_neighbors:
+            return {}, {}
         draws = [
-            (
-                jax.tree.map(lambda leaf, place=place: leaf[place], samples),
-                jax.random.key(place + 1),
-            )
+            (jax.tree.map(lambda leaf, i=i: leaf[i], samples), jax.random.key(i + 1))
             for i in (0, -1)
         ]
 
         def at(given: tuple) -> dict:
             def run(draw: tuple[dict, Array]) -> Trace:
                 values, key = draw
-                params = {**self.params, **values}
+
+                def value(site: dict[str, Any]) -> Any:
+                    # A function has draws at the rows of the fit, and these may be others.
+                    is_other = is_latent(site) and not is_gp(site)
+                    return values.get(site["name"]) if is_other else None
+
+                model = handlers.substitute(self.model, substitute_fn=value)
                 with Checked(values), WithoutDraws():
-                    return traced(self.model, key, params, given, kwargs, values=values)
+                    return traced(model, key, {**self.params, **values}, given, kwargs)
 
             return known_neighbors(run, *draws)
 
-        return {} if self.data is None else at(self.data), at(args)
+        at_data, at_args = {} if self.data is None else at(self.data), at(args)
+        if not (at_data or at_args):
+            self._without_neighbors.add(shapes)
+        return at_data, at_args
 
     def _chunk(
         self,
