@@ -350,7 +350,7 @@ def of_all_hsgp(cell: str) -> Numbers:
     psd /= special.gamma(ALPHA)
     basis = np.sqrt(1.0 / 2.5) * np.sin(w * (X[:, :1] + 2.5))
     pairs.append((phi(X[:, :1]) @ phi(X[:, :1]).T, (basis * psd) @ basis.T))
-    return tuple(zip(*pairs, strict=True))  # type: ignore[return-value]
+    return tuple(zip(*pairs, strict=True))
 
 
 def of_periodic_hsgp(cell: str) -> Numbers:

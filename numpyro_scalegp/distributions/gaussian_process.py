@@ -327,7 +327,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             if mean_function is self.mean_function:
                 return found
             # Fields of all posteriors given observations.
-            fields = {"y": self._of_shown(y), "mean_function": self.mean_function}
+            fields: dict[str, Any] = {"y": self._of_shown(y), "mean_function": self.mean_function}
             return dataclasses.replace(found, **fields)
         if start is not None:
             raise ValueError(

@@ -70,7 +70,9 @@ def _rows(trace: Trace) -> dict[str, tuple[AbstractNeighbors, Any]]:
     """The estimators that know no neighbors yet, and the rows that they look at."""
     found = {}
     for name, site in trace.items():
-        fn = unwrapped(site["fn"]).distribution if is_gp(site) else None
+        if not is_gp(site):
+            continue
+        fn: Any = unwrapped(site["fn"]).distribution
         estimator = getattr(fn, _attribute(fn), None) if _attribute(fn) else None
         if isinstance(estimator, AbstractNeighbors) and estimator.graph is None:
             shown = fn._shown() if site["is_observed"] and isinstance(fn, GaussianProcess) else fn
