@@ -218,8 +218,16 @@ FEATURES: list[Row] = [
     ("odd features", lambda: F.RandomFourier(rbf, 3, 0), "`num_features` must be even .* got 3"),
     ("features float", lambda: F.RandomFourier(rbf, 4.0, 0), "`num_features` must be an integer"),
     ("no box", lambda: F.HilbertSpace(rbf, 4), r"`box` must have shape \(2, d\), .* got None"),
-    ("box", lambda: F.HilbertSpace(rbf, 4, [0.0, 1.0]), r"`box` must have shape \(2, d\)"),
-    ("box upside down", lambda: F.HilbertSpace(rbf, 4, [[1.0], [0.0]]), "upper ends above the"),
+    (
+        "box",
+        lambda: F.HilbertSpace(rbf, 4, [1.0, 0.0]),
+        r"`box` must have .* got shape \(2,\). For one column write box=\[\[lower\], \[upper\]\]",
+    ),
+    (
+        "box upside down",
+        lambda: F.HilbertSpace(rbf, 4, [[1.0], [0.0]]),
+        "upper ends above the .* got a lower end of 1.0 and an upper one of 0.0 in column 0",
+    ),
     ("box nan", lambda: F.HilbertSpace(rbf, 4, [[0.0], [nan]]), "`box` must be finite"),
     ("no sines", lambda: F.HilbertSpace(rbf, 0, box), "`num_basis` must be at least 1, got 0"),
     ("sines", lambda: F.HilbertSpace(rbf, (4, 4), box), "`num_basis` must be one number, or one"),
@@ -579,7 +587,11 @@ COLLAPSED: list[Row] = [
     ("noise of rows", lambda: gp(X, y[:5]), r"`noise_variance` must have shape \(\) or \(6,\)"),
     ("noise column", lambda: gp(X, X + 1), r"`noise_variance` must have shape \(\) or \(6,\)"),
     ("mean text", lambda: gp(X, 1.0, mean="a"), "`mean` must be a number or an array"),
-    ("mean vector", lambda: gp(X, 1.0, mean=y), r"`mean` must have shape \(\), got \(6,\)"),
+    (
+        "mean vector",
+        lambda: gp(X, 1.0, mean=y[1:]),
+        r"`mean` .* \(6,\), got \(5,\): .* row",
+    ),
     ("mean nan", lambda: gp(X, 1.0, mean=nan), "`mean` must be finite"),
     ("mean kernel", lambda: gp(X, 1.0, mean=rbf), "`mean` must be a function .* the kernel"),
     (
@@ -678,7 +690,7 @@ COLLAPSED: list[Row] = [
     (
         "outputs mean",
         lambda: outputs(0.1, mean=y),
-        r"`mean` must have shape \(\) or \(2,\), got \(6,\): a number, one for each output",
+        r"`mean` must have shape \(\) or \(2,\) or \(6, 2\), got \(6,\): a number, one for each",
     ),
     ("outputs mean kernel", lambda: outputs(0.1, mean=rbf), "`mean` must be a function .* kernel"),
     (
@@ -768,6 +780,16 @@ COLLAPSED: list[Row] = [
 ]
 
 LATENT: list[Row] = [
+    (
+        "negative scale",
+        lambda: sgp.SparseGP(rbf, X, Z, np.zeros(3), -np.ones((3, 3))),
+        "`scale_tril` must be lower triangular .* up to 1.0 above the diagonal and down to -1.0",
+    ),
+    (
+        "hybrid scale",
+        lambda: sgp.HybridGP(rbf, X, Z, np.zeros(3), -eye, Z, np.zeros(3)),
+        "`scale_tril` must be lower",
+    ),
     (
         "kernel text",
         lambda: sgp.LatentGP("rbf", X),
@@ -1138,6 +1160,14 @@ INFER: list[Row] = [
         lambda: sgp.datasets.load_flights(1.0),
         "`test_fraction` must be strictly between",
     ),
+    ("values", lambda: I.Hyperparameters([1]), "`values` must be a dict .* got a `list`"),
+    (
+        "state",
+        lambda: I.log_determinant_diagnostics(3),
+        "`svi_state` must be the state of an SVI, such as `result.state`.* got 3",
+    ),
+    ("plate dim", lambda: sgp.plate("r", 5, dim=0), "`dim` must be negative, got 0: .* -1 is"),
+    ("plate axis", lambda: sgp.plate("r", 5, dim="a"), "`dim` must be an integer, got 'a'"),
     ("years", lambda: sgp.datasets.load_co2(41), r"`test_years` must be in 1\.\.40, got 41"),
 ]
 

@@ -26,6 +26,7 @@ from tests.conformance import (
     inputs,
     tolerance,
 )
+from tests.files import ROOT
 from tests.registry import (
     DISTRIBUTIONS,
     ELBOS,
@@ -183,6 +184,68 @@ def jitter(dtype: Any) -> float:
     return 1000 * float(jnp.finfo(dtype).eps)
 
 
+def posteriors_with(method: str) -> dict[str, bool]:
+    """What the table of docs/howto/inspecting.md says of each class."""
+    page = (ROOT / "docs/howto/inspecting.md").read_text(encoding="utf-8")
+    lines = page[page.index("| posterior | of |") :].partition("\n\n")[0].splitlines()
+    header, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[header.index(method)] == "yes" for row in rows}
+
+
+def assert_covariance(
+    covariance: Array, variance: Array, draws: Array, rows: int, rounding: float
+) -> None:
+    """Variances on the diagonal, and the covariance of draws within five standard errors."""
+    covariance, variance, draws = (np.asarray(a, np.float64) for a in (covariance, variance, draws))
+    size = int(np.prod(variance.shape[rows:]))
+    assert covariance.shape == variance.shape[:rows] + 2 * variance.shape[rows:]
+    C = covariance.reshape(-1, size, size)
+    diagonal = np.diagonal(C, axis1=1, axis2=2)
+    np.testing.assert_allclose(C, C.swapaxes(1, 2), rtol=0, atol=rounding)
+    np.testing.assert_allclose(diagonal, variance.reshape(-1, size), rtol=1e-4, atol=rounding)
+    flat = draws.reshape(len(draws), -1, size)
+    gaps = flat - flat.mean(axis=0)
+    error = np.sqrt((diagonal[:, :, None] * diagonal[:, None] + C**2) / len(draws))
+    off = np.abs(np.einsum("sbi,sbj->bij", gaps, gaps) / len(draws) - C)
+    assert np.all(off < 5.0 * error + rounding)
+
+
+ABSENT = {
+    "covariance": "has no `covariance`: each input has neighbors",
+    "leave_one_out": "leave_one_out",
+    "cavity": "has no `cavity`: that is of `LaplaceGP",
+}
+
+
+@each("factory", POSTERIORS)
+def test_posterior_has_what_the_page_says(factory):
+    """Or says what to take instead."""
+    X, names = inputs(), []
+
+    def call(method: str) -> Any:
+        posterior = factory(kernel(jnp.asarray(1.2)), X)
+        names.append(type(posterior).__name__)
+        found = getattr(posterior, method)
+        return found(X) if method == "covariance" else found()
+
+    for method, message in ABSENT.items():
+        try:
+            jax.eval_shape(functools.partial(call, method))
+            is_there = True
+        except ValueError as error:
+            assert message in str(error)
+            is_there = False
+        assert posteriors_with(method)[names[-1]] == is_there
+
+
+def test_the_page_has_every_posterior() -> None:
+    X, classes = inputs(), set()
+    for _, factory in POSTERIORS:
+        made = lambda factory=factory: classes.add(type(factory(kernel(1.2), X)))  # noqa: E731
+        jax.eval_shape(made)
+    assert {one.__name__ for one in classes} == set(posteriors_with("covariance"))
+
+
 @each("factory", POSTERIORS)
 def test_posterior_has_moments_and_draws(factory, dtype):
     X = inputs()
@@ -196,8 +259,10 @@ def test_posterior_has_moments_and_draws(factory, dtype):
             return p.mean(Xs, chunk_size=chunk_size), p.variance(Xs, chunk_size=chunk_size)
 
         predictive = posterior.predictive(Xs, 0.2)
+        has_covariance = posteriors_with("covariance")[type(posterior).__name__]
         return {
             "posterior": posterior,
+            "covariance": posterior.covariance(Xs) if has_covariance else None,
             "moments": moments(posterior),
             "chunked": moments(posterior, 4),
             "predictive": (predictive.mean, predictive.variance),
@@ -227,6 +292,8 @@ def test_posterior_has_moments_and_draws(factory, dtype):
         close(results["predictive"][0], mean)
         close(results["predictive"][1], variance + 0.2)
         assert_moments(draws, mean, variance, jitter(dtype))
+        if (covariance := results["covariance"]) is not None:
+            assert_covariance(covariance, variance, draws, rows, jitter(dtype))
         # A function has one value at one input.
         drawn = np.moveaxis(np.asarray(draws), 1 + rows, 0)
         assert np.abs(drawn[0] - drawn[6]).max() < 6 * np.sqrt(2 * jitter(dtype))

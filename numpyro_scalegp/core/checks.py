@@ -97,6 +97,20 @@ def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
             raise ValueError(f"`{name}` must be {wanted}, got {_shown(entries)}.")
 
 
+def lower_triangular(name: str, value: Array) -> None:
+    """Raise unless matrices are lower triangular with a positive diagonal."""
+    if is_concrete(value):
+        entries = as_numpy(value)
+        least = np.diagonal(entries, axis1=-2, axis2=-1).min(initial=np.inf)
+        above = np.abs(np.triu(entries, 1)).max(initial=0.0)
+        if not (least > 0 and above == 0):
+            raise ValueError(
+                f"`{name}` must be lower triangular with a positive diagonal, as of "
+                f"jnp.linalg.cholesky, got entries up to {above} above the diagonal and down to "
+                f"{least} on it."
+            )
+
+
 def finite(name: str, value: ArrayLike, remedy: str = "") -> None:
     """Raise if `value` holds a NaN or an infinity, by a message that ends with the remedy."""
     if is_concrete(value):
@@ -206,12 +220,17 @@ def count(name: str, value: Any, least: int = 1, *, even: bool = False) -> int:
         TypeError: if it is no integer of Python or NumPy.
         ValueError: if it is too small or, where it must be `even`, odd.
     """
+    if integer(name, value) < least or (even and value % 2):
+        wanted = f"{'even and ' if even else ''}at least {least}"
+        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
+    return int(value)
+
+
+def integer(name: str, value: Any) -> int:
+    """Return `value`, or raise a `TypeError` unless it is an integer of Python or NumPy."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         remedy = ": write int(...)" if isinstance(value, numbers.Real | Array) else ""
         raise TypeError(f"`{name}` must be an integer, got {described(value)}{remedy}.")
-    if value < least or (even and value % 2):
-        wanted = f"{'even and ' if even else ''}at least {least}"
-        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
     return int(value)
 
 

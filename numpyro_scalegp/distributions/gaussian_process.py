@@ -1,6 +1,7 @@
 """The collapsed family: a distribution over observations with the function integrated out."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from numpyro.distributions import constraints
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import batches, checks, functions
+from numpyro_scalegp.core.row_values import is_of_rows
 from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.frozen import is_key_frozen
 from numpyro_scalegp.distributions.members import (
@@ -51,7 +53,8 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             or, one a row, (n,); of a batch also (*batch, 1) or (*batch, n).
         mean: the mean function: None for zero, a number for a constant, or numbers of shape
             (*batch,), or a callable that maps (n, d) inputs to (n,) values, and X of a batch to
-            (*batch, n).
+            (*batch, n). Or its values at the rows of X, shape (n,) or (*batch, n), such as
+            `Z @ beta`: then the posterior has moments at these rows alone, all at once.
         estimator: how the log marginal likelihood is computed; one of `sgp.estimators`.
         key: a typed JAX key for an estimator that draws at random; by default the next key of the
             model's seed handler, so that each step of SVI has fresh probes. A constant key fixes
@@ -131,7 +134,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         batch_shape = batch_shape_of(self.kernel, self.X, self.observed)
         check_noise(self.noise_variance, n, batch_shape)
         checks.positive("noise_variance", self.noise_variance)
-        self.mean_function = as_mean_function(mean, batch_shape)
+        self.mean_function = as_mean_function(mean, batch_shape, self.X)
         self.estimator = Cholesky() if estimator is None else estimator
         checks.instance("estimator", self.estimator, AbstractEstimator)
         if is_key_frozen():
@@ -307,16 +310,25 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         shown, key = self._shown(), self.key if key is None else checks.as_key(key)
         options: dict[str, Any] = {"num_samples": num_samples, "max_epochs": max_epochs}
         if not self.batch_shape and shown.observed is None:
-            return self.estimator.condition(
+            values, mean_function = self._of_shown(y), self.mean_function
+            if is_of_rows(mean_function):  # also those of rows that are left out
+                values = self._residual(y)
+                mean_function = functions.constant_function(jnp.zeros((), values.dtype))
+            found = self.estimator.condition(
                 KernelOperator(shown.kernel, shown.X, shown.noise_variance),
-                self._of_shown(y),
-                self.mean_function,
+                values,
+                mean_function,
                 key=key,
                 state=self.state,
                 start=start,
                 progress_bar=progress_bar,
                 **options,
             )
+            if mean_function is self.mean_function:
+                return found
+            # Fields of all posteriors given observations.
+            fields: dict[str, Any] = {"y": self._of_shown(y), "mean_function": self.mean_function}
+            return dataclasses.replace(found, **fields)
         if start is not None:
             raise ValueError(
                 "`start` is for one Gaussian process, and is left out for a batch, or where "

@@ -52,7 +52,8 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         likelihood: maps the function's values at X, shape (*batch, n), to the distribution of the
             observations, of batch shape (*batch, n); each entry depends on one value, as in
             `lambda f: dist.Poisson(exposure * jnp.exp(f))`. What it closes over may be learned.
-        mean: the mean function m, as of `GaussianProcess`: None, a number or a callable.
+        mean: the mean function m, as of `GaussianProcess`: None, a number, one for each row, or a
+            callable.
         observed: which rows have a target, boolean, shape (n,) or (*batch, n); None for all. The
             others drop out of density and posterior, whatever y holds there; what the likelihood
             holds of these rows has to be valid, such as an exposure of one.
@@ -102,7 +103,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         self.kernel.check_categories("X", self.X)
         self.observed = None if observed is None else as_observed(observed, self.X.shape[-2])
         batch_shape = batch_shape_of(self.kernel, self.X, self.observed)
-        self.mean_function = as_mean_function(mean, batch_shape)
+        self.mean_function = as_mean_function(mean, batch_shape, self.X)
         self.likelihood = _as_likelihood(likelihood)
         super().__init__(batch_shape, self.X.shape[-2:-1], validate_args=validate_args)
         self._check_likelihood()

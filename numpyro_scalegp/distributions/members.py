@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import batches, checks, functions
+from numpyro_scalegp.core.row_values import row_values
 from numpyro_scalegp.estimators import AbstractEstimator
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.indicated import Indicated
@@ -147,18 +148,24 @@ def check_noise(noise: Float[Array, "..."], n: int, batch_shape: tuple[int, ...]
 
 
 def as_mean_function(
-    mean: Callable[[Array], Array] | ArrayLike | None, batch_shape: tuple[int, ...]
+    mean: Callable[[Array], Array] | ArrayLike | None,
+    batch_shape: tuple[int, ...],
+    X: Float[Array, "... n d"],
 ) -> functions.RowsFunction:
-    """The mean function that a number, a callable or None stands for."""
+    """The mean function that a number, values at the rows of X, a callable or None stands for."""
     refuse_kernel("mean", mean)
     if callable(mean):
         return functions.as_pytree(mean, "mean")
-    constant = checks.as_float(0.0 if mean is None else mean, "mean")
-    if not fits(constant.shape, batch_shape):
-        shapes = ((), batch_shape) if batch_shape else ((),)
-        checks.shape("mean", constant, *shapes, why="a number, a callable or None")
+    constant, n = checks.as_float(0.0 if mean is None else mean, "mean"), X.shape[-2]
     checks.finite("mean", constant)
-    return functions.constant_function(constant)
+    if fits(constant.shape, batch_shape):
+        return functions.constant_function(constant)
+    if constant.shape[-1:] == (n,) and fits(constant.shape[:-1], batch_shape):
+        return row_values(constant, X)
+    own = (batch_shape, (*batch_shape, n)) if batch_shape else ((n,),)
+    whose = "a number, one for each row of `X`, a callable or None"
+    checks.shape("mean", constant, (), *own, why=whose)
+    raise AssertionError
 
 
 def mean_at(

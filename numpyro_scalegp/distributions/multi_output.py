@@ -13,6 +13,7 @@ from numpyro_scalegp.core import checks, functions, kronecker, linalg
 from numpyro_scalegp.core.derivatives import refuse_derivatives
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import row_values
 from numpyro_scalegp.distributions.collapsed import GaussianNoise
 from numpyro_scalegp.distributions.gaussian_process import GaussianProcess
 from numpyro_scalegp.distributions.members import as_boolean
@@ -51,7 +52,8 @@ class MultiOutputGP(GaussianNoise, RowsDistribution):
         noise_variance: variance of the observation noise, positive, in squared units of Y: shape
             (), one for each output, (p,), or one for each entry, (n, p).
         mean: the mean function: None for zero, a number, one for each output, (p,), or a callable
-            that maps (n, d) inputs to (n, p) values.
+            that maps (n, d) inputs to (n, p) values. Or its values at the rows of X, shape (n, p):
+            then the posterior has moments at these rows alone, all at once.
         observed: which entries have a target, boolean, shape (n, p); None for all. The others drop
             out of the density and the posterior, whatever Y holds there, NaN included. Of a mask
             that is known while the model is traced, such as an array of NumPy, they cost nothing;
@@ -112,7 +114,7 @@ class MultiOutputGP(GaussianNoise, RowsDistribution):
         whose = "one value, or one for each output, or for each entry"
         checks.shape("noise_variance", self.noise_variance, (), (p,), shape, why=whose)
         checks.positive("noise_variance", self.noise_variance)
-        self.mean_function = _as_mean_function(mean, p)
+        self.mean_function = _as_mean_function(mean, p, self.X)
         self.observed = None if observed is None else _as_observed(observed, shape)
         super().__init__((), shape, validate_args=validate_args)
 
@@ -291,15 +293,18 @@ def _structured(
 
 
 def _as_mean_function(
-    mean: Callable[[Array], Array] | ArrayLike | None, num_outputs: int
+    mean: Callable[[Array], Array] | ArrayLike | None, num_outputs: int, X: Float[Array, "n d"]
 ) -> functions.RowsFunction:
     refuse_kernel("mean", mean)
     if callable(mean):
         return functions.as_pytree(mean, "mean")
     constant = checks.as_float(0.0 if mean is None else mean, "mean")
-    whose = "a number, one for each output, a callable or None"
-    checks.shape("mean", constant, (), (num_outputs,), why=whose)
+    whose = "a number, one for each output, or for each row and output, a callable or None"
+    shape = len(X), num_outputs
+    checks.shape("mean", constant, (), (num_outputs,), shape, why=whose)
     checks.finite("mean", constant)
+    if constant.shape == shape:
+        return row_values(constant, X)
     return functions.constant_rows(jnp.broadcast_to(constant, (num_outputs,)))
 
 

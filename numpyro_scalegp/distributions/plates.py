@@ -51,7 +51,8 @@ class plate(numpyro.plate):
         dim: the batch dimension it takes, negative; None for the rightmost free one.
 
     Raises:
-        ValueError: if `subsample_size` is not between 1 and `size`.
+        TypeError: if `name` is no string, or a number no integer.
+        ValueError: if `subsample_size` is not between 1 and `size`, or `dim` not negative.
 
     References:
         Draws: systematic stratified sampling, see `stratified_indices`.
@@ -76,6 +77,11 @@ class plate(numpyro.plate):
         checks.count("size", size)
         if subsample_size is not None and checks.count("subsample_size", subsample_size) > size:
             raise ValueError(f"`subsample_size` must be in 1..{size}, got {subsample_size}.")
+        if dim is not None and checks.integer("dim", dim) >= 0:
+            raise ValueError(
+                f"`dim` must be negative, got {dim}: batch dimensions count from the right, and -1 "
+                "is the last one."
+            )
         with _StratifiedDraw(name):
             super().__init__(name, size, subsample_size, dim)
 

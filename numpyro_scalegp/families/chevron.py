@@ -170,6 +170,25 @@ class ChevronPosterior(AbstractVariationalPosterior):
         prior = kernel.diag(X)
         return noise * jnp.square(prior) / (sums + noise * prior)
 
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        if self.augmentation is not None:
+            raise ValueError(
+                "an `augmented` posterior has no `covariance`: what is added to the variance is no "
+                "part of one function. Take that of the posterior without it."
+            )
+        index = jnp.arange(self.loc.shape[0], dtype=jnp.int32)
+        directions, diagonal = self._chevron.rows(index)
+
+        def of_weights(weights: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            index, columns, diagonal = weights
+            Phi = self.features.columns(Xs, index)
+            return matmul(Phi, columns), matmul(Phi * jnp.square(diagonal), Phi.T)
+
+        weights = index, directions[:, 1:], diagonal
+        projected, covariance = chunks.sum_rows(of_weights, weights, BLOCK)
+        return covariance + matmul(projected, projected.T)
+
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         """Draw weights; the same key gives the same functions at other inputs."""
         return self._functions(key, num_samples)._values(Xs, None)

@@ -1,5 +1,6 @@
 """The latent family's prior over a function's values."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -133,7 +134,8 @@ class LatentGP(AbstractPriorGP):
             K = self._covariance_of(kernel, X)
             factor = linalg.factorize(K)
             factor = factor._replace(tril=linalg.cholesky_given(K, factor.tril))
-            return ExactPosterior.from_factor(kernel, X, f, f, None, zero, factor)
+            found = ExactPosterior.from_factor(kernel, X, f, f, None, zero, factor)
+            return dataclasses.replace(found, of_values=True)
 
         values = batches.Batch(f, len(self.batch_shape))
         found = batches.each(of_one, *self._parts, values)

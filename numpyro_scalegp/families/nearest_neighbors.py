@@ -139,4 +139,4 @@ class NearestNeighborGP(AbstractPriorGP):
         checks.finite("f", f)
         zero = functions.constant_function(jnp.zeros((), f.dtype))
         found = self.neighbors.condition(self._operator, f, zero)
-        return dataclasses.replace(found, noise_variance=None)
+        return dataclasses.replace(found, noise_variance=None, of_values=True)

@@ -149,7 +149,8 @@ class SparseGP(AbstractVariationalGP):
             for 1. Moments and draws are as without it.
 
     Raises:
-        ValueError: if a shape does not fit, or `X` or `inducing_points` holds NaN or infinity.
+        ValueError: if a shape does not fit, `X` or `inducing_points` holds NaN or infinity, or
+            `scale_tril` is not lower triangular with a positive diagonal.
 
     References:
         Titsias (2009); Hensman, Matthews and Ghahramani (2015), Scalable Variational Gaussian
@@ -371,4 +372,5 @@ def whitened_parts(
     checks.shape("scale_tril", scale, (*batch, M, M), why="a row for each inducing point")
     checks.finite("loc", mean)
     checks.finite("scale_tril", scale)
+    checks.lower_triangular("scale_tril", scale)
     return mean, scale

@@ -193,6 +193,7 @@ class WeightSpaceGP(AbstractPriorGP):
             noise_variance=None,
             mean_function=functions.constant_function(jnp.zeros((), f.dtype)),
             weights=Weights(mean, whitening, jnp.asarray(jitter, R.dtype)),
+            of_values=True,
         )
 
 

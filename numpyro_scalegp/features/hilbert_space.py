@@ -82,9 +82,11 @@ class HilbertSpace(AbstractKernelFeatures):
             return
         shape = () if self.box is None else self.box.shape
         if self.box is None or shape[:1] != (2,) or len(shape) != 2:
+            found = None if self.box is None else f"shape {shape}"
+            remedy = " For one column write box=[[lower], [upper]]." if shape == (2,) else ""
             raise ValueError(
                 "`box` must have shape (2, d), the lower and the upper end of each column, got "
-                f"{checks.described(self.box)}."
+                f"{found}.{remedy}"
             )
         if len(self.num_basis) not in (1, shape[1]):
             raise ValueError(
@@ -92,8 +94,13 @@ class HilbertSpace(AbstractKernelFeatures):
                 f"box, got {self.num_basis}."
             )
         checks.finite("box", self.box)
-        if checks.is_concrete(self.box) and not np.all(np.diff(as_numpy(self.box), axis=0) > 0):
-            raise ValueError("`box` must have upper ends above the lower ones.")
+        if checks.is_concrete(self.box):
+            lower, upper = as_numpy(self.box)
+            if (wrong := np.flatnonzero(~(lower < upper))).size:
+                raise ValueError(
+                    "`box` must have upper ends above the lower ones, got a lower end of "
+                    f"{lower[wrong[0]]} and an upper one of {upper[wrong[0]]} in column {wrong[0]}."
+                )
 
     @staticmethod
     def box_and_num_basis(

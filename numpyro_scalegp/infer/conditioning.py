@@ -19,6 +19,7 @@ from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_no
 from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
 from numpyro_scalegp.infer.initialization import Hyperparameters
+from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
 from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
@@ -220,8 +221,10 @@ def _of_draws(
         raise ValueError(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
         )
-    conditioned_model = _ConditionedModel(model, name, args, kwargs, tuple(options.items()))
-    return MixturePosterior(conditioned_model.traced(first), draws)
+    last = jax.tree.map(lambda leaf: leaf[-1], draws)
+    neighbors = known_neighbors(lambda one: trace_of(model, one, args, kwargs), first, last)
+    given = model, name, args, kwargs, tuple(options.items()), neighbors
+    return MixturePosterior(_ConditionedModel(*given).traced(first), draws)
 
 
 class _ConditionedModel(eqx.Module):
@@ -235,6 +238,7 @@ class _ConditionedModel(eqx.Module):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+    neighbors: dict[str, Any]
     program: programs.Traced | None = None
 
     def traced(self, values: dict[str, Any]) -> "_ConditionedModel":
@@ -245,7 +249,8 @@ class _ConditionedModel(eqx.Module):
         return self._posterior(values) if self.program is None else self.program(values)
 
     def _posterior(self, values: dict[str, Any]) -> AbstractPosterior:
-        trace = run_model(self.model, values, self.args, self.kwargs)
+        with KnownNeighbors(self.neighbors):
+            trace = run_model(self.model, values, self.args, self.kwargs)
         return conditioned(trace, self.site, **dict(self.options))
 
 

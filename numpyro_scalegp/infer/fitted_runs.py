@@ -45,7 +45,7 @@ def trace_of(
     model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Trace:
     """The same, with draws from the prior at other latent sites that have no value."""
-    with Checked(values), _WithoutDraws():
+    with Checked(values), WithoutDraws():
         return traced(model, jax.random.key(0), values, args, kwargs, values=values)
 
 
@@ -82,10 +82,11 @@ class _Draws(Messenger):
             self.names.add(msg.get("name", ""))
 
 
-class _WithoutDraws(Messenger):
+class WithoutDraws(Messenger):
     """Puts zeros at GP sites that have no value, in place of draws from the prior."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        """Put zeros where there is no value."""
         if is_gp(msg) and msg["value"] is None:
             X = unwrapped(msg["fn"]).distribution.X
             msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(X, float))

@@ -46,6 +46,9 @@ class Hyperparameters(dict[str, Any]):
         scores: of all candidates the name, the mean log density of a row left out, and its standard
             error; none where no row was left out.
 
+    Raises:
+        TypeError: if `values` is no dict.
+
     Example:
         >>> import numpyro_scalegp as sgp
         >>> values = sgp.infer.Hyperparameters({"lengthscale": 0.3})
@@ -59,7 +62,8 @@ class Hyperparameters(dict[str, Any]):
         picked: str = "given values",
         scores: tuple[tuple[str, float, float], ...] = (),
     ) -> None:
-        super().__init__(values)
+        expected = "a dict of values by the names of the model's sites"
+        super().__init__(checks.instance("values", values, Mapping, expected))
         self.picked, self.scores = picked, scores
 
     def copy(self) -> "Hyperparameters":

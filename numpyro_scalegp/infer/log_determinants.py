@@ -125,6 +125,9 @@ def log_determinant_diagnostics(svi_state: SVIState) -> dict[str, LogDeterminant
         The diagnostics by the names of the states (`name=` of the log-determinants); none for
         `MiniBatch`, nor after batches of all rows alone, which are exact.
 
+    Raises:
+        TypeError: if `svi_state` is something else, such as what `svi.run` returned.
+
     Example:
         >>> import jax
         >>> import jax.numpy as jnp
@@ -146,7 +149,8 @@ def log_determinant_diagnostics(svi_state: SVIState) -> dict[str, LogDeterminant
         >>> int(found.num_batches)
         31
     """
-    sites = svi_state.mutable_state or {}
+    expected = "the state of an SVI, such as `result.state` of `svi.run`"
+    sites = checks.instance("svi_state", svi_state, SVIState, expected).mutable_state or {}
     records = {
         name: site["state"].record
         for name, site in sites.items()

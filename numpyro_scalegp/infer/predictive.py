@@ -20,7 +20,8 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals
 from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
-from numpyro_scalegp.infer.fitted_runs import Checked, is_gp, run_model
+from numpyro_scalegp.infer.fitted_runs import Checked, WithoutDraws, is_gp, run_model
+from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
 from numpyro_scalegp.infer.new_inputs import (
     FromPosteriors,
     check_functions,
@@ -142,6 +143,7 @@ class Predictive:
         self.chunk_size = checks.count("chunk_size", chunk_size)
         self.joint = joint
         self._checked: set[Any] = set()  # shapes of arguments
+        self._without_neighbors: set[Any] = set()  # likewise, with which no site looks at neighbors
 
     def __call__(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Draw.
@@ -171,7 +173,8 @@ class Predictive:
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
         first_run = {} if self.guide is None else data_of_first_run(self.guide)
         normals = {} if self.guide is None else latent_normals(self.guide, self.params)
-        rest = normals, self.params, self.data, first_run, args, kwargs
+        neighbors = self._neighbors(samples, args, kwargs)
+        rest = normals, self.params, self.data, first_run, neighbors, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
         chunk, chunks = CompiledForLoop(self._chunk), []
         for start in range(0, self.num_samples, self.chunk_size):
@@ -179,6 +182,37 @@ class Predictive:
             some = jax.tree.map(lambda leaf, part=part: leaf[part], samples)
             chunks.append(jax.tree.map(as_numpy, chunk(keys[part], some, *rest)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
+
+    def _neighbors(self, samples: dict, args: tuple, kwargs: dict) -> tuple[dict, dict]:
+        """Neighbors of the rows of GP sites, in the run at the data and in that at `args`."""
+        leaves, structure = jax.tree.flatten((self.data, args, kwargs))
+        shapes = structure, tuple(map(np.shape, leaves))
+        if shapes in self._without_neighbors:
+            return {}, {}
+        draws = [
+            (jax.tree.map(lambda leaf, i=i: leaf[i], samples), jax.random.key(i + 1))
+            for i in (0, -1)
+        ]
+
+        def at(given: tuple) -> dict:
+            def run(draw: tuple[dict, Array]) -> Trace:
+                values, key = draw
+
+                def value(site: dict[str, Any]) -> Any:
+                    # A function has draws at the rows of the fit, and these may be others.
+                    is_other = is_latent(site) and not is_gp(site)
+                    return values.get(site["name"]) if is_other else None
+
+                model = handlers.substitute(self.model, substitute_fn=value)
+                with Checked(values), WithoutDraws():
+                    return traced(model, key, {**self.params, **values}, given, kwargs)
+
+            return known_neighbors(run, *draws)
+
+        at_data, at_args = {} if self.data is None else at(self.data), at(args)
+        if not (at_data or at_args):
+            self._without_neighbors.add(shapes)
+        return at_data, at_args
 
     def _chunk(
         self,
@@ -188,6 +222,7 @@ class Predictive:
         params: dict,
         data: Any,
         first_run: dict,
+        neighbors: tuple[dict, dict],
         args: tuple,
         kwargs: dict,
     ) -> Draws:
@@ -196,10 +231,11 @@ class Predictive:
             guide = DrawingGuide(self.guide, params, normals)
         fixed = None
         if data is not None and self._is_fixed(guide, params, data, kwargs):
-            fixed = self._posteriors(keys[0], {}, guide, params, data, kwargs)
+            with KnownNeighbors(neighbors[0]):
+                fixed = self._posteriors(keys[0], {}, guide, params, data, kwargs)
 
         def one(item: tuple[Array, dict]) -> Draws:
-            return self._one(*item, guide, params, data, fixed, first_run, args, kwargs)
+            return self._one(*item, guide, params, data, fixed, first_run, neighbors, args, kwargs)
 
         return jax.lax.map(one, (keys, samples))
 
@@ -254,13 +290,15 @@ class Predictive:
         data: Any,
         fixed: dict[str, AbstractPosterior] | None,
         first_run: dict,
+        neighbors: tuple[dict, dict],
         args: tuple,
         kwargs: dict,
     ) -> Draws:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
         posteriors = dict(fixed or {})
         if data is not None and fixed is None:
-            posteriors = self._posteriors(guide_key, sample, guide, params, data, kwargs)
+            with KnownNeighbors(neighbors[0]):
+                posteriors = self._posteriors(guide_key, sample, guide, params, data, kwargs)
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
@@ -273,7 +311,7 @@ class Predictive:
             given.update(drawn)
         # Draws may hold parameters that vary from one to the next.
         substitute = substituted(model, {**params, **sample}, sample)
-        with Checked(sample):
+        with Checked(sample), KnownNeighbors(neighbors[1]):
             trace = trace_of_call(substitute, args, kwargs)
         if self.guide is None and not self.is_prior:
             _check_names(trace, {**sample, **posteriors})

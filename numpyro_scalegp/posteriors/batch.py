@@ -103,10 +103,9 @@ class BatchPosterior(AbstractConditioned):
 
         return self._each(of_one, self._rows(Xs))
 
-    def covariance(self, Xs: Float[ArrayLike, "... m d"]) -> Float[Array, "*batch m m"]:
-        """The posterior covariance of each f, shape (*batch, m, m), at the cost of a member's."""
-        Xs = self._check(Xs)
-        return self._each(lambda member, Xs: member.covariance(Xs), self._rows(Xs))
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        return self._each(lambda member, Xs: member._covariance(Xs), self._rows(Xs))
 
     @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.linalg import matmul
@@ -76,9 +76,8 @@ class CollapsedPosterior(FeaturePosterior):
 
         return self._map(rest, self.X, None)
 
-    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
-        """The posterior covariance of f, shape (m, m), in O(m M^2 + m^2 M)."""
-        Xs = self._check(Xs)
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
         Phi = self.features(Xs)
         white = self._white(Phi)
         return self.features.of_f.covariance(Xs) - matmul(Phi, Phi.T) + matmul(white, white.T)
@@ -86,7 +85,7 @@ class CollapsedPosterior(FeaturePosterior):
     @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         prior = self.features.of_f.diag(Xs)
-        return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
+        return self._joint_sample(key, self.mean(Xs), self._covariance(Xs), prior, num_samples)
 
     @compiled
     def _functions(

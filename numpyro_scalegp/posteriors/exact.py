@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -45,6 +46,7 @@ class ExactPosterior(AbstractInChunks):
     factor: linalg.Factor
     representer_weights: Float[Array, " n"]  # a = H^-1 (y - m(X))
     part: AbstractKernel | None = None  # of f; part(x, z) is its covariance at x with f at z
+    of_values: bool = eqx.field(static=True, default=False)  # whether y are values of f
 
     @classmethod
     def from_factor(
@@ -89,6 +91,10 @@ class ExactPosterior(AbstractInChunks):
         return dataclasses.replace(self, part=self._of_f.restrict(change), mean_function=zero)
 
     @property
+    def _is_of_values(self) -> bool:
+        return self.of_values
+
+    @property
     def _of_f(self) -> AbstractKernel:
         return self.kernel if self.part is None else self.part
 
@@ -108,16 +114,15 @@ class ExactPosterior(AbstractInChunks):
         explained = jnp.sum(jnp.square(white), axis=0)
         return jnp.maximum(self._of_f.diag(rows) - explained, 0.0)
 
-    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
-        """The posterior covariance of f, shape (m, m), in O(n^2 m + n m^2)."""
-        Xs = self._check(Xs)
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
         white = self._white(Xs)
         return self._of_f.covariance(Xs) - matmul(white.T, white)
 
     @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         prior = self._of_f.diag(Xs)
-        return self._joint_sample(key, self.mean(Xs), self.covariance(Xs), prior, num_samples)
+        return self._joint_sample(key, self.mean(Xs), self._covariance(Xs), prior, num_samples)
 
     @compiled
     def _functions(
@@ -141,10 +146,14 @@ class ExactPosterior(AbstractInChunks):
         Returns:
             A `numpyro.distributions.Normal` of batch shape (n,), in O(n^3).
 
+        Raises:
+            ValueError: if the function's own values were given, and the observations are others.
+
         References:
             Rasmussen and Williams (2006), eq. 5.12; Buerkner, Gabry and Vehtari (2021), Efficient
             leave-one-out cross-validation for Bayesian non-factorized normal and Student-t models.
         """
+        self._refuse_unknown_observations()
         precision = self._precision()
         return dist.Normal(self.y - self.representer_weights / precision, precision**-0.5)
 

@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import call_where
@@ -21,7 +22,7 @@ from numpyro_scalegp.posteriors.function_samples import (
     FeatureFunctionSamples,
     zero_function,
 )
-from numpyro_scalegp.posteriors.posterior import AbstractInChunks
+from numpyro_scalegp.posteriors.posterior import OF_VALUES, AbstractInChunks
 
 Found = TypeVar("Found", bound="FeaturePosterior")
 
@@ -50,6 +51,11 @@ class FeaturePosterior(AbstractInChunks):
     noise_variance: Float[Array, "..."] | None
     mean_function: RowsFunction
     weights: Weights
+    of_values: bool = eqx.field(static=True, default=False)  # whether y are values of f
+
+    @property
+    def _is_of_values(self) -> bool:
+        return self.of_values
 
     @classmethod
     @compiled
@@ -113,9 +119,9 @@ class FeaturePosterior(AbstractInChunks):
     def _of_weights_at_data(self) -> Float[Array, " n"]:
         return self._map(lambda rows: self._of_weights(self.features(rows)), self.X, None)
 
-    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
-        """The posterior covariance of f, shape (m, m), in O(m p^2 + m^2 p)."""
-        white = self._white(self.features(self._check(Xs)))
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        white = self._white(self.features(Xs))
         return matmul(white, white.T)
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
@@ -151,11 +157,8 @@ class FeaturePosterior(AbstractInChunks):
         References:
             Rasmussen and Williams (2006), eq. 5.12, by the matrix inversion lemma.
         """
-        if self.noise_variance is None:
-            raise ValueError(
-                "`leave_one_out` is for noisy observations, and this posterior is that given the "
-                "function's own values."
-            )
+        if self.noise_variance is None or self.of_values:
+            raise ValueError(OF_VALUES)
         noise = jnp.broadcast_to(self.noise_variance, self.y.shape)
         variance = self._of_weights_at_data()
         # 1 - h_i > 0, since y_i itself is less certain than its mean: rounding may give less.

@@ -15,6 +15,7 @@ from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import in_chunks_and_whole
 from numpyro_scalegp.features.linear_model import Statistics, Weights, posterior, statistics_of
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
@@ -208,15 +209,19 @@ class FullScalePosterior(AbstractConditioned):
 
     @compiled
     def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:
+        in_chunks, whole = in_chunks_and_whole(self.mean_function)
+
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
             rows, near = chunk
             found = self._beyond(near, rows)
             mean = matmul(found.features, self.weights.mean) - found.values[:, 0]
             spread = matmul(found.features, self.weights.whitening.T)
             variance = jnp.maximum(found.variance, 0.0) + jnp.sum(jnp.square(spread), axis=1)
-            return self.mean_function(rows) + mean, variance
+            return in_chunks(rows) + mean, variance
 
-        return map_rows(of_chunk, (Xs, near), self.residual.rows_at_a_time(chunk_size))
+        size = self.residual.rows_at_a_time(chunk_size)
+        mean, variance = map_rows(of_chunk, (Xs, near), size)
+        return whole(Xs) + mean, variance
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all others, under the approximation.

@@ -59,6 +59,9 @@ class LaplacePosterior(AbstractPosterior):
     def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         return self.process._mean_and_variance(Xs, chunk_size)
 
+    def _covariance(self, Xs: Array) -> Array:
+        return self.process._covariance(Xs)
+
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self.process._sample(key, Xs, num_samples)
 
@@ -70,6 +73,17 @@ class LaplacePosterior(AbstractPosterior):
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> Any:
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
         return self.process.restrict(change)
+
+    def leave_one_out(self) -> dist.Distribution:
+        """None without the likelihood; see `AbstractPosterior.leave_one_out`.
+
+        Raises:
+            ValueError: always, and it names what to call.
+        """
+        raise ValueError(
+            "a `LaplacePosterior` does not know the likelihood: call `leave_one_out(posterior)` of "
+            "the `LaplaceGP` that it was made by, or take the distributions of f from `cavity()`."
+        )
 
     @compiled
     def cavity(self) -> dist.Normal:

@@ -1,6 +1,7 @@
 """The posterior over a function with the hyperparameters integrated out by draws of them."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,19 @@ import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import holds_row_values
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
     MixtureFunctionSamples,
 )
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.posteriors.normal_mixture import NormalMixture
+from numpyro_scalegp.posteriors.posterior import OF_VALUES, AbstractConditioned, AbstractPosterior
+
+# The share of the draws below which those that carry the weight of a row are few.
+_FEW_DRAWS = 0.1
 
 
 class MixturePosterior(AbstractPosterior):
@@ -55,6 +62,23 @@ class MixturePosterior(AbstractPosterior):
         chosen = self.draws if draws is None else draws
         return jax.lax.map(lambda draw: function(self.given(draw)), chosen)
 
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        X = super()._check(Xs)
+
+        has_row_values = []
+
+        def check(draw: Any) -> None:
+            posterior = self.given(draw)
+            has_row_values.append(holds_row_values(posterior))
+            posterior._check(X)
+
+        # Categories, columns and axes are those of the posterior given any of the draws.
+        first = jax.tree.map(lambda leaf: leaf[0], self.draws)
+        jax.eval_shape(check, first)
+        if has_row_values[0]:  # whose rows have to be known
+            self.given(first)._check(X)
+        return X
+
     @compiled
     def _moments(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         def moments(posterior: AbstractPosterior) -> tuple[Array, Array]:
@@ -70,6 +94,20 @@ class MixturePosterior(AbstractPosterior):
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
         means, variances = self._moments(Xs, chunk_size)
         return jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
+
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        def moments(posterior: AbstractPosterior) -> tuple[Array, Array]:
+            return posterior._mean(Xs, None), posterior._covariance(Xs)
+
+        means, covariances = self._each(moments)
+        within = jnp.mean(covariances, axis=0)
+        # One axis of the means, or two of several outputs, are of one joint distribution.
+        num_batch = 2 * (means.ndim - 1) - within.ndim
+        shape = within.shape[:num_batch]
+        gaps = (means - jnp.mean(means, axis=0)).reshape(self.num_draws, *shape, -1)
+        between = jnp.einsum("s...i,s...j->...ij", gaps, gaps, precision="highest")
+        return within + between.reshape(within.shape) / self.num_draws
 
     @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
@@ -107,19 +145,20 @@ class MixturePosterior(AbstractPosterior):
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,
-    ) -> dist.MixtureSameFamily:
+    ) -> NormalMixture:
         """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
 
         Returns:
-            A mixture of S normal distributions for each row, of batch shape (*batch, m).
+            A mixture of S normal distributions for each row, of batch shape (*batch, m), with
+            quantiles by `icdf`.
         """
         if noise_variance is not None:
             noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
             checks.positive("noise_variance", noise_variance, or_zero=True)
         normal = self._predictive(self._check(Xs), noise_variance, chunk_size)
-        components = dist.Normal(*(jnp.moveaxis(one, 0, -1) for one in normal))
+        components = _stacked(*normal)
         weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)
-        return dist.MixtureSameFamily(dist.Categorical(probs=weights), components)
+        return NormalMixture(dist.Categorical(probs=weights), components)
 
     @compiled
     def _predictive(
@@ -130,6 +169,53 @@ class MixturePosterior(AbstractPosterior):
             return normal.mean, jnp.sqrt(normal.variance)
 
         return self._each(predictive)
+
+    def leave_one_out(self) -> NormalMixture:
+        """The predictive distribution of each y_i given all other observations.
+
+        Draws of the hyperparameters given all of y become draws given all but y_i by importance
+        weights: those of the mixture for row i are proportional to 1 / p(y_i | y_-i, theta_s), with
+        the posterior's own `leave_one_out` under draw s. So its density at y_i is the harmonic mean
+        of theirs. The draws must be of the posterior given y, as those of NUTS are; then this is
+        exact for many of them. `arviz.loo` of `sgp.to_arviz(mcmc, key=key)` smooths the largest
+        weights, and its Pareto k says for which rows draws given all do not serve.
+
+        Returns:
+            A mixture of S normal distributions for each row, of batch shape (*batch, n), with a
+            warning where fewer than a tenth of the draws carry the weight of a row. Of a row that
+            is not observed, weights are equal. Time is S times that of one posterior.
+
+        Raises:
+            ValueError: if the draws hold the function's values, and the posteriors given a draw do
+                not know the observations; if these have no `leave_one_out`.
+
+        References:
+            Gelfand, Dey and Chang (1992), Model Determination Using Predictive Distributions;
+            Vehtari, Gelman and Gabry (2017), Practical Bayesian Model Evaluation Using
+            Leave-One-Out Cross-Validation and WAIC, eq. 8.
+        """
+        logits, *normal = self._left_out()
+        return NormalMixture(
+            dist.Categorical(logits=jnp.moveaxis(logits, 0, -1)), _stacked(*normal)
+        )
+
+    @compiled
+    def _left_out(self) -> tuple[Array, Array, Array]:
+        def of_one(posterior: AbstractPosterior) -> tuple[Array, Array, Array]:
+            if isinstance(posterior, AbstractConditioned) and posterior._is_of_values:
+                raise ValueError(OF_VALUES)
+            normal: Any = posterior.leave_one_out()
+            y, observed = posterior.y, getattr(posterior, "observed", None)  # type: ignore[attr-defined]
+            density = normal.log_prob(y)
+            if observed is not None:
+                density = jnp.where(observed, density, 0.0)
+            return -density, normal.loc, normal.scale
+
+        logits, loc, scale = self._each(of_one)
+        shares = jax.nn.softmax(logits, axis=0)
+        num_effective = 1.0 / jnp.sum(jnp.square(shares), axis=0)
+        call_where(jnp.min(num_effective) < _FEW_DRAWS * self.num_draws, _warn_of_weights)
+        return logits, loc, scale
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "MixturePosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
@@ -143,6 +229,21 @@ class MixturePosterior(AbstractPosterior):
     @compiled
     def _diagnostics(self) -> dict[str, Array]:
         return self._each(lambda posterior: posterior.diagnostics)
+
+
+def _stacked(loc: Float[Array, "S ..."], scale: Float[Array, "S ..."]) -> dist.Normal:
+    """Normal distributions with the draws as their last axis."""
+    return dist.Normal(jnp.moveaxis(loc, 0, -1), jnp.moveaxis(scale, 0, -1))
+
+
+def _warn_of_weights() -> None:
+    warnings.warn(
+        "few draws carry the weight of an observation in `leave_one_out`: without it the posterior "
+        "of the hyperparameters is another. Look at Pareto k of arviz.loo(sgp.to_arviz(...)), and "
+        "fit again without the rows for which it is above 0.7.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 
 class Restricted(eqx.Module):

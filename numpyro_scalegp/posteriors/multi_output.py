@@ -116,6 +116,13 @@ class MultiOutputPosterior(AbstractConditioned):
         return self.outputs.combined(found, power=2)
 
     @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        covariance, p = self.functions._covariance(self.outputs.rows(Xs)), self.outputs.num_outputs
+        if (M := self.outputs.mixing) is None:
+            return covariance.reshape(len(Xs), p, len(Xs), p)
+        return jnp.einsum("ji,iab,li->ajbl", M, covariance, M, precision="highest")
+
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         draws = self.functions._sample(key, self.outputs.rows(Xs), num_samples)
         return self.mean_function(Xs) + self.outputs.combined(draws)

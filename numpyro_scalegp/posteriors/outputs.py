@@ -55,6 +55,10 @@ class OutputsPosterior(AbstractPosterior):
         return self._each(lambda posterior: posterior.variance(Xs, chunk_size=chunk_size))
 
     @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        return self._each(lambda posterior: posterior._covariance(Xs))
+
+    @compiled
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         keys = jax.random.split(key, self.batch_shape)
         draws = self._each(lambda posterior, key: posterior.sample(key, Xs, num_samples), keys)

@@ -109,9 +109,9 @@ class PathwisePosterior(AbstractInChunks):
         X, U = divided((X, U), mesh_of(X))
         return self.draws(self._of_f, rows) - matmul(self._of_f(rows, X), U)
 
-    def covariance(self, Xs: Float[ArrayLike, "m d"]) -> Float[Array, "m m"]:
-        """The posterior covariance of f, shape (m, m), from the stored samples' deviations."""
-        deviations = self._map(self._deviations, self._check(Xs), None)
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        deviations = self._map(self._deviations, Xs, None)
         return matmul(deviations, deviations.T) / self.num_samples
 
     def sample(

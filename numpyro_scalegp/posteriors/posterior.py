@@ -13,8 +13,20 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import (
+    ELSEWHERE,
+    holds_row_values,
+    in_chunks_and_whole,
+    is_of_rows,
+)
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import AbstractFunctionSamples
+
+OF_VALUES = (
+    "`leave_one_out` is for noisy observations, and this posterior is that given the function's "
+    "own values, as in a draw of NUTS: give `sgp.to_arviz(mcmc, key=key)` to `arviz.loo`, or write "
+    "the model with a `sgp.GaussianProcess`."
+)
 
 
 class AbstractPosterior(eqx.Module):
@@ -89,6 +101,24 @@ class AbstractPosterior(eqx.Module):
         """
         return self._variance(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
+    def covariance(self, Xs: Float[ArrayLike, "... m d"]) -> Float[Array, "*values"]:
+        """The posterior covariance of f at all pairs of rows of Xs.
+
+        Args:
+            Xs: inputs, as of `mean`.
+
+        Returns:
+            Covariances, shape (m, m), of a batch of functions (*batch, m, m), of a `MultiOutputGP`
+            (m, p, m, p), entry [a, j, b, l] that of output j at row a with output l at row b. Their
+            diagonal is `variance`, but for rounding, which may leave an entry below zero. Cost is
+            that of joint draws without their O(m^3).
+
+        Raises:
+            ValueError: if the posterior has none: with `Vecchia`, `FullScale` and
+                `VariationalNearestNeighborGP` each input has neighbors of its own.
+        """
+        return self._covariance(self._check(Xs))
+
     def sample(
         self, key: Key[Array, ""], Xs: Float[ArrayLike, "... m d"], num_samples: int = 1
     ) -> Float[Array, "num_samples *values"]:
@@ -157,7 +187,34 @@ class AbstractPosterior(eqx.Module):
         num_samples = checks.count("num_samples", num_samples)
         if num_features is not None:
             num_features = checks.count("num_features", num_features, 2, even=True)
+        if holds_row_values(self):
+            raise ValueError(ELSEWHERE)
         return self._functions(checks.as_key(key), num_samples, num_features)
+
+    def leave_one_out(self) -> dist.Distribution:
+        """The predictive distribution of each observation given all others, at the rows of the fit.
+
+        Raises:
+            ValueError: if the posterior has none: a variational one, one given a function's own
+                values, one of a part of a function, or of a likelihood that is not normal.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no `leave_one_out`: that is of a function given noisy "
+            "observations, as of `GaussianProcess.condition`. Take pointwise log densities from "
+            "`sgp.to_arviz`, or `sgp.infer.Predictive(...).draws(...).log_likelihood`, and give "
+            "them to `arviz.loo`."
+        )
+
+    def cavity(self) -> dist.Normal:
+        """The marginals of f at the rows of the fit given all other observations.
+
+        Raises:
+            ValueError: if the posterior is not that of a `LaplaceGP`.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no `cavity`: that is of `LaplaceGP.condition`, where the "
+            "likelihood is not normal. With normal noise take `leave_one_out`."
+        )
 
     @property
     def _num_columns(self) -> int | None:
@@ -196,6 +253,14 @@ class AbstractPosterior(eqx.Module):
     def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         """Both at inputs that were checked; one pass, where a class has one for both."""
         return self._mean(Xs, chunk_size), self._variance(Xs, chunk_size)
+
+    def _covariance(self, Xs: Array) -> Array:
+        """The covariance at inputs that were checked."""
+        raise ValueError(
+            f"`{type(self).__name__}` has no `covariance`: each input has neighbors of its own, "
+            "and no joint moments. That of joint draws is jnp.cov(posterior.sample(key, Xs, 1000), "
+            "rowvar=False); `sgp.estimators.Cholesky()` and `sgp.guides.AutoSparseGP` have one."
+        )
 
     @abc.abstractmethod
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
@@ -283,6 +348,22 @@ class AbstractConditioned(AbstractPosterior):
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations; shape (n,)."""
 
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        X = super()._check(Xs)
+        if is_of_rows(self.mean_function):
+            self.mean_function(X)  # which raises at other rows
+        return X
+
+    @property
+    def _is_of_values(self) -> bool:
+        """Whether y are the function's own values, such as a draw of NUTS has."""
+        return False
+
+    def _refuse_unknown_observations(self) -> None:
+        """Raise where a noise goes with observations that are not known here."""
+        if self._is_of_values and self.noise_variance is not None:
+            raise ValueError(OF_VALUES)
+
     def at_data(self) -> dist.Normal:
         """The predictive distribution at the training inputs, for replicates of y; shape (n,)."""
         return self.predictive(self.X, self.noise_variance)
@@ -317,10 +398,12 @@ class AbstractInChunks(AbstractConditioned):
 
     @compiled
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
-        def mean(rows: Array) -> Array:
-            return self.mean_function(rows) + self._explained(rows)
+        in_chunks, whole = in_chunks_and_whole(self.mean_function)
 
-        return self._map(mean, Xs, chunk_size)
+        def mean(rows: Array) -> Array:
+            return in_chunks(rows) + self._explained(rows)
+
+        return whole(Xs) + self._map(mean, Xs, chunk_size)
 
     @compiled
     def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
@@ -333,16 +416,8 @@ class Component(AbstractPosterior):
     part: AbstractPosterior
     noise_variance: None = None
 
-    @property
-    def _num_columns(self) -> int | None:
-        return self.part._num_columns
-
-    @property
-    def _takes_batches(self) -> bool:
-        return self.part._takes_batches
-
-    def _seen(self, Xs: Float[Array, "... m d"]) -> Float[Array, "..."]:
-        return self.part._seen(Xs)
+    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+        return self.part._check(Xs)
 
     def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
         return self.part._mean(Xs, chunk_size)
@@ -352,6 +427,9 @@ class Component(AbstractPosterior):
 
     def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
         return self.part._mean_and_variance(Xs, chunk_size)
+
+    def _covariance(self, Xs: Array) -> Array:
+        return self.part._covariance(Xs)
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         return self.part.sample(key, Xs, num_samples)

@@ -178,6 +178,19 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             key: of all else that is drawn.
         """
 
+    def _covariance(self, Xs: Array) -> Array:
+        covariance, lift = self._joint_covariance(Xs)
+        linalg.warn_of_lift(lift)
+        return covariance
+
+    @compiled
+    def _joint_covariance(self, Xs: Array) -> tuple[Array, Array]:
+        def of_one(one: AbstractKernelPosterior, Xs: Array) -> tuple[Array, Array]:
+            factors = one._factorize()
+            return one._joint(factors, Xs)[1], one._lift(factors)
+
+        return self._each(of_one, batches.Batch(Xs, Xs.ndim - 2))
+
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
         draws, lift = self._drawn(key, Xs, num_samples)
         linalg.warn_of_lift(lift)

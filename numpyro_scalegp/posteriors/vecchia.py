@@ -15,6 +15,7 @@ from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.row_values import in_chunks_and_whole
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors import conditionals
@@ -217,6 +218,11 @@ class VecchiaPosterior(AbstractConditioned):
     noise: Float[Array, " n"]  # with which these were observed
     num_neighbors: int = eqx.field(static=True)
     part: AbstractKernel | None = None  # of f; part(x, z) is its covariance at x with f at z
+    of_values: bool = eqx.field(static=True, default=False)  # whether y are values of f
+
+    @property
+    def _is_of_values(self) -> bool:
+        return self.of_values
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "VecchiaPosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
@@ -239,20 +245,26 @@ class VecchiaPosterior(AbstractConditioned):
 
     @compiled
     def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:
-        known = self._known
+        known, (in_chunks, whole) = self._known, in_chunks_and_whole(self.mean_function)
 
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
             rows, near = chunk
             found = known.systems(near, rows, self.part)
             values = jnp.where(near < len(self.X), self.residual[near], 0.0)
             mean, variance = conditionals.moments(found, values[..., None])
-            return self.mean_function(rows) + mean[:, 0], jnp.maximum(variance, 0.0)
+            return in_chunks(rows) + mean[:, 0], jnp.maximum(variance, 0.0)
 
         size = rows_at_a_time(self.num_neighbors, most=chunk_size)
-        return map_rows(of_chunk, (Xs, near), size)
+        mean, variance = map_rows(of_chunk, (Xs, near), size)
+        return whole(Xs) + mean, variance
 
     def leave_one_out(self) -> dist.Normal:
-        """The predictive distribution of each y_i given its nearest others."""
+        """The predictive distribution of each y_i given its nearest others.
+
+        Raises:
+            ValueError: if the function's own values were given, and the observations are others.
+        """
+        self._refuse_unknown_observations()
         near = self._known.nearest(self.X, self.num_neighbors + 1)
         # Each row but itself; of rows that are all the same, it may not be among the nearest.
         own = near == jnp.arange(len(near), dtype=near.dtype)[:, None]

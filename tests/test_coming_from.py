@@ -1,0 +1,512 @@
+"""The tables of words on the pages "coming from": each row is a number of the other package.
+
+The other package's formula is written out in NumPy, after its source. Where a row has code for this
+package, that code is evaluated as it stands on the page. Of HSGP, which is NumPyro's, the functions
+themselves are called.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.contrib.hsgp import approximation as hsgp
+from numpyro.infer import Trace_ELBO
+from numpyro.infer.autoguide import AutoDelta
+from scipy import special, stats
+
+import numpyro_scalegp as sgp
+from tests.files import ROOT
+
+K = sgp.kernels
+generator = np.random.default_rng(0)
+X, Z = generator.uniform(-1.0, 1.0, (6, 3)), generator.uniform(-1.0, 1.0, (4, 3))
+y = np.sin(3.0 * X[:, 0]) + 0.1 * generator.normal(size=6)
+Xs, ys = generator.uniform(-1.0, 1.0, (2, 3)), np.array([0.3, -0.4])
+# Of hyperparameters, by the names that rows have for them.
+ELL, VARIANCE, PERIOD, ALPHA, SIGMA, JITTER = 0.7, 1.7, 1.4, 0.8, 0.3, 1e-8
+ARD = np.array([0.5, 0.8, 1.3])
+W, KAPPA = generator.normal(size=(3, 2)), np.array([0.2, 0.5, 0.1])
+NAMES = {
+    "lengthscale": ELL, "lengthscales": ELL, "ls": ELL, "l": ELL, "alpha": ALPHA, "sigma": SIGMA,
+    "variance": VARIANCE, "eta": np.sqrt(VARIANCE), "scale": np.sqrt(VARIANCE),
+    "period": PERIOD, "period_length": PERIOD, "w0": 2.0 * np.pi / PERIOD, "pi": np.pi,
+    "W": W, "covar_factor": W, "kappa": KAPPA, "var": KAPPA, "points": Z, "X": X[:, :1],
+    "m": 5, "box": np.array([[-2.0], [3.0]]), "g": jnp.tanh, "jnp": jnp, "dist": dist, "sgp": sgp,
+    "HilbertSpace": sgp.features.HilbertSpace, **{name: getattr(K, name) for name in K.__all__},
+}  # fmt: skip
+Numbers = tuple[Any, Any]
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """The page, the word of the other package and those of this one, for each row."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("**/coming_from*/*.md")):
+        table = page.read_text(encoding="utf-8").partition("\n## Words\n")[2].partition("\n## ")[0]
+        lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+        found += [
+            (page.stem, *(cell.strip() for cell in line.strip("|").split(" | "))) for line in lines
+        ]
+    return found
+
+
+def evaluated(cell: str, place: int = 0, **names: Any) -> Any:
+    """A span of code in a cell as a value."""
+    return eval(spans(cell)[place], {**NAMES, **names})
+
+
+# The formulas of the other packages.
+
+
+def squares(A: np.ndarray, B: np.ndarray, lengthscale: Any = ELL) -> np.ndarray:
+    return np.sum(np.square((A[:, None] - B[None]) / lengthscale), axis=2)
+
+
+def rbf(A: np.ndarray, B: np.ndarray, lengthscale: Any = ELL) -> np.ndarray:
+    return np.exp(-0.5 * squares(A, B, lengthscale))
+
+
+def matern(nu: float, A: np.ndarray = X, B: np.ndarray = Z) -> np.ndarray:
+    r = np.sqrt(2.0 * nu * squares(A, B))
+    return {0.5: 1.0, 1.5: 1.0 + r, 2.5: 1.0 + r + r**2 / 3.0}[nu] * np.exp(-r)
+
+
+def rational_quadratic(A: np.ndarray = X, B: np.ndarray = Z) -> np.ndarray:
+    return (1.0 + squares(A, B) / (2.0 * ALPHA)) ** -ALPHA
+
+
+def sines(A: np.ndarray = X, B: np.ndarray = Z) -> np.ndarray:
+    return np.sum(np.square(np.sin(np.pi * (A[:, None] - B[None]) / PERIOD)), axis=2)
+
+
+def of_gpflow_and_pymc(A: np.ndarray = X, B: np.ndarray = Z) -> np.ndarray:
+    return np.exp(-0.5 * sines(A, B) / ELL**2)
+
+
+def density(residual: np.ndarray, covariance: np.ndarray) -> float:
+    return float(stats.multivariate_normal.logpdf(residual, np.zeros(len(residual)), covariance))
+
+
+def moments(noise: Any, kernel: Callable[..., np.ndarray] = rbf) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of f at new rows."""
+    H = kernel(X, X) + np.diag(np.broadcast_to(noise, 6))
+    weights = np.linalg.solve(H, kernel(X, Xs))
+    return weights.T @ y, 1.0 - np.sum(kernel(X, Xs) * weights, axis=0)
+
+
+def gaussian_process(noise: Any = SIGMA**2, **options: Any) -> sgp.GaussianProcess:
+    return sgp.GaussianProcess(K.RBF(ELL), X, noise, **options)
+
+
+def of_marginal(cell: str) -> Numbers:
+    return gaussian_process().log_prob(y), density(y, rbf(X, X) + SIGMA**2 * np.eye(6))
+
+
+def of_titsias(cell: str) -> Numbers:
+    """The bound of 2009, which is that of GPflow's `SGPR` and PyMC's "VFE"."""
+    code = re.search(r"estimator=(sgp\.estimators\.SGPR\(.*?\))", cell)
+    assert code is not None
+    Q = rbf(X, Z) @ np.linalg.solve(rbf(Z, Z), rbf(Z, X))
+    bound = density(y, Q + SIGMA**2 * np.eye(6)) - 0.5 * np.trace(rbf(X, X) - Q) / SIGMA**2
+    return gaussian_process(estimator=eval(code[1], NAMES)).log_prob(y), bound
+
+
+def of_svgp(cell: str) -> Numbers:
+    """GPflow's bound, sum_i E[log N(y_i | f_i)] - KL, at q(v) = N(loc, scale^2 I)."""
+    loc, scale = np.linspace(-1.0, 1.0, 4), 0.6
+
+    def model() -> None:
+        f = numpyro.sample("f", sgp.LatentGP(K.RBF(ELL), X))
+        with numpyro.plate("rows", 6):
+            numpyro.sample("y", dist.Normal(f, SIGMA), obs=y)
+
+    guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
+    elbo = sgp.infer.QuadratureELBO(4, tight=False)
+    values = {"inducing_points": Z, "loc": loc, "scale_tril": scale * np.eye(4)}
+    params = {f"f_auto_{name}": jnp.asarray(value) for name, value in values.items()}
+    bound = -elbo.loss(jax.random.key(0), params, model, guide)
+    A = np.linalg.solve(np.linalg.cholesky(rbf(Z, Z)), rbf(Z, X))
+    variance = 1.0 - np.sum(A**2, axis=0) + scale**2 * np.sum(A**2, axis=0)
+    terms = stats.norm.logpdf(y, A.T @ loc, SIGMA) - 0.5 * variance / SIGMA**2
+    divergence = 0.5 * (4 * scale**2 + loc @ loc - 4) - 4 * np.log(scale)
+    return bound, np.sum(terms) - divergence
+
+
+def of_latent(cell: str) -> Numbers:
+    prior = sgp.LatentGP(K.RBF(ELL), X, jitter=JITTER)
+    return prior.log_prob(y), density(y, rbf(X, X) + JITTER * np.eye(6))
+
+
+def of_ard(cell: str) -> Numbers:
+    return K.RBF(**{"lengthscale": ARD})(X, Z), rbf(X, Z, ARD)
+
+
+def of_moments(cell: str) -> Numbers:
+    posterior = gaussian_process().condition(y)
+    return (posterior.mean(Xs), posterior.variance(Xs)), moments(SIGMA**2)
+
+
+def of_values(cell: str) -> Numbers:
+    """By `sgp.posterior` under single values."""
+
+    def model(X: Any, y: Any = None) -> None:
+        ls = numpyro.sample("ls", dist.LogNormal())
+        numpyro.sample("y", sgp.GaussianProcess(K.RBF(ls), X, SIGMA**2), obs=y)
+
+    posterior = sgp.posterior(model, sgp.infer.Hyperparameters({"ls": ELL}), X, y)
+    return (posterior.mean(Xs), posterior.variance(Xs)), moments(SIGMA**2)
+
+
+def of_predictive(cell: str) -> Numbers:
+    mean, variance = moments(SIGMA**2)
+    predictive = gaussian_process().condition(y).predictive(Xs)
+    theirs = mean, variance + SIGMA**2, stats.norm.logpdf(ys, mean, np.sqrt(variance + SIGMA**2))
+    return (predictive.mean, predictive.variance, predictive.log_prob(ys)), theirs
+
+
+def of_parts(cell: str) -> Numbers:
+    """The conditional of one of two independent processes given the sum of both."""
+    noise, total = SIGMA**2, lambda A, B: rbf(A, B) + matern(1.5, A, B)
+    posterior = sgp.GaussianProcess(K.RBF(ELL) + K.Matern32(ELL), X, noise).condition(y)
+    part = posterior.component(lambda kernel: kernel.left)
+    weights = np.linalg.solve(total(X, X) + noise * np.eye(6), rbf(X, Xs))
+    theirs = weights.T @ y, 1.0 - np.sum(rbf(X, Xs) * weights, axis=0)
+    return (part.mean(Xs), part.variance(Xs)), theirs
+
+
+def of_noise(noise: Any, place: int | None = None) -> Callable[[str], Numbers]:
+    """A noise that the other package adds, and the same here or what a span of code makes of it."""
+
+    def numbers(cell: str) -> Numbers:
+        given = noise if place is None else evaluated(cell, place)
+        matrix = rbf(X, X) + np.diag(np.broadcast_to(noise, 6))
+        return gaussian_process(given).log_prob(y), density(y, matrix)
+
+    return numbers
+
+
+def of_active(cell: str) -> Numbers:
+    place = next(i for i, span in enumerate(spans(cell)) if span.startswith("kernel.on"))
+    kernel = evaluated(cell, place, kernel=K.RBF(ELL))
+    return kernel(X, Z), rbf(X[:, [0, 2]], Z[:, [0, 2]])
+
+
+def of_kernels(*theirs: Any, options: dict[str, Any] | None = None) -> Callable[[str], Numbers]:
+    """The kernels of a cell, classes with a lengthscale of their own, and the others' matrices."""
+
+    def numbers(cell: str) -> Numbers:
+        found = [evaluated(cell, place) for place in range(len(theirs))]
+        kernels = [one(ELL) if isinstance(one, type) else one for one in found]
+        return [kernel(X, Z) for kernel in kernels], theirs
+
+    return numbers
+
+
+def of_outputs(cell: str) -> Numbers:
+    """B = W W' + diag(kappa), and B x K(X, X) of all outputs at all rows."""
+    B = W @ W.T + np.diag(KAPPA)
+    coregion = evaluated(cell) if "Coregion" in cell else K.Coregion(W, KAPPA)
+    Y = np.stack([y, y**2, np.cos(y)], axis=1)
+    gp = sgp.MultiOutputGP(K.RBF(ELL), coregion, X, SIGMA**2)
+    covariance = np.kron(rbf(X, X), B) + SIGMA**2 * np.eye(18)
+    index = np.arange(3.0)[:, None]
+    return (coregion(index, index), gp.log_prob(Y)), (B, density(Y.ravel(), covariance))
+
+
+def of_mixing(cell: str) -> Numbers:
+    """GPflow: f = W g with independent g_l, cov = sum_l W_jl W_il k_l."""
+    parts = [K.RBF(ELL), K.Matern32(ELL)]
+    total = sum(
+        kernel.on((0, 1, 2)) * K.Coregion(W[:, [j]], np.zeros(3)).on((3,))
+        for j, kernel in enumerate(parts[1:], 1)
+    ) + parts[0].on((0, 1, 2)) * K.Coregion(W[:, [0]], np.zeros(3)).on((3,))
+    outputs = np.array([0.0, 1.0, 2.0, 0.0, 1.0, 2.0])
+    index = outputs.astype(int)
+    theirs = sum(
+        np.outer(W[index, j], W[index, j]) * matrix
+        for j, matrix in enumerate([rbf(X, X), matern(1.5, X, X)])
+    )
+    return total.covariance(np.column_stack([X, outputs])), theirs
+
+
+def of_derivatives(cell: str) -> Numbers:
+    """GPyTorch's blocks: values, and derivatives in each column."""
+    kernel, d = evaluated(cell), 3
+    gap = (X[:, None] - Z[None]) / ELL**2  # (n, m, d)
+    base = rbf(X, Z)[..., None, None]
+    blocks = np.zeros((6, 4, d + 1, d + 1))
+    blocks[..., 0, 0] = 1.0
+    blocks[..., 0, 1:], blocks[..., 1:, 0] = gap, -gap
+    blocks[..., 1:, 1:] = np.eye(d) / ELL**2 - gap[..., :, None] * gap[..., None, :]
+    interleaved = (base * blocks).transpose(0, 2, 1, 3).reshape(24, 16)
+
+    def rows_of(A: np.ndarray) -> np.ndarray:
+        return np.column_stack([np.repeat(A, d + 1, axis=0), np.tile(np.arange(d + 1.0), len(A))])
+
+    return kernel(rows_of(X), rows_of(Z)), interleaved
+
+
+def of_mean(cell: str) -> Numbers:
+    """A constant, and x'weights + bias."""
+    weights = np.array([0.3, -0.2, 0.5])
+    linear = gaussian_process(mean=lambda X: X @ weights + 0.4)
+    H = rbf(X, X) + SIGMA**2 * np.eye(6)
+    theirs = density(y - 0.4, H), density(y - X @ weights - 0.4, H)
+    return (gaussian_process(mean=0.4).log_prob(y), linear.log_prob(y)), theirs
+
+
+def of_jitter(cell: str) -> Numbers:
+    """Theirs is of a matrix of mean diagonal VARIANCE, to which ours is relative."""
+    prior = sgp.LatentGP(K.RBF(ELL, VARIANCE), X, jitter=0.01 / VARIANCE)
+    return prior.log_prob(y), density(y, VARIANCE * rbf(X, X) + 0.01 * np.eye(6))
+
+
+def of_objective(cell: str) -> Numbers:
+    """GPyTorch's objective times the number of rows, plus the log priors."""
+
+    def model() -> None:
+        ls = numpyro.sample("ls", dist.LogNormal())
+        numpyro.sample("y", sgp.GaussianProcess(K.RBF(ls), X, SIGMA**2), obs=y)
+
+    guide, params = AutoDelta(model), {"ls_auto_loc": jnp.array(ELL)}
+    loss = Trace_ELBO().loss(jax.random.key(0), params, model, guide)
+    per_row = density(y, rbf(X, X) + SIGMA**2 * np.eye(6)) / 6
+    return -loss, 6 * per_row + stats.lognorm.logpdf(ELL, 1.0)
+
+
+def of_two_sites(cell: str) -> Numbers:
+    f, g = y, np.cos(y)
+    likelihood = evaluated(cell, f=f, g=g)
+    return likelihood.log_prob(y**2), stats.norm.logpdf(y**2, f, np.exp(g))
+
+
+def of_basis(cell: str) -> Numbers:
+    """PyMC's HSGP: sines on [-L, L] around the middle, amplitudes from its spectral density."""
+    phi = evaluated(cell, kernel=K.RBF(ELL)).features
+    L, x = 2.5, X[:, 0] - 0.5
+    w = np.arange(1, 6) * np.pi / (2.0 * L)
+    basis = np.sqrt(1.0 / L) * np.sin(w * (x[:, None] + L))
+    psd = np.sqrt(2.0 * np.pi) * ELL * np.exp(-0.5 * (ELL * w) ** 2)
+    return phi(X[:, :1]) @ phi(X[:, :1]).T, (basis * psd) @ basis.T
+
+
+def of_series(cell: str) -> Numbers:
+    """PyMC's HSGPPeriodic: cosines and sines with Bessel functions of 1 / ls^2."""
+    phi = evaluated(cell)
+    j = np.arange(5)
+    amplitudes = np.where(j > 0, 2.0, 1.0) * special.iv(j, ELL**-2) / np.exp(ELL**-2)
+    gap = 2.0 * np.pi / PERIOD * (X[:, 0][:, None] - X[:, 0])
+    theirs = VARIANCE * np.sum(amplitudes * np.cos(gap[..., None] * j), axis=2)
+    return phi(X[:, :1]) @ phi(X[:, :1]).T, theirs
+
+
+def covariance_of(function: Callable[..., Any], m: int) -> np.ndarray:
+    """Of a function of NumPyro's that is linear in independent normal weights `beta`."""
+
+    def values(beta: Any) -> Any:
+        with numpyro.handlers.substitute(data={"beta": beta}), numpyro.handlers.seed(rng_seed=0):
+            return function()
+
+    basis = jax.vmap(values)(jnp.eye(m))
+    return np.asarray(basis.T @ basis)
+
+
+def of_hsgp(name: str, kernel: Callable[[], Any], **options: Any) -> Callable[[str], Numbers]:
+    """By sines on [-2.5, 2.5], half width and number as the page says."""
+
+    def numbers(cell: str) -> Numbers:
+        phi = sgp.features.HilbertSpace(kernel(), 5, np.array([[-2.5], [2.5]]))
+        inputs = {"alpha": VARIANCE, "length": ELL, "ell": 2.5, "m": 5, **options}
+        call = functools.partial(getattr(hsgp, name), X[:, :1], **inputs)
+        return phi(X[:, :1]) @ phi(X[:, :1]).T, covariance_of(call, 5)
+
+    return numbers
+
+
+def of_all_hsgp(cell: str) -> Numbers:
+    kinds: list[Any] = [("hsgp_squared_exponential", {})]
+    kinds += [("hsgp_matern", {"nu": nu}) for nu in (0.5, 1.5, 2.5)]
+    pairs = []
+    for place, (name, options) in enumerate(kinds):
+        kind = evaluated(cell, place)
+        pairs.append(of_hsgp(name, functools.partial(kind, ELL, VARIANCE), **options)(cell))
+    # After its source: the function itself needs TensorFlow Probability.
+    kernel = evaluated(cell, 4)(ELL, ALPHA, VARIANCE)
+    phi = sgp.features.HilbertSpace(kernel, 5, np.array([[-2.5], [2.5]]))
+    unit = np.sqrt(2.0 * ALPHA) * ELL
+    w = np.arange(1, 6) * np.pi / 5.0
+    bessel = (unit * w) ** (ALPHA - 0.5) * special.kv(ALPHA - 0.5, unit * w)
+    psd = VARIANCE * np.sqrt(2.0 * np.pi) * 2.0 ** (1.0 - ALPHA) * unit * bessel
+    psd /= special.gamma(ALPHA)
+    basis = np.sqrt(1.0 / 2.5) * np.sin(w * (X[:, :1] + 2.5))
+    pairs.append((phi(X[:, :1]) @ phi(X[:, :1]).T, (basis * psd) @ basis.T))
+    return tuple(zip(*pairs, strict=True))
+
+
+def of_periodic_hsgp(cell: str) -> Numbers:
+    """Its `alpha` is the square root of the variance, as the row of `alpha` says.
+
+    Cosines and sines, after its source: the function itself needs TensorFlow Probability.
+    """
+    code = "Periodic(lengthscale, period=2 * pi / w0)"
+    phi = sgp.features.HilbertSpace(VARIANCE * evaluated(f"`{code}`"), 5)
+    j, a, alpha = np.arange(5), ELL**-2, np.sqrt(VARIANCE)
+    amplitudes = np.where(j > 0, 2.0, 1.0) * alpha**2 / np.exp(a) * special.iv(j, a)
+    x, w0 = X[:, 0], NAMES["w0"]
+    waves = np.cos(w0 * j * x[:, None]), np.sin(w0 * j * x[:, None])
+    theirs = sum((basis * amplitudes) @ basis.T for basis in waves)
+    return phi(X[:, :1]) @ phi(X[:, :1]).T, theirs
+
+
+def of_laplace_and_latent(cell: str) -> Numbers:
+    """With normal noise Laplace's approximation is exact."""
+    gp = sgp.LaplaceGP(K.RBF(ELL), X, lambda f: dist.Normal(f, SIGMA))
+    latent = of_latent(cell)
+    return (gp.log_prob(y), latent[0]), (of_marginal(cell)[1], latent[1])
+
+
+RBF, PERIODIC = rbf(X, Z), of_gpflow_and_pymc()
+CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
+    "gpflow": {
+        "`GPR`": of_marginal,
+        "`SGPR`": of_titsias,
+        "`SVGP`": of_svgp,
+        "`VGP`": of_laplace_and_latent,
+        "`GPMC`": of_latent,
+        "`SquaredExponential`": of_kernels(RBF),
+        "`lengthscales=`, one or one for each column": of_ard,
+        "`kernel.variance`, `likelihood.variance`": of_noise(VARIANCE),
+        "`active_dims=`": of_active,
+        "`Periodic(SquaredExponential(variance, lengthscales), period)`": of_kernels(
+            VARIANCE * PERIODIC
+        ),
+        "`Bias(variance)`, `White(variance)`": of_kernels(np.full((6, 4), VARIANCE)),
+        "`Coregion(output_dim, rank)`, its `W` and `kappa`": of_outputs,
+        "`LinearCoregionalization`, `SharedIndependent`": of_mixing,
+        "`HeteroskedasticTFPConditional`": of_two_sites,
+        "`training_loss`, `elbo`": of_objective,
+        "`predict_f`, `predict_f_samples`": of_moments,
+        "`predict_y`, `predict_log_density`": of_predictive,
+    },
+    "gpytorch": {
+        "`ExactGP` with `GaussianLikelihood`": of_marginal,
+        "`likelihood.noise` (a variance)": of_noise(0.4),
+        "`FixedNoiseGaussianLikelihood`": of_noise(np.linspace(0.1, 0.6, 6)),
+        "`ScaleKernel(RBFKernel())`, its `outputscale`": of_kernels(VARIANCE * RBF),
+        "`RBFKernel(ard_num_dims=d)`": of_ard,
+        "`MaternKernel(nu=0.5)`, `1.5`, `2.5`": of_kernels(*map(matern, (0.5, 1.5, 2.5))),
+        "`RQKernel`, `LinearKernel`": of_kernels(rational_quadratic(), VARIANCE * X @ Z.T),
+        "`PeriodicKernel`": of_kernels(np.exp(-2.0 * sines() / ELL)),
+        "`active_dims=`": of_active,
+        "`IndexKernel`, `MultitaskKernel`": of_outputs,
+        "`RBFKernelGrad`": of_derivatives,
+        "`ConstantMean`, `LinearMean`": of_mean,
+        "`ExactMarginalLogLikelihood`, `VariationalELBO`, divided by the number of rows": (
+            of_objective
+        ),
+        "`model.eval()` and `model(X_new)`": of_moments,
+        "`likelihood(model(X_new))`": of_predictive,
+        "`settings.cholesky_jitter`, added as it is": of_jitter,
+    },
+    "pymc": {
+        "`pm.gp.Marginal`": of_marginal,
+        '`pm.gp.MarginalApprox(approx="VFE")`': of_titsias,
+        "`pm.gp.Latent`": of_laplace_and_latent,
+        "`pm.gp.HSGP(m, L)`": of_basis,
+        "`pm.gp.HSGPPeriodic(m, scale)` of `Periodic(1, period, ls)`": of_series,
+        "`sigma=` (a standard deviation)": of_noise(SIGMA**2, 1),
+        "`ExpQuad`, `RatQuad`, `Exponential`": of_kernels(
+            RBF, rational_quadratic(), np.exp(-0.5 * np.sqrt(squares(X, Z)))
+        ),
+        "`Periodic(1, period, ls)`": of_kernels(PERIODIC),
+        "`eta**2 * Matern52(1, ls=l)`": of_kernels(VARIANCE * matern(2.5)),
+        "`input_dim`, `active_dims=`": of_active,
+        "`WarpedInput(..., warp_func=g)`": lambda cell: (
+            evaluated(cell, kernel=K.RBF(ELL))(X, Z), rbf(np.tanh(X), np.tanh(Z))
+        ),
+        "`Coregion(1, W=, kappa=)`": of_outputs,
+        "`WhiteNoise(sigma)`": of_noise(SIGMA**2, 0),
+        "`gp.conditional(name, X_new)`, `sample_posterior_predictive`": of_moments,
+        "`gp.predict(X_new, point=...)`": of_values,
+        '`gp1 + gp2`, `given={"gp": ...}`': of_parts,
+        "`mean_func=`": of_mean,
+    },
+    "hsgp": {
+        "`alpha`": of_periodic_hsgp,
+        "`length`": of_hsgp("hsgp_squared_exponential", lambda: K.RBF(ELL, VARIANCE)),
+        "`ell`, the half width of the box around zero": of_hsgp(
+            "hsgp_matern", lambda: K.Matern32(ELL, VARIANCE), nu=1.5
+        ),
+        "`m`": of_hsgp("hsgp_matern", lambda: K.Matern52(ELL, VARIANCE), nu=2.5),
+        "`hsgp_squared_exponential`, `hsgp_matern(nu=...)`, `hsgp_rational_quadratic`": of_all_hsgp,
+        "`hsgp_periodic_non_centered(w0=...)`": of_periodic_hsgp,
+    },
+}  # fmt: skip
+
+# Rows that name a way to work, of which there is no number.
+WORDS = {
+    "gpflow": {
+        "`GPLVM`", "`gpflow.Parameter`, transforms, `.prior`", "`set_trainable(parameter, False)`",
+        "`inducing_variable=`", "`whiten=True`", "`NaturalGradient(gamma)`",
+        "`posterior()`, with its cache", "`Y` of shape (n, 1)",
+    },
+    "gpytorch": {
+        "`ApproximateGP` with a `VariationalStrategy`", "constraints, `register_prior`",
+        "`DataLoader`", "`gpytorch.optim.NGD`", "batch shapes for several functions",
+        "`settings.max_cg_iterations`, `settings.cg_tolerance`",
+    },
+    "pymc": {
+        "`pm.find_MAP`", "`pm.sample`", "`pm.Minibatch` with `total_size`", "an `InferenceData`",
+    },
+    "hsgp": {"`Predictive` at new `x`", "the weights `beta`", "a rule for `ell` and `m`"},
+}  # fmt: skip
+# What says that a row has a number.
+HAS_NUMBER = re.compile(
+    r"[Kk]ernel|[Ll]ikelihood|[Nn]oise|[Ll]engthscale|variance|" + "|".join(K.__all__)
+)
+
+
+def test_each_row_has_a_check() -> None:
+    expected = {(page, row) for page, checks in CHECKS.items() for row in checks}
+    words = {(page, row) for page, names in WORDS.items() for row in names}
+    found = {(page, theirs) for page, theirs, _ in rows()}
+    assert found == expected | words
+    assert not expected & words
+    for page, theirs, ours in rows():
+        assert (page, theirs) in expected or not HAS_NUMBER.search(theirs + ours), (page, theirs)
+
+
+def test_each_name_of_here_exists() -> None:
+    for page, _, ours in rows():
+        for name in re.findall(r"\bsgp(?:\.\w+)+", ours):
+            value: Any = sgp
+            for part in name.split(".")[1:]:
+                value = getattr(value, part)
+                assert value is not None, (page, name)
+        for span in spans(ours):
+            for name in re.findall(r"(?<![\w.])([A-Z][a-z]\w+)\(", span):
+                homes = [K, sgp, sgp.features, sgp.guides, sgp.infer, sgp.estimators]
+                assert any(hasattr(home, name) for home in homes), (page, name)
+
+
+@pytest.mark.one_interpreter
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("row", [row for row in rows() if row[1] in CHECKS[row[0]]], ids=str)
+def test_a_row_is_the_number_of_the_other_package(row: tuple[str, str, str]) -> None:
+    page, theirs, ours = row
+    found, expected = CHECKS[page][theirs](ours)
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert np.all(np.isfinite(other))
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
