@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import chunks
 from numpyro_scalegp.core.linalg import factorize, matmul
+from numpyro_scalegp.core.programs import compiled_unless_traced
 from numpyro_scalegp.families.chevron import ChevronGP
 from numpyro_scalegp.families.weight_space import WeightSpaceGP
 from numpyro_scalegp.features.chevron import BLOCK, Chevron, blocks_of, projections
@@ -34,6 +35,7 @@ def quadratic_form(p: WeightSpaceGP, weights: Float[Array, " m"]) -> Float[Array
     return weights.dot(matmul(p.features.precision(index, index), weights))
 
 
+@compiled_unless_traced
 def optimal_loc(
     p: WeightSpaceGP, targets: Float[Array, " n"], precision: Float[Array, " n"]
 ) -> tuple[Float[Array, " m"], Float[Array, ""]]:
@@ -53,6 +55,7 @@ def optimal_loc(
     return (_mean_by_features if few else _mean_by_rows)(p, targets, precision)
 
 
+@compiled_unless_traced
 def optimal_diagonal(
     p: WeightSpaceGP, q: ChevronGP, weights: Float[Array, " n"]
 ) -> Float[Array, " m"]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.rows import Rows
 from numpyro_scalegp.features import kmeans_points
 from numpyro_scalegp.features.chevron import Chevron
@@ -116,7 +117,8 @@ class ControlVariates(NamedTuple):
             return found.q.X, targets
 
         batch_key, choice_key, points_key = jax.random.split(key, 3)
-        X, targets = jax.lax.map(batch, jax.random.split(batch_key, batches))
+        of_batches = compiled(lambda keys: jax.lax.map(batch, keys))
+        X, targets = of_batches(jax.random.split(batch_key, batches))
         X, targets = X.reshape(-1, X.shape[-1]), targets.reshape(-1)
         chosen = jax.random.permutation(choice_key, len(X))[: _DATA_ROWS * rank]
         X, targets = X[chosen], targets[chosen]
