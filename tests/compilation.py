@@ -1,6 +1,7 @@
-"""How a test asks for the optimizations that `conftest.py` leaves out, and for array sizes."""
+"""What tests ask of compilation: its optimizations, how often there is one, and sizes of arrays."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,29 @@ optimized = functools.partial(
         "xla_llvm_disable_expensive_passes": False,
     },
 )
+
+
+class Programs:
+    """How many programs were compiled."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        jax.monitoring.register_event_duration_secs_listener(self.count)
+
+    def count(self, event: str, duration: float, **_: object) -> None:
+        self.number += event == "/jax/core/compile/backend_compile_duration"
+
+
+programs = Programs()
+
+
+def assert_compiled_once(call: Callable[[float], Any]) -> None:
+    """The third call, with other values of the same shapes, compiles nothing."""
+    call(1.0)
+    call(1.1)
+    before = programs.number
+    call(1.2)
+    assert programs.number == before
 
 
 def largest_array(closed: Any) -> int:

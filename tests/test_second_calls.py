@@ -20,6 +20,7 @@ from numpyro.infer import SVI
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.solvers import KernelOperator
+from tests.compilation import assert_compiled_once, programs
 from tests.conformance import inputs, with_neighbors
 from tests.registry import (
     DISTRIBUTIONS,
@@ -36,29 +37,6 @@ from tests.registry import (
 X = np.asarray(inputs())
 Xs = X[:3] + 0.05
 KEY = jax.random.key(0)
-
-
-class Programs:
-    """How many programs were compiled."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        jax.monitoring.register_event_duration_secs_listener(self.count)
-
-    def count(self, event: str, duration: float, **_: object) -> None:
-        self.number += event == "/jax/core/compile/backend_compile_duration"
-
-
-programs = Programs()
-
-
-def assert_compiled_once(call: Callable[[float], Any]) -> None:
-    """The third call, with other values of the same shapes, compiles nothing."""
-    call(1.0)
-    call(1.1)
-    before = programs.number
-    call(1.2)
-    assert programs.number == before
 
 
 def kernel(lengthscale: float) -> sgp.kernels.Matern52:

@@ -10,11 +10,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as extend
 from jax.extend import linear_util
 
-_PyTreeDef = type(jax.tree.structure(0))
+_PyTreeDef: Any = type(jax.tree.structure(0))
 # Primitives whose functions say how what their jaxprs compute is differentiated or batched.
 _WITH_RULES = (
     "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "call_with_jvp", "tangent_of_pullback"
@@ -170,7 +171,7 @@ class _Description:
             return type(value), tuple(map(recurse, value))
         if isinstance(value, dict):
             return type(value), tuple((recurse(key), recurse(item)) for key, item in value.items())
-        if not (_is_function(value) or isinstance(value, eqx.Module | _PyTreeDef)):
+        if not (_is_function(value) or isinstance(value, (eqx.Module, _PyTreeDef))):
             return _by_value(value)
         if id(value) in self.open:
             return "itself"
@@ -199,7 +200,8 @@ class _Description:
             defaults = (value.__defaults__, value.__kwdefaults__)
             return value.__code__, of(closed_over(value)), of(defaults)
         is_instance = hasattr(value, "__dict__") and not isinstance(value, type)
-        if is_rule and is_instance and type(value).__hash__ is object.__hash__:
+        of_class: Any = type(value)
+        if is_rule and is_instance and of_class.__hash__ is object.__hash__:
             return type(value), of(vars(value))
         return _by_value(value)
 
@@ -209,7 +211,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _of_array(array: Any) -> Hashable:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array.dtype, _of_array(jax.random.key_data(array))
     content = np.asarray(array)
     data = content.tobytes()
@@ -218,8 +220,10 @@ def _of_array(array: Any) -> Hashable:
 
 
 def _by_value(value: Any) -> Hashable:
-    if type(value).__name__ in _TRANSIENT:
-        return type(value)
+    if (name := type(value).__name__) in _TRANSIENT:
+        return name
+    if isinstance(value, float):
+        return value.hex()  # -0.0 is not 0.0
     try:
         hash(value)
     except TypeError:

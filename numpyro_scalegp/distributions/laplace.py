@@ -111,7 +111,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     def _check_likelihood(self) -> None:
         shape = self.batch_shape + self.event_shape
         like = jax.ShapeDtypeStruct(shape, self.X.dtype)
-        found = jax.eval_shape(self.given, like)
+        found = jax.eval_shape(lambda f: self.given(f), like)
         if not isinstance(found, dist.Distribution):
             raise TypeError(
                 "`likelihood` must map values of the function to a distribution, as in "
@@ -204,7 +204,8 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         self._check_rows(y)
         if not samples:
             return self._log_density(y)
-        found = jax.lax.map(self._log_density, y.reshape(-1, *shape))
+        # Not the method itself: JAX keeps what it traced of a function that it has seen.
+        found = jax.lax.map(lambda y: self._log_density(y), y.reshape(-1, *shape))
         return found.reshape(*samples, *self.batch_shape)
 
     # One program also where NUTS looks for a place to start, outside of compiled code.
