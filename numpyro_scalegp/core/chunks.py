@@ -55,7 +55,8 @@ def map_rows(
         last = jnp.broadcast_to(leaf[-1:], (num_chunks * chunk_size - n, *leaf.shape[1:]))
         return jnp.concatenate([leaf, last]).reshape(num_chunks, chunk_size, *leaf.shape[1:])
 
-    results = jax.lax.map(function, jax.tree.map(split, X))
+    # Not the function itself, of which JAX would keep what it traced.
+    results = jax.lax.map(lambda chunk: function(chunk), jax.tree.map(split, X))
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], results)
 
 
