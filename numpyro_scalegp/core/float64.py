@@ -34,9 +34,9 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     arguments = jax.lax.stop_gradient(arguments)
     flat, structure = jax.tree.flatten(arguments)
-    dtype = jnp.result_type(*(leaf.dtype for leaf in map(jnp.asarray, flat) if _is_floating(leaf)))
+    dtype = jnp.result_type(*(leaf for leaf in flat if _is(leaf, jnp.floating)))
     if dtype == jnp.float64:
-        return function(*arguments)
+        return function(*jax.tree.map(_widened, arguments))
     shape_of_output: Any = None
 
     def narrow(*flat: ArrayLike) -> list:
@@ -45,10 +45,7 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
     def wide(*flat: ArrayLike) -> list:
         nonlocal shape_of_output
         with jax.enable_x64(True):
-            widened = [
-                jnp.asarray(leaf, jnp.float64) if _is_floating(leaf) else leaf for leaf in flat
-            ]
-            output = function(*jax.tree.unflatten(structure, widened))
+            output = function(*jax.tree.unflatten(structure, map(_widened, flat)))
             leaves, shape_of_output = jax.tree.flatten(output)
             return [leaf.astype(dtype) for leaf in leaves]
 
@@ -60,8 +57,14 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
     return jax.tree.unflatten(shape_of_output, leaves)
 
 
-def _is_floating(leaf: ArrayLike) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+def _is(leaf: ArrayLike, kind: type) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), kind))
+
+
+def _widened(leaf: ArrayLike) -> ArrayLike:
+    # Counts as well: functions such as `gammaln` compute in the floating type of an integer's size.
+    wide = {jnp.floating: jnp.float64, jnp.integer: jnp.int64}
+    return next((jnp.asarray(leaf, wide[kind]) for kind in wide if _is(leaf, kind)), leaf)
 
 
 def _types_of_output(function: Callable, *flat: ArrayLike) -> tuple:
