@@ -49,7 +49,7 @@ def log_expectation(
 
     Args:
         entries: the log densities l, given f of shape (*rows,) and `data`; -inf where a density is
-            zero, and NaN counts as that where other values of f give numbers.
+            zero, and NaN and infinity count as that where the mean of f gives a number.
         data: what `entries` takes besides; all of it may be differentiated.
         mean: of f.
         scale: standard deviations of f.
@@ -155,7 +155,8 @@ def _log_integrand(
     entries: Entries, data: Any, mean: Array, scale: Array, z: Float[Array, "nodes *rows"]
 ) -> Float[Array, "nodes *rows"]:
     logs = jax.vmap(lambda z: entries(mean + scale * z, data))(z)
-    logs = jnp.where(jnp.isnan(logs), -jnp.inf, logs)
+    # Far from the mean, exp(f) overflows, and differences of infinite terms mean nothing.
+    logs = jnp.where(jnp.isnan(logs) | jnp.isposinf(logs), -jnp.inf, logs)
     return logs - 0.5 * jnp.square(z) - 0.5 * math.log(2.0 * math.pi)
 
 
@@ -170,8 +171,8 @@ def _integrated(
         z = jax.vmap(lambda place: left + width * place)(jnp.asarray(_PLACES, width.dtype))
         logs = _log_integrand(entries, data, mean, scale, z)
         largest = jnp.max(logs, axis=0)
-        base = jnp.where(jnp.isfinite(largest), largest, 0.0)
-        values = jnp.where(jnp.isposinf(logs), 0.0, jnp.exp(logs - base))
+        base = jnp.where(jnp.isneginf(largest), 0.0, largest)
+        values = jnp.exp(logs - base)
         fine, difference = (
             jnp.tensordot(jnp.asarray(weights, z.dtype), values, 1)
             for weights in (_FINE, _FINE - _COARSE)
@@ -180,7 +181,7 @@ def _integrated(
         is_resolved = width * scale > 1e3 * eps * jnp.abs(mean + scale * left)
         is_divisible = is_resolved & (width > 1e3 * eps * jnp.abs(left))
         log_error = jnp.where(is_divisible, jnp.log(jnp.abs(difference)) + log_width, -jnp.inf)
-        return jnp.where(jnp.isposinf(largest), jnp.inf, jnp.log(fine) + log_width), log_error
+        return jnp.log(fine) + log_width, log_error
 
     return _Panels(left, width, *jax.lax.map(integrate, (left, width)))
 
@@ -230,9 +231,12 @@ def _refined(entries: Entries, data: Any, mean: Array, scale: Array) -> _Refined
         return _Refined(panels, log_dropped, state.num_steps + 1)
 
     state = jax.lax.while_loop(is_poor, divide, state)
-    # Nowhere a number: nothing is known of what is NaN, rather than zero.
-    is_nan = jnp.isneginf(state.total) & jnp.isnan(entries(mean + 0.0 * scale, data))
-    return state._replace(log_dropped=jnp.where(is_nan, jnp.nan, state.log_dropped))
+    # Where no f gives a number, or each an infinite one, that is what there is.
+    at_mean = entries(mean + 0.0 * scale, data)
+    is_nan = jnp.isneginf(state.total) & jnp.isnan(at_mean)
+    is_infinite = jnp.isposinf(at_mean)
+    log_dropped = jnp.where(is_nan | is_infinite, at_mean, state.log_dropped)
+    return state._replace(log_dropped=log_dropped)
 
 
 def _nodes(entries: Entries, data: Any, mean: Array, scale: Array) -> _Nodes:

@@ -104,8 +104,6 @@ class LaplacePosterior(AbstractPosterior):
         # where a row says more of f than the prior does; where it says less, the covariances do.
         of_others = precision / self.curvature
         determines = self.curvature * jnp.sum(jnp.square(tril), axis=-1) > 2.0
-        variance = jnp.where(
-            determines, (1.0 - of_others) / self.curvature, self.variance(self.X)
-        )
+        variance = jnp.where(determines, (1.0 - of_others) / self.curvature, self.variance(self.X))
         variance = variance / of_others
         return dist.Normal(self.mode - self.gradient * variance, jnp.sqrt(variance))
