@@ -1,8 +1,8 @@
 """Functions of single rows that are computed in float64, whatever the default precision is.
 
 A log likelihood is often a small difference of large terms: those of a Poisson density of 10^5
-counts are of the order of 10^6, and float32 holds the density itself to a tenth. Rows are few beside
-the entries of a covariance matrix, so that twice the digits cost next to nothing.
+counts are of the order of 10^6, and float32 holds the density itself to a tenth. Rows are few
+beside the entries of a covariance matrix, so that twice the digits cost next to nothing.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,7 @@ Entries = Callable[[Array, Any], Array]
 def log_expectation(
     entries: Entries, data: Any, mean: Float[Array, "*rows"], scale: Float[Array, "*rows"]
 ) -> Float[Array, "*rows"]:
-    """log E[exp(l(f))] of each entry by itself, f normal.
+    """The logarithm of an expectation over normal f, log E[exp(l(f))], entry by entry.
 
     Args:
         entries: the log densities l, given f of shape (*rows,) and `data`; -inf where a density is
