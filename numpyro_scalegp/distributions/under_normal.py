@@ -1,5 +1,6 @@
 """Observations whose likelihood has a normal variable each, which is integrated out."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Num
 
-from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.functions import RowsFunction, as_pytree
 from numpyro_scalegp.core.log_expectation import log_expectation
 from numpyro_scalegp.core.quadrature import normal_nodes
 
@@ -20,15 +21,18 @@ class LikelihoodUnderNormal(dist.Distribution):
     """Observations each of which depends on a normal variable: p(y) = E[p(y | f)].
 
     Args:
-        likelihood: maps values of f to a distribution of one observation for each.
+        likelihood: maps values of f, shape (*batch, n), to a distribution of one observation for
+            each.
         f: the normal variables.
     """
 
     arg_constraints: dict[str, Any] = {}
     pytree_data_fields = ("likelihood", "f")
 
-    def __init__(self, likelihood: RowsFunction, f: dist.Normal) -> None:
-        self.likelihood, self.f = likelihood, f
+    def __init__(
+        self, likelihood: RowsFunction | Callable[[Array], dist.Distribution], f: dist.Normal
+    ) -> None:
+        self.likelihood, self.f = as_likelihood(likelihood), f
         super().__init__(f.batch_shape, ())
 
     @property
@@ -86,6 +90,11 @@ class LikelihoodUnderNormal(dist.Distribution):
         found = jax.lax.map(lambda node: function(self.likelihood(loc + scale * node)), places)
         weights = weights.reshape(-1, *[1] * (found.ndim - 1))
         return found, jnp.asarray(weights, loc.dtype)
+
+
+def as_likelihood(function: RowsFunction | Callable[[Array], dist.Distribution]) -> RowsFunction:
+    """Wrap a likelihood, which takes the function's values at all rows, also if a network."""
+    return dataclasses.replace(as_pytree(function, "likelihood"), maps_single_rows=False)
 
 
 def _entries(f: Float[Array, "..."], data: Any) -> Float[Array, "..."]:
