@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.derivatives import lasting_jvp
+from numpyro_scalegp.core.float64 import in_float64
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 
@@ -132,9 +133,13 @@ def _log_joint(
     large terms.
     """
 
-    @lasting_jvp
-    def value(K: Array, mean: Array, data: Any, f: Array, weights: Array) -> Array:
-        return jnp.sum(entries(f, data) - 0.5 * weights * (f - mean), axis=-1)
+    def joint(K: Array, mean: Array, data: Any, f: Array, weights: Array) -> Array:
+        # With f that belongs to the rounded weights, errors of these are of second order.
+        change = jnp.where(jnp.isnan(f), jnp.nan, _times(K, weights))
+        return jnp.sum(entries(mean + change, data) - 0.5 * weights * change, axis=-1)
+
+    # Log likelihoods of large counts are differences of far larger terms.
+    value = lasting_jvp(lambda *arguments: in_float64(joint, *arguments))
 
     @value.defjvp
     def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
@@ -155,12 +160,8 @@ class _State(NamedTuple):
 
 def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
     deviation = jnp.sqrt(jnp.diagonal(K, axis1=-2, axis2=-1))
-    tolerance = jnp.finfo(K.dtype).eps ** 0.5
-    shares = jnp.array(_SHARES, K.dtype)
-
-    def log_joint(f: Array, weights: Array) -> Array:
-        found = jnp.sum(entries(f, data), axis=-1) - 0.5 * jnp.sum(weights * (f - mean), axis=-1)
-        return jnp.where(jnp.isnan(found), -jnp.inf, found)
+    eps = jnp.finfo(K.dtype).eps
+    tolerance = eps**0.5
 
     def step(state: _State) -> _State:
         f, weights = state.f, state.weights
@@ -168,16 +169,13 @@ def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
         # K^-1 times the step, from what is left of it: errors of rounding shrink with the steps.
         excess = g - weights
         L = _factorize(_unit(K, W))
-        d_weights = excess - _precision_times(W, L, _times(K, excess))
+        d_weights = _transposed_motion(K, W, L, excess)
         df = _times(K, d_weights)
-        along = jax.vmap(lambda share: log_joint(f + share * df, weights + share * d_weights))
-        found = along(shares)
-        best = jnp.max(found, axis=0)
-        # The largest of those that rounding alone tells apart.
-        ties = found >= best - 10.0 * jnp.finfo(K.dtype).eps * jnp.abs(best)
-        share = shares[jnp.argmax(ties, axis=0)][..., None]
-        # A full step of this size leaves an error of about its square.
-        is_small = jnp.all(jnp.abs(df) <= tolerance * deviation, axis=-1)
+        # A full step of this size leaves an error of about its square, or one of rounding.
+        least = jnp.maximum(tolerance * deviation, 10.0 * eps * jnp.abs(f))
+        is_small = jnp.all(jnp.abs(df) <= least, axis=-1)
+        share = jnp.where(is_small, 1.0, _share_of_step(entries, data, state, df, d_weights))
+        share = share[..., None]
         keep = state.is_done[..., None]
         return _State(
             jnp.where(keep, f, f + share * df),
@@ -200,12 +198,36 @@ def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
     is_concave = jnp.all(W * deviation**2 >= -tolerance, axis=-1)
     is_finite = jnp.all(jnp.isfinite(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
     pivots = jnp.square(jnp.diagonal(L, axis1=-2, axis2=-1))
-    has_few = pivots < linalg.FEW_ROUNDINGS * jnp.finfo(K.dtype).eps * (1.0 + W * deviation**2)
+    has_few = pivots < linalg.FEW_ROUNDINGS * eps * (1.0 + W * deviation**2)
     call_where(jnp.any(has_few), _warn_of_digits)
     call_where(jnp.any(state.is_done & is_finite & ~is_concave), _warn_of_curvature)
-    call_where(~jnp.all(state.is_done & is_finite), _warn_of_failure)
+    call_where(jnp.any(~is_finite), _warn_of_what_is_not_finite)
+    call_where(jnp.any(~state.is_done & is_finite), _warn_of_failure)
     works = state.is_done & is_concave & is_finite
     return Mode(jnp.where(works[..., None], state.f, jnp.nan), state.weights, L)
+
+
+def _share_of_step(
+    entries: Entries, data: Any, state: _State, df: Array, d_weights: Array
+) -> Float[Array, "*batch"]:
+    """The share of a step of Newton's method at the end of which p(f, y) is largest.
+
+    By the slope along the step, integrated by the trapezoidal rule: values of p(f, y) are
+    differences of large terms, whose rounding can be larger than all that the step gains.
+    """
+    shares = jnp.array([0.0, *_SHARES[::-1]], df.dtype)
+
+    def along(share: Array) -> Array:
+        f = state.f + share * df
+        values, g = jax.vjp(lambda f: jnp.sum(entries(f, data), axis=-1), f)
+        g = g(jnp.ones_like(values))[0]
+        slope = jnp.sum((g - state.weights - share * d_weights) * df, axis=-1)
+        return jnp.where(jnp.isfinite(values) & jnp.isfinite(slope), slope, -jnp.inf)
+
+    slopes_along = jax.vmap(along)(shares)
+    widths = jnp.diff(shares).reshape(-1, *[1] * (slopes_along.ndim - 1))
+    gains = jnp.cumsum(0.5 * widths * (slopes_along[1:] + slopes_along[:-1]), axis=0)
+    return shares[1:][jnp.argmax(gains, axis=0)]
 
 
 def _warn_of_curvature() -> None:
@@ -230,10 +252,21 @@ def _warn_of_digits() -> None:
 
 def _warn_of_failure() -> None:
     warnings.warn(
-        f"Laplace's approximation found no mode in {_MAX_STEPS} steps, or met what is not finite: "
-        "the result is NaN. Check y against the likelihood's support, and the inputs and what the "
-        "likelihood holds for NaN. A sampler that warms up may try hyperparameters for which this "
-        "is so: it rejects them, and there is nothing to mend.",
+        f"Laplace's approximation found no mode in {_MAX_STEPS} steps: the result is NaN. Work in "
+        "float64; if it stays, the likelihood's logarithm may not be concave in the function, or "
+        "not smooth. A sampler that warms up may try hyperparameters for which this is so: it "
+        "rejects them, and there is nothing to mend.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
+
+
+def _warn_of_what_is_not_finite() -> None:
+    warnings.warn(
+        "Laplace's approximation found no mode, since it met what is not finite: the result is "
+        "NaN. Check y against the likelihood's support, and the inputs and what the likelihood "
+        "holds for NaN. A sampler that warms up may try hyperparameters for which this is so: it "
+        "rejects them, and there is nothing to mend.",
         RuntimeWarning,
         stacklevel=1,
     )
@@ -250,12 +283,34 @@ def _solve_motion(K: Array, W: Array, L: Array, change: Array) -> Array:
         return v + _times(K, W * v)
 
     def solve(_: Callable, v: Array) -> Array:
-        return v - _times(K, _precision_times(W, L, v))
+        return _motion(K, W, L, v)
 
     def transposed_solve(_: Callable, v: Array) -> Array:
-        return v - _precision_times(W, L, _times(K, v))
+        return _transposed_motion(K, W, L, v)
 
     return jax.lax.custom_linear_solve(product, change, solve, transposed_solve)
+
+
+# S = I - K P = W^-1 P. The difference loses its digits in rows that say much of the function, where
+# it is small, and the other form divides by zero in rows that say nothing.
+
+
+def _says_much(K: Array, W: Array) -> Bool[Array, "*batch n"]:
+    return W * jnp.diagonal(K, axis1=-2, axis2=-1) > 1.0
+
+
+def _motion(K: Array, W: Array, L: Array, v: Array) -> Array:
+    """S v."""
+    says_much = _says_much(K, W)
+    Pv = _precision_times(W, L, v)
+    return jnp.where(says_much, Pv / jnp.where(says_much, W, 1.0), v - _times(K, Pv))
+
+
+def _transposed_motion(K: Array, W: Array, L: Array, v: Array) -> Array:
+    """S'v."""
+    says_much = _says_much(K, W)
+    few, much = jnp.where(says_much, 0.0, v), jnp.where(says_much, v, 0.0)
+    return few + _precision_times(W, L, much / jnp.where(says_much, W, 1.0) - _times(K, few))
 
 
 class _Inverse(NamedTuple):
@@ -279,7 +334,9 @@ def _inverse(K: Array, W: Array, L: Array) -> _Inverse:
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[_Inverse, _Inverse]:
     (K, W, L), (dK, dW, _) = primals, tangents
     P, _ = found = _inverse(K, W, L)
-    S = jnp.eye(K.shape[-1], dtype=K.dtype) - matmul(K, P)
+    says_much = _says_much(K, W)[..., :, None]
+    difference = jnp.eye(K.shape[-1], dtype=K.dtype) - matmul(K, P)
+    S = jnp.where(says_much, P / jnp.where(says_much, W[..., :, None], 1.0), difference)
     transposed = jnp.swapaxes(S, -1, -2)
     dP = matmul(transposed, dW[..., :, None] * S) - matmul(matmul(P, dK), P)
     covariance = matmul(S, K)

@@ -1,6 +1,5 @@
 """The collapsed family for other likelihoods than normal noise: Laplace's approximation."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from numpyro_scalegp.distributions.members import (
     mean_at,
 )
 from numpyro_scalegp.distributions.rows import RowsDistribution
-from numpyro_scalegp.distributions.under_normal import LikelihoodUnderNormal
+from numpyro_scalegp.distributions.under_normal import LikelihoodUnderNormal, as_likelihood
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.posteriors.batch import BatchPosterior
@@ -348,5 +347,4 @@ def _as_likelihood(value: Any) -> RowsFunction:
             "`likelihood` must be a function of the function's values, as in "
             f"`lambda f: dist.{type(value).__name__}(...)`, got a distribution."
         )
-    # A network, too, takes the values at all rows.
-    return dataclasses.replace(functions.as_pytree(value, "likelihood"), maps_single_rows=False)
+    return as_likelihood(value)

@@ -96,9 +96,14 @@ class LaplacePosterior(AbstractPosterior):
             Vehtari et al. (2016), Bayesian leave-one-out cross-validation approximations for
             Gaussian latent variable models, section 3.3.
         """
-        whole = self.process
-        members: Any = whole.members if isinstance(whole, BatchPosterior) else whole
-        precision = jnp.sum(jnp.square(_inverse(members.factor.tril)), axis=-2)
-        # 1 - v W is the entry of B^-1 on the diagonal.
-        variance = self.variance(self.X) * self.curvature / precision
+        process = self.process
+        members: Any = process.members if isinstance(process, BatchPosterior) else process
+        tril = members.factor.tril  # of H = K + W^-1
+        precision = jnp.sum(jnp.square(_inverse(tril)), axis=-2)  # the diagonal of H^-1
+        # 1 - v W is the entry of B^-1 on the diagonal, with B = I + W^1/2 K W^1/2. It says v
+        # where a row says more of f than the prior does; where it says less, the covariances do.
+        of_others = precision / self.curvature
+        determines = self.curvature * jnp.sum(jnp.square(tril), axis=-1) > 2.0
+        variance = jnp.where(determines, (1.0 - of_others) / self.curvature, self.variance(self.X))
+        variance = variance / of_others
         return dist.Normal(self.mode - self.gradient * variance, jnp.sqrt(variance))

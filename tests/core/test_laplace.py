@@ -113,6 +113,60 @@ def test_large_and_small_counts_in_float32(scale):
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-3, atol=0.03 * deviation)
 
 
+def binomial(f, data):
+    y, num_trials = data
+    return dist.Binomial(num_trials, logits=f).log_prob(y)
+
+
+def gamma(f, data):
+    y, concentration = data
+    return dist.Gamma(concentration, concentration * jnp.exp(-f)).log_prob(y)
+
+
+def poisson(f, data):
+    y, exposure = data
+    return dist.Poisson(exposure * jnp.exp(f)).log_prob(y)
+
+
+PLACES = np.linspace(0.0, 10.0, 60)
+SHARES_OF_SUCCESS = 1.0 / (1.0 + np.exp(-np.sin(PLACES)))
+LEVELS = np.exp(np.sin(PLACES))
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("entries", "y", "size"),
+    [
+        (binomial, lambda size: np.round(size * SHARES_OF_SUCCESS), (100, 1000, 10_000, 100_000)),
+        (poisson, lambda size: np.round(size * LEVELS), (1.0, 1e3, 1e5)),
+        (gamma, lambda size: LEVELS, (1.0, 1e2, 1e4)),
+    ],
+)
+def test_rows_that_say_much_in_float32(entries, y, size):
+    """The terms of a log likelihood are far larger than itself, and than its change near a mode."""
+
+    @jax.jit
+    def density(theta, y, size):
+        distance = jnp.abs(PLACES[:, None] - PLACES).astype(theta.dtype) * jnp.exp(-theta[0])
+        scaled = 5.0**0.5 * distance
+        K = jnp.exp(theta[1] - scaled) * (1.0 + scaled + scaled**2 / 3.0)
+        return laplace.log_marginal(entries, K, jnp.zeros_like(K[0]), (y, size))
+
+    def of(dtype, size):
+        theta = jnp.array([0.7, -0.7], dtype)
+        counts = jnp.asarray(y(size), dtype)
+        value, gradient = jax.value_and_grad(density)(theta, counts, jnp.asarray(size, dtype))
+        jax.effects_barrier()
+        return value, gradient
+
+    for number in size:
+        with jax.enable_x64(True):
+            expected = of(np.float64, number)
+        found = of(np.float32, number)
+        np.testing.assert_allclose(found[0], expected[0], atol=0.02)
+        np.testing.assert_allclose(found[1], expected[1], rtol=0.01, atol=0.5)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_counts_far_above_the_prior_mean(dtype, x64):
     """The first step is too long by the counts' size."""

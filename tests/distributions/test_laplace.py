@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+import scipy.stats
 from numpyro.infer import MCMC, NUTS
 
 import numpyro_scalegp as sgp
@@ -44,8 +45,7 @@ def test_a_normal_likelihood_is_that_of_the_exact_process(x64):
     np.testing.assert_allclose(loo.f.loc, expected_loo.loc, rtol=1e-8)
     np.testing.assert_allclose(loo.f.scale, scale, rtol=1e-8)
     replicates = gp.predictive(found)
-    # Quadrature has fewer digits far from the mean.
-    np.testing.assert_allclose(replicates.log_prob(y), expected.at_data().log_prob(y), rtol=2e-3)
+    np.testing.assert_allclose(replicates.log_prob(y), expected.at_data().log_prob(y), rtol=1e-6)
     draws = replicates.sample(jax.random.key(0), (4000,))
     errors = np.asarray(draws.mean(axis=0) - expected.at_data().loc) / expected.at_data().scale
     assert np.abs(errors).max() < 4.0 / np.sqrt(4000)
@@ -94,6 +94,52 @@ def test_leaving_one_out_is_near_a_fit_without_it(x64):
         expected = rest.predictive(rest.condition(COUNTS)).log_prob(COUNTS)[row]
         np.testing.assert_allclose(found[row], expected, atol=0.05)
     assert np.abs(found - gp.given(gp.condition(COUNTS).mode).log_prob(COUNTS)).max() > 0.2
+
+
+APART = 50.0 * np.arange(6.0)[:, None]
+LARGE = np.array([980, 1510, 640, 2200, 1100, 900])
+
+
+def isolated(variance=1.0, mean=7.0, rows=APART):
+    kernel = sgp.kernels.Matern52(1.0, variance)
+    return sgp.LaplaceGP(kernel, rows, lambda f: dist.Poisson(jnp.exp(f)), mean=mean)
+
+
+def test_large_counts_that_no_other_row_foretells(dtype):
+    """Each density is narrow beside the normal distribution over which it is integrated."""
+    gp = isolated(rows=APART.astype(dtype))
+    posterior = gp.condition(LARGE)
+    # Each count given the prior of its row alone.
+    f = np.linspace(-2.0, 16.0, 200_001)[:, None]
+    logs = scipy.stats.poisson.logpmf(LARGE, np.exp(f)) + scipy.stats.norm.logpdf(f, 7.0)
+    expected = np.log(np.trapezoid(np.exp(logs), f, axis=0))
+    tolerance = {"rtol": 1e-6} if dtype == jnp.float64 else {"rtol": 1e-4}
+    left_out = gp.leave_one_out(posterior)
+    np.testing.assert_allclose(left_out.log_prob(LARGE), expected, **tolerance)
+    new = isolated(rows=APART.astype(dtype) + 25.0).predictive(posterior)
+    np.testing.assert_allclose(new.log_prob(LARGE), expected, **tolerance)
+
+
+def test_probabilities_of_all_counts_sum_to_one(dtype):
+    gp = isolated(mean=3.0, rows=APART[:2].astype(dtype))
+    posterior = gp.condition(LARGE[:2] // 50)
+    counts = jnp.arange(3000)[:, None]
+    for distribution in (gp.leave_one_out(posterior), gp.predictive(posterior)):
+        probabilities = jnp.exp(distribution.log_prob(counts))
+        assert probabilities.shape == (3000, 2)
+        np.testing.assert_allclose(np.sum(probabilities, axis=0), 1.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", [0.0, 7.0, 11.0, 15.0])
+@pytest.mark.parametrize("variance", [0.01, 1.0, 100.0])
+def test_cavities_of_isolated_rows_are_the_prior(level, variance, dtype):
+    """However much more than the prior a row says of itself."""
+    gp = isolated(variance, level, APART.astype(dtype))
+    y = np.round(np.exp(level + np.linspace(-0.5, 0.5, 6)))
+    cavity = gp.condition(y).cavity()
+    rtol = 1e-6 if dtype == jnp.float64 else 1e-4
+    np.testing.assert_allclose(cavity.scale, np.sqrt(variance), rtol=rtol)
+    np.testing.assert_allclose(cavity.loc, level, atol=10.0 * rtol * np.sqrt(variance) + 1e-5)
 
 
 def test_a_batch_is_a_loop(x64):
