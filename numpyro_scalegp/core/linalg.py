@@ -173,6 +173,12 @@ def warn_of_steps(
     )
 
 
+def warn_of_rounding(tril: Float[Array, "n n"], limit: float = rounding.FEW_DIGITS) -> None:
+    """Warn as `factorize` does where a factor has few digits; see `rounding.relative_rounding`."""
+    few = rounding.relative_rounding(tril) > limit
+    warn_of_steps(jnp.ones((), bool), jnp.zeros((), jnp.int32), few=few)
+
+
 def lift(factor: Factor) -> Float[Array, ""]:
     """What was added to the diagonal, or NaN where nothing helped."""
     return factor.jitter + 0.0 * factor.tril[0, 0]
