@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.core import lapack
+
 MAX_SIZE = 1024
 # LAPACK takes threads from 1024 bytes a row on.
 _LAPACK_BYTES = 512
@@ -21,7 +23,7 @@ def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
     rest, columns = A, []
     for start in range(0, n, block):
         size = min(block, n - start)
-        L = jax.lax.linalg.cholesky(rest[:size, :size], symmetrize_input=False)
+        L = lapack.cholesky(rest[:size, :size])
         panel = _solved(rest[size:, :size], L, triangular_inverse(L))
         columns.append(jnp.concatenate([jnp.zeros((start, size), A.dtype), L, panel]))
         rest = rest[size:, size:] - _product(panel, panel.T)

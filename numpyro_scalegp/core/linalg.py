@@ -17,7 +17,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from numpyro_scalegp.core import blocked, checks, rounding
+from numpyro_scalegp.core import blocked, checks, lapack, rounding
 from numpyro_scalegp.core.derivatives import lasting_jvp
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.core.mesh import divided, filled, mesh_of, stack_shares
@@ -45,7 +45,7 @@ class Factor(NamedTuple):
 def solve_lower(tril: Float[Array, "m m"], B: Float[Array, "m n"]) -> Float[Array, "m n"]:
     """Solve L X = B for many columns, on a mesh each device for its own; in O(m^2 n)."""
     if (mesh := mesh_of(B)) is None:
-        return solve_triangular(tril, B, lower=True)
+        return lapack.solve_lower(tril, B)
     # As a batch, which XLA divides: the columns of a single solve it would gather.
     shares = filled(mesh, B.T, repeat=False).reshape(mesh.size, -1, len(tril)).mT
     trils = jnp.broadcast_to(tril, (mesh.size, *tril.shape))
@@ -236,8 +236,8 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: Ar
 def factorize_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The Cholesky factor, NaN or infinite on its diagonal where K is not positive definite."""
     if K.shape[0] > blocked.MAX_SIZE:
-        return jnp.linalg.cholesky(K)
-    return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=jnp.linalg.cholesky)
+        return lapack.cholesky(K)
+    return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=lapack.cholesky)
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -251,7 +251,7 @@ def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
 def _split_inverse(L: Float[Array, "n n"], leaf: int) -> Float[Array, "n n"]:
     n = L.shape[0]
     if n <= leaf:
-        return solve_triangular(L, jnp.eye(n, dtype=L.dtype), lower=True)
+        return lapack.solve_lower(L, jnp.eye(n, dtype=L.dtype))
     h = n // 2
     top, bottom = _split_inverse(L[:h, :h], leaf), _split_inverse(L[h:, h:], leaf)
     return blocked.merge_inverses(top, bottom, L[h:, :h], L[h:, h:])
@@ -387,7 +387,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 @lasting_jvp
 def _log_density(K: Array, y: Array, L: Array) -> Array:
-    white = solve_triangular(L, y, lower=True)
+    white = lapack.solve_lower(L, y)
     log_det = 2.0 * jnp.sum(jnp.log(jnp.diagonal(L)))
     return -0.5 * (white.dot(white) + log_det + y.size * math.log(2.0 * math.pi))
 

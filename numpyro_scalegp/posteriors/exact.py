@@ -4,13 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import linalg, rounding
+from numpyro_scalegp.core import lapack, linalg, rounding
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.programs import compiled
@@ -66,10 +64,10 @@ class ExactPosterior(AbstractInChunks):
         Given the matrix that was factorized, the jitter that it took included, with a step of
         iterative refinement.
         """
-        weights = jax.scipy.linalg.cho_solve((factor.tril, True), residual)
+        weights = lapack.cholesky_solve(factor.tril, residual)
         if covariance is not None:
             left = residual - pairwise_product(covariance, weights)
-            weights = weights + jax.scipy.linalg.cho_solve((factor.tril, True), left)
+            weights = weights + lapack.cholesky_solve(factor.tril, left)
         return cls(
             kernel=kernel,
             X=X,
@@ -118,7 +116,7 @@ class ExactPosterior(AbstractInChunks):
 
     def _white(self, rows: Float[Array, "r d"]) -> Float[Array, "n r"]:
         """L^-1 k(X, x) of each row."""
-        return solve_triangular(self.factor.tril, self._of_f(rows, self.X).T, lower=True)
+        return lapack.solve_lower(self.factor.tril, self._of_f(rows, self.X).T)
 
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         white = self._white(rows)
@@ -145,7 +143,7 @@ class ExactPosterior(AbstractInChunks):
         X = self.X.astype(L.dtype)
         draws = prior_draws(key, self.kernel, num_samples, num_features, X)
         observed = draws_with(draws, self.kernel, X, L)
-        weights = a[:, None] - jax.scipy.linalg.cho_solve((L, True), observed)
+        weights = a[:, None] - lapack.cholesky_solve(L, observed)
         columns = jnp.arange(num_samples)
         return KernelFunctionSamples(self._of_f, self.mean_function, draws, columns, X, weights)
 
