@@ -148,9 +148,9 @@ def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limi
 
 def _warn_of_rounding() -> None:
     warnings.warn(
-        "the log marginal likelihood of features has few digits left in this precision, and their "
-        "posterior no more: the data determine some weights too well beside the others. Work in "
-        "float64 (numpyro.enable_x64()), raise the noise variance, or, for random features, take "
+        "the log marginal likelihood or the posterior of features has few digits left in this "
+        "precision: the data determine some weights too well beside the others. Work in float64 "
+        "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
         "`sgp.estimators.Pathwise`.",
         RuntimeWarning,
         stacklevel=1,
