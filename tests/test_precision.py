@@ -21,6 +21,8 @@ NEW = np.linspace(0.0, 5.0, 40, dtype=np.float32)[:, None]
 POINTS = np.linspace(-0.2, 5.2, 30)[:, None]
 LENGTHSCALES = (0.1, 1.0, 3.0, 10.0)
 NOISES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+# With these inputs the masks of the registry show and hide rows of every member.
+SEED = 6
 
 
 def observations(lengthscale: float, noise: float) -> np.ndarray:
@@ -167,10 +169,11 @@ def without_nan(function: Callable[[Any], Any]) -> None:
         jax.block_until_ready(function(jnp.asarray(1.3)))
 
 
+@pytest.mark.slow
 @each("factory", POSTERIORS)
 def test_posteriors_make_no_nan(factory):
     """With `jax_debug_nans`, nothing that is healthy stops."""
-    X = inputs()
+    X = inputs(seed=SEED)
 
     def compute(lengthscale: Any) -> Any:
         posterior = factory(sgp.kernels.RBF(lengthscale), X)
@@ -185,6 +188,7 @@ def test_posteriors_make_no_nan(factory):
     without_nan(compute)
 
 
+@pytest.mark.slow
 @each("factory", DISTRIBUTIONS)
 def test_distributions_make_no_nan(factory):
     X = inputs()
@@ -200,6 +204,7 @@ def test_distributions_make_no_nan(factory):
     without_nan(jax.value_and_grad(compute))
 
 
+@pytest.mark.slow
 @each("factory", ESTIMATORS)
 def test_estimators_make_no_nan(factory):
     X = inputs()
