@@ -23,7 +23,7 @@ def _in_calls(function: Callable[..., Array], operations: Callable[..., int]) ->
 
     Args:
         function: of arrays, with any leading axes.
-        operations: of one call, from the arrays.
+        operations: of one call, from the arrays' shapes.
     """
     call = jax.custom_batching.custom_vmap(function)
 
@@ -35,8 +35,8 @@ def _in_calls(function: Callable[..., Array], operations: Callable[..., int]) ->
         ]
         size = num
         if jax.default_backend() == "cpu":
-            each = max(1, operations(*(array[0] for array in members)))
-            size = min(num, max(1, (MAX_OPERATIONS - 1) // each))
+            shapes = (jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in members)
+            size = min(num, max(1, (MAX_OPERATIONS - 1) // max(1, operations(*shapes))))
         if size == num:
             return call(*members), True
         num_calls = -(-num // size)
