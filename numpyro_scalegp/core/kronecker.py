@@ -11,16 +11,14 @@ the density has one. So V and lambda are held fixed, and the derivatives are tho
 H^-1 = sum_i (lambda_i K + I)^-1 x v_i v_i'.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import lapack, linalg
 from numpyro_scalegp.core.derivatives import lasting_jvp, refuse_derivatives
 from numpyro_scalegp.core.linalg import matmul
 
@@ -88,9 +86,7 @@ def log_density(
 
 @lasting_jvp
 def _log_density(K: Array, B: Array, noise: Array, R: Array, factors: _Factors) -> Array:
-    white = jax.vmap(functools.partial(solve_triangular, lower=True))(
-        factors.trils, matmul(R, factors.vectors).T
-    )
+    white = jax.vmap(lapack.solve_lower)(factors.trils, matmul(R, factors.vectors).T)
     log_det = 2.0 * jnp.sum(jnp.log(jnp.diagonal(factors.trils, axis1=1, axis2=2)))
     log_det += len(K) * jnp.sum(jnp.log(noise))
     return -0.5 * (jnp.sum(jnp.square(white)) + log_det + R.size * math.log(2.0 * math.pi))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from numpyro_scalegp.core import blocked, checks
+from numpyro_scalegp.core import blocked, checks, lapack, rounding
 from numpyro_scalegp.core.derivatives import lasting_jvp
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.core.mesh import divided, filled, mesh_of, stack_shares
@@ -45,7 +45,7 @@ class Factor(NamedTuple):
 def solve_lower(tril: Float[Array, "m m"], B: Float[Array, "m n"]) -> Float[Array, "m n"]:
     """Solve L X = B for many columns, on a mesh each device for its own; in O(m^2 n)."""
     if (mesh := mesh_of(B)) is None:
-        return solve_triangular(tril, B, lower=True)
+        return lapack.solve_lower(tril, B)
     # As a batch, which XLA divides: the columns of a single solve it would gather.
     shares = filled(mesh, B.T, repeat=False).reshape(mesh.size, -1, len(tril)).mT
     trils = jnp.broadcast_to(tril, (mesh.size, *tril.shape))
@@ -94,6 +94,8 @@ def factorize(
     escalate: bool = True,
     warn: bool = True,
     noise: Float[Array, "..."] | None = None,
+    limit: float | None = None,
+    unit: Float[Array, ""] | None = None,
 ) -> Factor:
     """Factorize K = L L' without a derivative, adding jitter only where that fails.
 
@@ -104,13 +106,16 @@ def factorize(
         escalate: whether to try the further steps of `JITTER_LADDER` where K itself fails.
         warn: whether to warn where jitter was added or nothing helped.
         noise: noise variances that are part of the diagonal, with the least of which the warning
-            compares; given these, it also warns of pivots that are little more than rounding.
+            compares.
+        limit: the relative rounding of the factor from which to warn, too; by default
+            `rounding.FEW_DIGITS` where `noise` is given, and none where it is not.
+        unit: the variance that the ladder is relative to, by default the mean diagonal.
 
     Returns:
         The factor and the jitter that it took, in O(n^3) time for each attempt.
     """
     K = jax.lax.stop_gradient(K)
-    scale = jnp.finfo(K.dtype).eps * jnp.mean(jnp.diagonal(K))
+    scale = jnp.finfo(K.dtype).eps * (jnp.mean(jnp.diagonal(K)) if unit is None else unit)
     ladder = jnp.array(JITTER_LADDER if escalate else JITTER_LADDER[:1], K.dtype) * scale
 
     def is_factor(tril: Array) -> Array:
@@ -119,31 +124,36 @@ def factorize(
 
     def failed(state: tuple[Array, Array]) -> Array:
         step, tril = state
-        return ~is_factor(tril) & (step + 1 < ladder.size)
+        return (step < 0) | (~is_factor(tril) & (step + 1 < ladder.size))
 
     def attempt(state: tuple[Array, Array]) -> tuple[Array, Array]:
         step = state[0] + 1
         jittered = K + ladder[step] * jnp.eye(K.shape[0], dtype=K.dtype)
         return step, factorize_on_platform(jittered)
 
-    untried = (jnp.full((), -1, jnp.int32), jnp.full_like(K, jnp.nan))
+    untried = (jnp.full((), -1, jnp.int32), jnp.zeros_like(K))
     step, tril = jax.lax.while_loop(failed, attempt, untried)
     works = is_factor(tril)
     if warn:
-        ratio: ArrayLike = jnp.nan
-        few = jnp.zeros((), bool)
+        ratio, few = jnp.zeros((), K.dtype), jnp.zeros((), bool)
         if noise is not None:
             ratio = ladder[step] / jnp.min(jax.lax.stop_gradient(noise))
-            rounding = jnp.finfo(K.dtype).eps * jnp.diagonal(K)  # each row's own
-            few = jnp.any(jnp.square(jnp.diagonal(tril)) < FEW_ROUNDINGS * rounding)
+            limit = rounding.FEW_DIGITS if limit is None else limit
+        if limit is not None:
+            few = rounding.relative_rounding(tril) > limit
         warn_of_steps(works, step, ratio, few)
     return Factor(jnp.where(works, tril, jnp.nan), ladder[step])
+
+
+def with_jitter(K: Float[Array, "n n"], factor: Factor) -> Float[Array, "n n"]:
+    """The matrix that was factorized: K with the jitter that it took."""
+    return K + factor.jitter * jnp.eye(K.shape[0], dtype=K.dtype)
 
 
 def warn_of_steps(
     works: Bool[Array, ""],
     step: Int[Array, ""],
-    ratio: ArrayLike = jnp.nan,
+    ratio: ArrayLike = 0.0,
     few: ArrayLike = False,
 ) -> None:
     """Warn on the host of steps of `JITTER_LADDER` that were taken, or did not help.
@@ -151,7 +161,7 @@ def warn_of_steps(
     Args:
         works: whether there is a factor.
         step: of the ladder.
-        ratio: what was added, in noise variances; NaN where there are none.
+        ratio: what was added, in noise variances; zero where there are none.
         few: whether the factor's digits are few.
     """
     given = ~works, step, jnp.asarray(ratio), jnp.asarray(few)
@@ -161,6 +171,12 @@ def warn_of_steps(
         lambda: None,
         lambda: jax.debug.callback(_warn_of_jitter, ~fails, most, largest, anywhere),
     )
+
+
+def warn_of_rounding(tril: Float[Array, "n n"], limit: float = rounding.FEW_DIGITS) -> None:
+    """Warn as `factorize` does where a factor has few digits; see `rounding.relative_rounding`."""
+    few = rounding.relative_rounding(tril) > limit
+    warn_of_steps(jnp.ones((), bool), jnp.zeros((), jnp.int32), few=few)
 
 
 def lift(factor: Factor) -> Float[Array, ""]:
@@ -178,7 +194,7 @@ def warn_of_lift(lifts: Float[Array, "..."]) -> None:
         found = np.asarray(lifts)
         works = not np.isnan(found).any()
         if not works or (found > 0).any():
-            _warn_of_jitter(works, 1, np.nan, False)
+            _warn_of_jitter(works, 1, 0.0, False)
 
 
 def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: ArrayLike) -> None:
@@ -196,7 +212,7 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: Ar
             stacklevel=1,
         )
     elif np.asarray(step) > 0:
-        beside = "" if np.isnan(ratio) else f", about {10.0 ** np.round(np.log10(ratio)):g} times"
+        beside = "" if ratio == 0.0 else f", about {10.0 ** np.round(np.log10(ratio)):g} times"
         beside += beside and " the noise variance"
         warnings.warn(
             "a covariance matrix was not positive definite in this precision, so jitter was added "
@@ -207,9 +223,11 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: Ar
         )
     elif few:
         warnings.warn(
-            "a covariance matrix is so close to singular that its log density and gradient have "
-            "few digits left in this precision. Raise the noise variance or the `jitter` argument, "
-            "or work in float64, unless a sampler that warms up only tried it.",
+            "a covariance matrix is so close to singular that its log density and gradient, and "
+            "posterior means beside their standard deviations, have few digits left in this "
+            "precision (see `diagnostics`). Work in float64 (numpyro.enable_x64()), raise the "
+            "noise variance or the `jitter` argument, or take a rougher kernel, unless a sampler "
+            "that warms up only tried it.",
             RuntimeWarning,
             stacklevel=1,
         )
@@ -218,8 +236,8 @@ def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: Ar
 def factorize_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The Cholesky factor, NaN or infinite on its diagonal where K is not positive definite."""
     if K.shape[0] > blocked.MAX_SIZE:
-        return jnp.linalg.cholesky(K)
-    return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=jnp.linalg.cholesky)
+        return lapack.cholesky(K)
+    return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=lapack.cholesky)
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -233,7 +251,7 @@ def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:
 def _split_inverse(L: Float[Array, "n n"], leaf: int) -> Float[Array, "n n"]:
     n = L.shape[0]
     if n <= leaf:
-        return solve_triangular(L, jnp.eye(n, dtype=L.dtype), lower=True)
+        return lapack.solve_lower(L, jnp.eye(n, dtype=L.dtype))
     h = n // 2
     top, bottom = _split_inverse(L[:h, :h], leaf), _split_inverse(L[h:, h:], leaf)
     return blocked.merge_inverses(top, bottom, L[h:, :h], L[h:, h:])
@@ -369,7 +387,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 @lasting_jvp
 def _log_density(K: Array, y: Array, L: Array) -> Array:
-    white = solve_triangular(L, y, lower=True)
+    white = lapack.solve_lower(L, y)
     log_det = 2.0 * jnp.sum(jnp.log(jnp.diagonal(L)))
     return -0.5 * (white.dot(white) + log_det + y.size * math.log(2.0 * math.pi))
 

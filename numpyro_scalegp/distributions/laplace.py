@@ -250,6 +250,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         zero = functions.constant_function(jnp.zeros((), mean.dtype))
 
         def of_one(kernel: AbstractKernel, X: Array, f: Array, weights: Array, L: Array) -> Any:
+            linalg.warn_of_rounding(L)
             return ExactPosterior(
                 kernel=kernel,
                 X=X,

@@ -109,6 +109,7 @@ class Cholesky(AbstractEstimator):
     ) -> ExactPosterior:
         H = self.covariance(operator)
         factor = self.factorize(H, operator.noise_variance)
+        factorized = linalg.with_jitter(H, factor) if self.jitter is None else H
         return ExactPosterior.from_factor(
             operator.kernel,
             operator.X,
@@ -117,6 +118,7 @@ class Cholesky(AbstractEstimator):
             operator.noise_variance,
             mean_function,
             factor._replace(tril=linalg.cholesky_given(H, factor.tril)),
+            factorized,
         )
 
     @compiled

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, rounding
 from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import as_numpy
@@ -207,6 +207,12 @@ class Vecchia(AbstractNeighbors):
         self, operator: KernelOperator, residual: Float[Array, "*batch n"], **options: Any
     ) -> Float[Array, "*batch"]:
         """The sum of log densities; see `AbstractEstimator.log_prob`."""
+        return self.log_density(operator, residual, rounding.FEW_DIGITS)
+
+    def log_density(
+        self, operator: KernelOperator, residual: Float[Array, "*batch n"], limit: float
+    ) -> Float[Array, "*batch"]:
+        """The same, with a warning from another relative rounding; see `rounding`."""
         graph, n = self._graph_of(operator), operator.size
         check = graph.check(operator.X)
         if self.rows is not None:
@@ -251,7 +257,7 @@ class Vecchia(AbstractNeighbors):
             terms = jnp.log(left)[..., None] + errors * errors / left[..., None]
             terms = jnp.where(is_own[..., None], weights[:, None, None] * terms, 0.0)
             whole = jnp.where(is_own, conditionals.variances(found), 0.0)
-            few = conditionals.few_digits(whole, left)
+            few = conditionals.few_digits(whole, left, rows.shape[1], limit)
             return jnp.sum(terms, axis=(0, 1)), jax.tree.map(jnp.add, trouble, few)
 
         chunk = divided((rows, places, weights), operator.mesh)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import batches, checks, linalg
+from numpyro_scalegp.core import batches, checks, linalg, rounding
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.distributions.rows import RowsDistribution
 from numpyro_scalegp.posteriors.variational import AbstractVariationalPosterior
@@ -61,8 +61,13 @@ class AbstractPriorGP(RowsDistribution):
     def _log_density(self, value: Float[Array, "... n"]) -> Float[Array, "..."]:
         axes = len(self.batch_shape)
         shape = jnp.broadcast_shapes(value.shape[:-1], self.batch_shape)
+
+        def of_one(K: Array, values: Array) -> Array:
+            factor = linalg.factorize(K, limit=rounding.NO_DIGITS)
+            return linalg.gaussian_log_density(K, values, factor)
+
         found = batches.each(
-            lambda K, values: linalg.gaussian_log_density(K, values, linalg.factorize(K)),
+            of_one,
             batches.Batch(self.covariance(), axes),
             batches.Batch(batches.samples_last(value, self.batch_shape), axes),
         )

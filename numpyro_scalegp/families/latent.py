@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import batches, checks, functions, linalg, memory
+from numpyro_scalegp.core import batches, checks, functions, linalg, memory, rounding
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.features import AbstractFeatures
@@ -132,10 +132,11 @@ class LatentGP(AbstractPriorGP):
 
         def of_one(kernel: AbstractKernel, X: Array, f: Array) -> ExactPosterior:
             K = self._covariance_of(kernel, X)
-            factor = linalg.factorize(K)
+            factor = linalg.factorize(K, limit=rounding.NO_DIGITS)
+            factorized = linalg.with_jitter(K, factor)
             factor = factor._replace(tril=linalg.cholesky_given(K, factor.tril))
-            found = ExactPosterior.from_factor(kernel, X, f, f, None, zero, factor)
-            return dataclasses.replace(found, of_values=True)
+            given = kernel, X, f, f, None, zero, factor, factorized
+            return dataclasses.replace(ExactPosterior.from_factor(*given), of_values=True)
 
         values = batches.Batch(f, len(self.batch_shape))
         found = batches.each(of_one, *self._parts, values)

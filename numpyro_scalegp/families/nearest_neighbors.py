@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import checks, functions, linalg
+from numpyro_scalegp.core import checks, functions, linalg, rounding
 from numpyro_scalegp.estimators import Vecchia
 from numpyro_scalegp.families.family import AbstractPriorGP
 from numpyro_scalegp.kernels import AbstractKernel
@@ -107,7 +107,7 @@ class NearestNeighborGP(AbstractPriorGP):
                 f"`value` must have shape (..., {self.event_shape[0]}), got {value.shape}: one "
                 "value for each row of `X`."
             )
-        return self.neighbors.log_prob(self._operator, value)
+        return self.neighbors.log_density(self._operator, value, rounding.NO_DIGITS)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()

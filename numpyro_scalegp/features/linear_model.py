@@ -64,9 +64,17 @@ def statistics_of(
     return Statistics(matmul(weighted, Phi), matmul(weighted, residual), squares)
 
 
-def posterior(statistics: Statistics) -> Weights:
-    """The posterior of the weights given the only data vector, in O(p^3)."""
+def posterior(statistics: Statistics, *, warn: bool = False) -> Weights:
+    """The posterior of the weights given the only data vector, in O(p^3).
+
+    Args:
+        statistics: of the rows.
+        warn: whether to warn where rounding errors swamp what the data leave uncertain: of a mean
+            that is not `refined`.
+    """
     precision = _precision(statistics)
+    if warn:
+        warn_of_few_digits(precision, 1.0, _FEW_DIGITS)
     factor = linalg.factorize(precision)
     W = linalg.inverse_cholesky_given(precision, factor.tril)
     return Weights(matmul(W.T, matmul(W, statistics.moments[:, 0])), W, factor.jitter)
@@ -140,8 +148,8 @@ def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limi
 
 def _warn_of_rounding() -> None:
     warnings.warn(
-        "the log marginal likelihood of features has few digits left in this precision: the data "
-        "determine some weights too well beside the others. Work in float64 "
+        "the log marginal likelihood or the posterior of features has few digits left in this "
+        "precision: the data determine some weights too well beside the others. Work in float64 "
         "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
         "`sgp.estimators.Pathwise`.",
         RuntimeWarning,

@@ -1,6 +1,7 @@
 """The posterior of a sparse GP with the optimal distribution over its inducing values."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import equinox as eqx
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import linalg, rounding
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.kernels import AbstractKernel
@@ -20,6 +22,9 @@ from numpyro_scalegp.posteriors.function_samples import (
     draws_with,
     prior_draws,
 )
+
+# A variance so small beside the jitter of the points' covariance is a good part that jitter.
+_FEW_JITTERS = 5.0
 
 
 class WhitenedPoints(eqx.Module):
@@ -41,7 +46,7 @@ class WhitenedPoints(eqx.Module):
 
     def unexplained(self, X: Float[Array, "n d"], Phi: Float[Array, "n M"]) -> Float[Array, " n"]:
         """The variance that the features Phi of X leave unexplained."""
-        return jnp.maximum(self.of_f.diag(X) - jnp.sum(jnp.square(Phi), axis=1), 0.0)
+        return rounding.remaining_variance(self.of_f.diag(X), jnp.sum(jnp.square(Phi), axis=1))
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "WhitenedPoints":
         """Those of a part of f, with the whole's whitening."""
@@ -68,6 +73,13 @@ class CollapsedPosterior(FeaturePosterior):
     def _unexplained(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
         Phi = self.features(rows)
         return self.features.unexplained(rows, Phi) + self._of_weights(Phi)
+
+    @compiled
+    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+        variance = self._map(self._unexplained, Xs, chunk_size)
+        jitter = linalg.default_jitter(variance.dtype) * self.features.of_f.diag(Xs)
+        call_where(jnp.mean(variance) < _FEW_JITTERS * jnp.mean(jitter), _warn_of_jitter)
+        return variance
 
     @compiled
     def _rest_at_data(self) -> Float[Array, " n"]:
@@ -110,3 +122,13 @@ class CollapsedPosterior(FeaturePosterior):
         """
         of_features = super().leave_one_out()
         return dist.Normal(of_features.loc, jnp.sqrt(of_features.scale**2 + self._rest_at_data()))
+
+
+def _warn_of_jitter() -> None:
+    warnings.warn(
+        "variances of a posterior with inducing points are too large in this precision: the jitter "
+        "that the covariance of the points needs is a good part of them. Work in float64 "
+        "(numpyro.enable_x64()).",
+        RuntimeWarning,
+        stacklevel=1,
+    )

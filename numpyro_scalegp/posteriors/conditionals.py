@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import linalg, rounding
 from numpyro_scalegp.core.derivatives import lasting_jvp
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.kernels import AbstractKernel
@@ -93,10 +93,23 @@ class Trouble(NamedTuple):
         linalg.warn_of_steps(failed == 0, (lifted > 0).astype(jnp.int32), few=few > 0)
 
 
-def few_digits(variance: Float[Array, "*b"], left: Float[Array, "*b"]) -> Trouble:
-    """The trouble with what is left of variances."""
-    rounding = linalg.FEW_ROUNDINGS * jnp.finfo(left.dtype).eps
-    few = jax.lax.stop_gradient(left < rounding * variance)
+def few_digits(
+    variance: Float[Array, "*b"],
+    left: Float[Array, "*b"],
+    size: int,
+    limit: float = rounding.FEW_DIGITS,
+) -> Trouble:
+    """The trouble with what is left of variances.
+
+    Args:
+        variance: what they were.
+        left: what is left of them.
+        size: number of values each is left by. The norm of their covariance is at most the sum of
+            their variances, and about that for neighbors.
+        limit: of rounding relative to what is left; see `rounding.relative_rounding`.
+    """
+    errors = rounding.unit(left.dtype) * size * variance
+    few = jax.lax.stop_gradient(errors > limit * left)
     none = jnp.zeros((), left.dtype)
     return Trouble(none, none, jnp.sum(few.astype(left.dtype)))
 
@@ -156,14 +169,20 @@ def weights_in_groups(found: Groups) -> tuple[Float[Array, "b o k"], Float[Array
 
 
 def moments(
-    found: Systems, values: Float[Array, "b k s"]
+    found: Systems, values: Float[Array, "b k s"], limit: float = rounding.FEW_DIGITS
 ) -> tuple[Float[Array, "b s"], Float[Array, " b"]]:
     """Means, for each of s sets of given values, and variances, in O(b k^3).
+
+    Warns where the pivots of H are so small that both have few digits.
 
     With a = H^-1 r and b = H^-1 c: mean c'a, variance v - c'b, and derivatives
     a'dc - b'dH a + b'dr and dv - 2 b'dc + b'dH b, from the factor of the value.
     """
-    return _moments(found.H, found.C, found.variance, values, _factor(found.H))
+    L, trouble = _factors(found.H)
+    variances, pivots = (jnp.diagonal(A, axis1=1, axis2=2) for A in (found.H, L))
+    few = few_digits(variances, jnp.square(pivots), L.shape[1], limit)
+    jax.tree.map(jnp.add, trouble, few).warn()
+    return _moments(found.H, found.C, found.variance, values, L)
 
 
 def weights(found: Systems) -> tuple[Float[Array, "b k"], Float[Array, " b"]]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from numpyro_scalegp.core import rounding
 from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.linalg import matmul
@@ -75,7 +76,8 @@ class Residual(eqx.Module):
         phi = points(rows).astype(given.dtype)
         H = found.H - jnp.einsum("bkm,blm->bkl", given, given, precision="highest")
         C = found.C - jnp.einsum("bkm,bm->bk", given, phi, precision="highest")
-        variance = jnp.maximum(found.variance - jnp.sum(phi * phi, axis=1), 0.0) + noise
+        left = rounding.remaining_variance(found.variance, jnp.sum(phi * phi, axis=1))
+        variance = left + noise
         b, variance = conditionals.weights(conditionals.Systems(H, C, variance))
         seen = jnp.where(is_given[..., None], values[jnp.where(is_given, near, 0)], 0.0)
         return Decorrelated(
@@ -120,7 +122,7 @@ class Residual(eqx.Module):
             return (
                 statistics,
                 jnp.sum(logs),
-                conditionals.few_digits(whole, found.variance),
+                conditionals.few_digits(whole, found.variance, self.known.num),
             )
 
         every = jnp.arange(len(near), dtype=near.dtype)
@@ -169,7 +171,7 @@ class FullScalePosterior(AbstractConditioned):
         """Find the weights' posterior, in O(n (k^3 + k M + M^2) + M^3)."""
         X = residual.known.X
         values = (y - mean_function(X)).astype(residual.Phi.dtype)
-        weights = posterior(residual.statistics(near, values[:, None])[0])
+        weights = posterior(residual.statistics(near, values[:, None])[0], warn=True)
         return cls(
             residual=residual,
             near=near,

@@ -1,6 +1,7 @@
 """What every posterior over a function offers."""
 
 import abc
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
 from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.row_values import (
     ELSEWHERE,
@@ -27,6 +29,13 @@ OF_VALUES = (
     "own values, as in a draw of NUTS: give `sgp.to_arviz(mcmc, key=key)` to `arviz.loo`, or write "
     "the model with a `sgp.GaussianProcess`."
 )
+
+# Joint draws start with this much on the diagonal of their covariance, in units of rounding of the
+# prior variance.
+_DRAW_ROUNDINGS = 10.0
+# The part of the variance of draws that what was put there may be without a warning: deviations
+# are wider by half of it.
+_WIDE = 0.25
 
 
 class AbstractPosterior(eqx.Module):
@@ -328,10 +337,18 @@ class AbstractPosterior(eqx.Module):
         covariance: Float[Array, "m m"],
         prior_variance: Float[Array, " m"],
         num_samples: int,
+        *,
+        warn: bool = True,
     ) -> Float[Array, "num_samples m"]:
         # What rounding leaves in the posterior covariance is relative to the prior variance.
-        jitter = linalg.default_jitter(covariance.dtype) * jnp.mean(prior_variance)
-        L = linalg.cholesky(covariance + jitter * jnp.eye(mean.size, dtype=covariance.dtype))
+        prior, variance = jnp.mean(prior_variance), jnp.mean(jnp.diagonal(covariance))
+        first = _DRAW_ROUNDINGS * jnp.finfo(covariance.dtype).eps * prior
+        jittered = covariance + first * jnp.eye(mean.size, dtype=covariance.dtype)
+        factor = linalg.factorize(jittered, unit=jax.lax.stop_gradient(prior), warn=False)
+        linalg.warn_of_steps(~jnp.isnan(factor.tril[0, 0]), jnp.zeros((), jnp.int32))
+        if warn:
+            call_where(first + factor.jitter > _WIDE * variance, _warn_of_wide_draws)
+        L = linalg.cholesky_given(jittered, factor.tril)
         noise = jax.random.normal(key, (num_samples, mean.size), covariance.dtype)
         return mean[None, :] + linalg.matmul(noise, L.T)
 
@@ -447,3 +464,13 @@ class Component(AbstractPosterior):
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> AbstractPosterior:
         """The posterior of a part of the part."""
         return self.part.restrict(change)
+
+
+def _warn_of_wide_draws() -> None:
+    warnings.warn(
+        "joint draws from a posterior are wider than its variances say: in this precision the "
+        "jitter that their covariance needs is a good part of it. Work in float64 "
+        "(numpyro.enable_x64()), draw at fewer inputs, or take `sample_functions`.",
+        RuntimeWarning,
+        stacklevel=1,
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from numpyro_scalegp.core import checks, linalg, neighbors
+from numpyro_scalegp.core import checks, linalg, neighbors, rounding
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.functions import RowsFunction
 from numpyro_scalegp.core.host import as_numpy
@@ -246,13 +246,15 @@ class VecchiaPosterior(AbstractConditioned):
     @compiled
     def _moments(self, Xs: Array, near: Array, chunk_size: int | None) -> tuple[Array, Array]:
         known, (in_chunks, whole) = self._known, in_chunks_and_whole(self.mean_function)
+        limit = rounding.NO_DIGITS if self.noise_variance is None else rounding.FEW_DIGITS
 
         def of_chunk(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
             rows, near = chunk
             found = known.systems(near, rows, self.part)
             values = jnp.where(near < len(self.X), self.residual[near], 0.0)
-            mean, variance = conditionals.moments(found, values[..., None])
-            return in_chunks(rows) + mean[:, 0], jnp.maximum(variance, 0.0)
+            mean, variance = conditionals.moments(found, values[..., None], limit)
+            left = rounding.remaining_variance(found.variance, found.variance - variance)
+            return in_chunks(rows) + mean[:, 0], left
 
         size = rows_at_a_time(self.num_neighbors, most=chunk_size)
         mean, variance = map_rows(of_chunk, (Xs, near), size)
