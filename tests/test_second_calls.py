@@ -3,6 +3,7 @@
 Over the members of `registry.py`, outside of compiled code, as users call them.
 """
 
+import contextlib
 import gc
 import types
 import weakref
@@ -117,10 +118,9 @@ def of_posterior(factory: Any) -> Callable[[float], Any]:
         parts = [p.mean(Xs), p.variance(Xs), p.sample(KEY, Xs, 2), p.diagnostics]
         predictive = p.predictive(Xs, 0.1)
         parts += [predictive.mean, predictive.variance, p.sample_functions(KEY, 2)(Xs)]
-        if hasattr(p, "leave_one_out") and p.noise_variance is not None:
-            parts.append(p.leave_one_out())
-        if hasattr(p, "covariance"):
-            parts.append(p.covariance(Xs))
+        for method, arguments in ((p.leave_one_out, ()), (p.covariance, (Xs,))):
+            with contextlib.suppress(ValueError):  # where a posterior has none
+                parts.append(method(*arguments))
         return parts
 
     return call

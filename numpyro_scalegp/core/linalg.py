@@ -21,6 +21,7 @@ from numpyro_scalegp.core import blocked, checks, lapack, rounding
 from numpyro_scalegp.core.derivatives import lasting_jvp
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.core.mesh import divided, filled, mesh_of, stack_shares
+from numpyro_scalegp.core.programs import compiled_unless_traced
 
 # Factorizations are tried with these multiples of `eps` times the mean diagonal, in turn.
 JITTER_LADDER = (0.0, 1e1, 1e2, 1e3, 1e4)
@@ -88,6 +89,7 @@ def least_diagonal(trace: Float[Array, ""]) -> Float[Array, ""]:
     return 10.0 * jnp.finfo(trace.dtype).eps * trace
 
 
+@compiled_unless_traced
 def factorize(
     K: Float[Array, "n n"],
     *,
@@ -324,11 +326,13 @@ def _log_derivative(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Ar
 # derivative, its factor: so a factor is computed once and serves the value and all derivatives.
 
 
+@compiled_unless_traced
 def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """Factorize K = L L'; dL = L half(L^-1 dK L^-T). Returns L, shape (n, n)."""
     return cholesky_given(K, factorize(K).tril)
 
 
+@compiled_unless_traced
 def inverse_cholesky(K: Float[Array, "n n"], *, warn: bool = True) -> Float[Array, "n n"]:
     """Whiten K = L L': W = L^-1, shape (n, n); dW = -half(W dK W') W. Warns as `factorize`."""
     return inverse_cholesky_given(K, factorize(K, warn=warn).tril)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
@@ -12,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Num
 
 from numpyro_scalegp.core.functions import RowsFunction, as_pytree
 from numpyro_scalegp.core.log_expectation import log_expectation
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.quadrature import normal_nodes
 
 _NUM_NODES = 32
@@ -54,7 +54,7 @@ class LikelihoodUnderNormal(dist.Distribution):
         """
         return self._log_density(jnp.asarray(value))
 
-    @eqx.filter_jit
+    @compiled
     def _log_density(self, y: Num[Array, "..."]) -> Float[Array, "..."]:
         loc, scale = jnp.broadcast_arrays(self.f.loc, self.f.scale)
         y = jnp.broadcast_to(y, jnp.broadcast_shapes(y.shape, loc.shape))
@@ -69,16 +69,19 @@ class LikelihoodUnderNormal(dist.Distribution):
     @property
     def mean(self) -> Float[Array, "..."]:
         """The mean, by quadrature."""
-        means, weights = self._at_nodes(lambda likelihood: likelihood.mean)
-        return jnp.sum(weights * means, axis=0)
+        return self._moments()[0]
 
     @property
     def variance(self) -> Float[Array, "..."]:
         """The variance, by quadrature."""
+        return self._moments()[1]
+
+    @compiled
+    def _moments(self) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         means, weights = self._at_nodes(lambda likelihood: likelihood.mean)
         variances, _ = self._at_nodes(lambda likelihood: likelihood.variance)
-        spread = jnp.square(means - jnp.sum(weights * means, axis=0))
-        return jnp.sum(weights * (variances + spread), axis=0)
+        mean = jnp.sum(weights * means, axis=0)
+        return mean, jnp.sum(weights * (variances + jnp.square(means - mean)), axis=0)
 
     def _at_nodes(
         self, function: Callable[[dist.Distribution], Array]
