@@ -18,7 +18,8 @@ from jax.extend import linear_util
 _PyTreeDef: Any = type(jax.tree.structure(0))
 # Primitives whose functions say how what their jaxprs compute is differentiated or batched.
 _WITH_RULES = (
-    "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "call_with_jvp", "tangent_of_pullback"
+    "custom_jvp_call", "custom_vjp_call", "custom_vmap_call",
+    "call_with_jvp", "tangent_of_pullback",
 )  # fmt: skip
 # Functions and classes of these packages read nothing that changes.
 _CONSTANT = frozenset(["jax", "jaxlib", "equinox", "numpy", "builtins", "math", "operator"])

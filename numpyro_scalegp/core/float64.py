@@ -5,17 +5,18 @@ counts are of the order of 10^6, and float32 holds the density itself to a tenth
 beside the entries of a covariance matrix, so that twice the digits cost next to nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import ArrayLike
 
-# Other platforms, such as TPUs, have no float64 or lack functions for it.
-_PLATFORMS = ("cpu", "cuda", "rocm")
+# Others, such as TPUs, have no float64 or lack functions for it.
+_BACKENDS = ("cpu", "gpu", "cuda", "rocm")
 
 _call = Primitive("call_in_float64")
 _call.multiple_results = True
@@ -37,10 +38,9 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
     dtype = jnp.result_type(*(leaf for leaf in flat if _is(leaf, jnp.floating)))
     if dtype == jnp.float64:
         return function(*jax.tree.map(_widened, arguments))
+    if jax.default_backend() not in _BACKENDS:
+        return function(*arguments)
     shape_of_output: Any = None
-
-    def narrow(*flat: ArrayLike) -> list:
-        return jax.tree.leaves(function(*jax.tree.unflatten(structure, flat)))
 
     def wide(*flat: ArrayLike) -> list:
         nonlocal shape_of_output
@@ -50,11 +50,27 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
             return [leaf.astype(dtype) for leaf in leaves]
 
     try:
-        types = _types_of_output(wide, *flat)
+        leaves = _bind(wide, *flat)
     except TypeError:  # a function that fixes the types of its own arrays
         return function(*arguments)
-    leaves = _call.bind(*flat, wide=wide, narrow=narrow, types=types)
     return jax.tree.unflatten(shape_of_output, leaves)
+
+
+def _bind(wide: Callable, *flat: ArrayLike) -> list:
+    """Bind a function's jaxpr, with constants that are traced as arguments."""
+    closed = jax.make_jaxpr(wide)(*flat)
+    is_traced = [isinstance(constant, jax.core.Tracer) for constant in closed.consts]
+    tracers = [constant for constant in closed.consts if isinstance(constant, jax.core.Tracer)]
+
+    def with_tracers(*arguments: ArrayLike) -> list:
+        first = iter(arguments[: len(tracers)])
+        pairs = zip(closed.consts, is_traced, strict=True)
+        constants = [next(first) if traced else constant for constant, traced in pairs]
+        with jax.enable_x64(True):
+            return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments[len(tracers) :])
+
+    program = jax.make_jaxpr(with_tracers)(*tracers, *flat) if tracers else closed
+    return _call.bind(*tracers, *flat, program=program)
 
 
 def _is(leaf: ArrayLike, kind: type) -> bool:
@@ -67,35 +83,24 @@ def _widened(leaf: ArrayLike) -> ArrayLike:
     return next((jnp.asarray(leaf, wide[kind]) for kind in wide if _is(leaf, kind)), leaf)
 
 
-def _types_of_output(function: Callable, *flat: ArrayLike) -> tuple:
-    return tuple(aval.strip_weak_type() for aval in jax.make_jaxpr(function)(*flat).out_avals)
+def _evaluate(*flat: ArrayLike, program: ClosedJaxpr) -> list:
+    with jax.enable_x64(True):
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *flat)
 
 
-def _evaluate(*flat: ArrayLike, wide: Callable, **_: Any) -> list:
-    return list(wide(*flat))
-
-
-def _lower_wide(ctx: Any, *flat: Any, wide: Callable, **_: Any) -> Any:
+def _lower(ctx: Any, *flat: Any, program: ClosedJaxpr) -> Any:
     # Functions that JAX lowers by tracing, such as incomplete beta functions, need the types, too.
     with jax.enable_x64(True):
-        return mlir.lower_fun(wide, multiple_results=True)(ctx, *flat)
+        return mlir.lower_fun(_evaluate, multiple_results=True)(ctx, *flat, program=program)
 
 
-def _lower_narrow(ctx: Any, *flat: Any, narrow: Callable, **_: Any) -> Any:
-    return mlir.lower_fun(narrow, multiple_results=True)(ctx, *flat)
-
-
-def _batch(
-    flat: tuple, dims: tuple, *, wide: Callable, narrow: Callable, types: tuple
-) -> tuple[list, tuple]:
-    wide, narrow = jax.vmap(wide, in_axes=dims), jax.vmap(narrow, in_axes=dims)
-    leaves = _call.bind(*flat, wide=wide, narrow=narrow, types=_types_of_output(wide, *flat))
-    return leaves, (0,) * len(types)
+def _batch(flat: tuple, dims: tuple, *, program: ClosedJaxpr) -> tuple[list, tuple]:
+    function = functools.partial(_evaluate, program=program)
+    leaves = _bind(jax.vmap(function, in_axes=dims), *flat)
+    return leaves, (0,) * len(leaves)
 
 
 _call.def_impl(_evaluate)
-_call.def_abstract_eval(lambda *_, types, **__: list(types))
+_call.def_abstract_eval(lambda *_, program: [aval.strip_weak_type() for aval in program.out_avals])
 batching.primitive_batchers[_call] = _batch
-mlir.register_lowering(_call, _lower_narrow)
-for platform in _PLATFORMS:
-    mlir.register_lowering(_call, _lower_wide, platform=platform)
+mlir.register_lowering(_call, _lower)

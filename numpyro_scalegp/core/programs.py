@@ -11,19 +11,45 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, unsafe_am_i_under_a_jit_DO_NOT_USE
 
 from numpyro_scalegp.core.fingerprints import NotComparable, fingerprint, is_pure
 
-_MAX_PROGRAMS = 512
-_programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+Run = Callable[..., list[Any]]  # of constants, and of arguments one by one
+
 _pure_structures: set[Any] = set()
-_lock = threading.Lock()
+
+
+class _Store:
+    """Programs by what they compute; the least recently used one makes room for a new one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.programs: OrderedDict[Hashable, Run] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Run]) -> Run:
+        """The program of a key, made if there is none."""
+        with self.lock:
+            if key in self.programs:
+                self.programs.move_to_end(key)
+                return self.programs[key]
+        program = make()
+        with self.lock:
+            self.programs[key] = program
+            if len(self.programs) > self.size:
+                self.programs.popitem(last=False)
+        return program
+
+
+_executables = _Store(512)
+# These are differentiated, and hold derivative rules, by which users' functions stay alive.
+_differentiable = _Store(8)
 
 
 class Traced(eqx.Module):
@@ -34,7 +60,7 @@ class Traced(eqx.Module):
     """
 
     constants: list[Any]
-    program: Callable[..., list[Any]] = eqx.field(static=True)
+    program: Run = eqx.field(static=True)
     structure: Any = eqx.field(static=True)  # of the arrays in the result
     others: Any = eqx.field(static=True)  # what else is in the result, a pytree
 
@@ -43,6 +69,16 @@ class Traced(eqx.Module):
         leaves = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
         results = self.program(self.constants, *leaves)
         return eqx.combine(jax.tree.unflatten(self.structure, results), self.others)
+
+
+class _Trace(NamedTuple):
+    closed: ClosedJaxpr
+    leaves: list[Any]  # the arrays among the arguments
+    structure: Any
+    others: Any
+
+    def with_program(self, program: Run) -> Traced:
+        return Traced(_constants(self.closed), program, self.structure, self.others)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +95,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_own and _has_pure_structure((args, kwargs)):
             return by_structure(*args, **kwargs)
-        return trace(function, *args, **kwargs)(*args, **kwargs)
+        if jax.config.jax_disable_jit or unsafe_am_i_under_a_jit_DO_NOT_USE():
+            return function(*args, **kwargs)
+        return _loaded(function, args, kwargs)(*args, **kwargs)
 
     return call
 
@@ -70,9 +108,8 @@ def compiled_unless_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves = jax.tree.leaves((args, kwargs))
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        return (function if is_traced else program)(*args, **kwargs)
+        is_inside = _any_traced(jax.tree.leaves((args, kwargs)))
+        return (function if is_inside else program)(*args, **kwargs)
 
     return call
 
@@ -95,10 +132,9 @@ class CompiledForLoop:
         arrays, static = eqx.partition(args, eqx.is_array)
         leaves, structure = jax.tree.flatten(arrays)
         types = tuple(jax.typeof(leaf) for leaf in leaves)
-        others = tuple(map(_Itself, jax.tree.leaves(static)))
-        signature = (structure, types, others)
+        signature = (structure, types, tuple(map(_Itself, jax.tree.leaves(static))))
         if signature not in self._traced:
-            self._traced[signature] = trace(self.function, *args, donates=self.donates)
+            self._traced[signature] = _loaded(self.function, args, {}, donates=self.donates)
         return self._traced[signature](*args)
 
 
@@ -119,15 +155,70 @@ class _Itself:
         return is_same or bool(self.is_hashable and other.is_hashable and self.value == other.value)
 
 
-def trace(function: Callable[..., Any], *args: Any, donates: bool = False, **kwargs: Any) -> Traced:
-    """Trace a function of pytrees, and take the program that computes the same if there is one.
+def trace(function: Callable[..., Any], *args: Any) -> Traced:
+    """Trace a function of pytrees, free of side effects, with arguments of some shapes and types.
+
+    Unlike what `compiled` makes, the result can be called under transformations of any kind, and
+    keeps derivative rules, and so the function, alive.
+    """
+    found = _trace(function, args, {})
+    return found.with_program(_jitted(found.closed.jaxpr))
+
+
+def _loaded(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    donates: bool = False,
+) -> Traced:
+    """A function as traced, with the program that computes the same, compiled if there is none."""
+    found = _trace(function, args, kwargs)
+    constants = _constants(found.closed)
+    if not _any_traced((*found.leaves, *constants)):
+        num_kept = len(jax.tree.leaves(eqx.filter(args[:1], eqx.is_array)))
+        num_leaves = len(found.leaves)
+        donated = range(num_kept, num_leaves) if donates else range(0)
+        return found.with_program(executable(found.closed, found.leaves, donated=donated))
+    jaxpr = found.closed.jaxpr
+    try:
+        key = fingerprint(jaxpr, differentiable=True)
+    except NotComparable:
+        return found.with_program(_jitted(jaxpr))
+    return found.with_program(_differentiable.get(key, lambda: _jitted(jaxpr)))
+
+
+def executable(
+    closed: ClosedJaxpr,
+    leaves: list[Any],
+    *,
+    donated: range = range(0),
+    options: dict[str, Any] | None = None,
+) -> Run:
+    """The compiled program that computes what a jaxpr computes, of values.
 
     Args:
-        function: free of side effects.
-        *args: arguments to trace with.
-        donates: whether the arrays of all arguments but the first are donated.
-        **kwargs: arguments to trace with.
+        closed: the jaxpr, with constants of the shapes and types that the program takes.
+        leaves: arguments of these, on the devices of those that the program takes.
+        donated: indices of the arguments whose memory the results may take.
+        options: of the compiler.
     """
+    constants = _constants(closed)
+
+    def compile_it() -> Run:
+        return _jitted(closed.jaxpr, donated, options).lower(constants, *leaves).compile()
+
+    compiler = tuple(sorted((options or {}).items()))
+    places = tuple(map(_place, (*constants, *leaves)))
+    try:
+        description = fingerprint(closed.jaxpr, differentiable=False)
+    except NotComparable:
+        return compile_it()
+    key = (description, donated, compiler, places, jax.config.jax_default_device)
+    return _executables.get(key, compile_it)
+
+
+def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trace:
     arrays, static = eqx.partition((args, kwargs), eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     outputs: list[tuple[Any, Any]] = []
@@ -140,50 +231,29 @@ def trace(function: Callable[..., Any], *args: Any, donates: bool = False, **kwa
         outputs.append((result_structure, others))
         return results
 
-    closed = jax.make_jaxpr(of_leaves)(*leaves)
-    donated = range(len(jax.tree.leaves(arrays[0][:1])) if donates else len(leaves), len(leaves))
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *closed.consts))
-    run = program(closed.jaxpr, differentiable=is_traced, donated=donated)
-    return Traced(list(map(jnp.asarray, closed.consts)), run, *outputs[-1])
+    return _Trace(jax.make_jaxpr(of_leaves)(*leaves), leaves, *outputs[-1])
 
 
-def program(
-    jaxpr: Jaxpr,
-    *,
-    differentiable: bool = False,
-    donated: range = range(0),
-    options: dict[str, Any] | None = None,
-) -> Callable[..., list[Any]]:
-    """The compiled program that computes what a jaxpr computes: of constants, and of its arguments.
-
-    Args:
-        jaxpr: with constants as variables.
-        differentiable: whether the program is called with tracers, by which derivative rules count.
-        donated: indices of the arguments whose memory the results may take.
-        options: of the compiler.
-    """
-    compiler = tuple(sorted((options or {}).items()))
-    try:
-        key = (fingerprint(jaxpr, differentiable), differentiable, donated, compiler)
-    except NotComparable:
-        return _compiled(jaxpr, donated, options)
-    with _lock:
-        if key not in _programs:
-            _programs[key] = _compiled(jaxpr, donated, options)
-            if len(_programs) > _MAX_PROGRAMS:
-                _programs.popitem(last=False)
-        _programs.move_to_end(key)
-        return _programs[key]
-
-
-def _compiled(
-    jaxpr: Jaxpr, donated: range, options: dict[str, Any] | None
-) -> Callable[..., list[Any]]:
+def _jitted(jaxpr: Jaxpr, donated: range = range(0), options: dict[str, Any] | None = None) -> Any:
     def run(constants: list[Any], *leaves: Any) -> list[Any]:
         return jax.core.eval_jaxpr(jaxpr, constants, *leaves)
 
     argnums = tuple(1 + index for index in donated)
     return jax.jit(run, donate_argnums=argnums, compiler_options=options)
+
+
+def _constants(closed: ClosedJaxpr) -> list[Any]:
+    return list(map(jnp.asarray, closed.consts))
+
+
+def _place(array: Any) -> Hashable:
+    """Where an array lies, if it must lie there."""
+    is_bound = isinstance(array, jax.Array) and array.committed
+    return array.sharding if is_bound else None
+
+
+def _any_traced(leaves: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def _has_pure_structure(arguments: Any) -> bool:

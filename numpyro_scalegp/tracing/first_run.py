@@ -54,8 +54,9 @@ def run_as_program(
         return list(found.values())
 
     closed = jax.make_jaxpr(values_of_run)(key, arrays)
-    program = programs.program(closed.jaxpr, options=_QUICK_TO_COMPILE)
-    values = program(closed.consts, *jax.tree.leaves((key, arrays)))
+    leaves = jax.tree.leaves((key, arrays))
+    program = programs.executable(closed, leaves, options=_QUICK_TO_COMPILE)
+    values = program(closed.consts, *leaves)
     made, names = made
     of = dict(zip(names, values, strict=True))
     result, trace, attributes = _replaced(made, lambda one: of[id(one)])
