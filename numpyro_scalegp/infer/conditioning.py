@@ -1,6 +1,5 @@
 """From a fit to the posterior over its function."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,13 +19,13 @@ from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
 from numpyro_scalegp.infer.initialization import Hyperparameters
 from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
+from numpyro_scalegp.infer.noise import with_noise
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
 from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.runs import (
     Trace,
     is_latent,
-    is_observed,
     mutable_values,
     traced,
 )
@@ -112,11 +111,11 @@ def posterior(
     ):
         values: dict[str, Any] = dict(fit)
         name, role = _the_site(model, values, args, kwargs, site)
-        trace = run_model(model, values, args, kwargs)
-        _refuse_missing(trace, values, name, role)
+        _refuse_missing(run_model(model, values, args, kwargs), values, name, role)
         if key is not None:
             options["key"] = key
-        return conditioned(trace, name, values, progress_bar=progress_bar, **options)
+        run = model, values, args, kwargs
+        return _posterior_of(run, name, values, progress_bar=progress_bar, **options)
     if isinstance(fit, Mapping):
         if start is not None:
             raise ValueError(
@@ -137,11 +136,12 @@ def posterior(
     name, role = _the_site(RequireParams(model, params), params, args, kwargs, site)
     if role == "prior" and (owner := _owner(fit, name)) is not None:
         found, values = owner.posterior_and_rest(params, args, kwargs, key)
-        return with_noise(found, trace_of(model, {**params, **values}, args, kwargs), name)
+        return with_noise(found, model, {**params, **values}, args, kwargs, name)
     values, families = _fitted_values(fit, params, key, args, kwargs)
+    values = {**params, **values}
     if name in families:
-        trace = run_model(model, {**params, **values}, args, kwargs)
-        return with_noise(families[name].posterior(), trace, name)
+        run_model(model, values, args, kwargs)  # raises where values are missing
+        return with_noise(families[name].posterior(), model, values, args, kwargs, name)
     if role == "prior" and key is None:
         raise ValueError(
             f"the guide has draws of the function `{name}` at the rows of the fit, and no process: "
@@ -149,8 +149,8 @@ def posterior(
             "sgp.posterior(model, guide.sample_posterior(key, params, sample_shape=(1000,)), X, y),"
             " or a `key` for a single one."
         )
-    trace = run_model(model, {**params, **values}, args, kwargs)
-    return conditioned(trace, name, params, progress_bar=progress_bar, **options)
+    run = model, values, args, kwargs
+    return _posterior_of(run, name, params, progress_bar=progress_bar, **options)
 
 
 def _has_shapes_of_sites(
@@ -249,9 +249,25 @@ class _ConditionedModel(eqx.Module):
         return self._posterior(values) if self.program is None else self.program(values)
 
     def _posterior(self, values: dict[str, Any]) -> AbstractPosterior:
+        run = self.model, values, self.args, self.kwargs
         with KnownNeighbors(self.neighbors):
-            trace = run_model(self.model, values, self.args, self.kwargs)
-        return conditioned(trace, self.site, **dict(self.options))
+            return _posterior_of(run, self.site, **dict(self.options))
+
+
+def _posterior_of(
+    run: tuple[Any, ...], name: str, params: Mapping[str, Any] | None = None, **options: Any
+) -> AbstractPosterior:
+    """The posterior at a GP site given values of all sites, with the likelihood's noise.
+
+    Args:
+        run: the model, values of its sites and parameters, and its arguments.
+        name: of the site.
+        params: as of `conditioned`.
+        options: likewise.
+    """
+    trace = run_model(*run)
+    found = conditioned(trace, name, params, **options)
+    return found if role_of(trace[name]["fn"]) == "collapsed" else with_noise(found, *run, name)
 
 
 def conditioned(
@@ -271,7 +287,7 @@ def conditioned(
     site = trace[name]
     fn, wrapper, _ = unwrapped(site["fn"])
     if fn.role == "prior":
-        return with_noise(_of_functions(fn, site["value"]), trace, name)
+        return _of_functions(fn, site["value"])
     if wrapper == "`mask`":
         raise ValueError(
             f"the collapsed GP site `{name}` has a mask around it, and is conditioned on all of "
@@ -300,21 +316,6 @@ def _of_functions(prior: Any, values: Array) -> AbstractPosterior:
             f"shape {prior.batch_shape}: give hyperparameters the shape of all plates around it."
         )
     return OutputsPosterior(jax.tree_util.Partial(type(prior).condition, prior), values)
-
-
-def with_noise(found: Any, trace: Trace, name: str) -> AbstractPosterior:
-    """A posterior with the noise variance of the Gaussian likelihood around the function `name`.
-
-    Unchanged where no observed site is one, or more than one is.
-    """
-    f = trace[name]["value"]
-    likelihoods = [unwrapped(site["fn"])[0] for site in trace.values() if is_observed(site)]
-    around = [fn for fn in likelihoods if isinstance(fn, dist.Normal) and fn.loc is f]
-    if len(around) != 1:
-        return found
-    noise = jnp.square(around[0].scale)
-    noise = noise.reshape(()) if noise.size == 1 else noise
-    return dataclasses.replace(found, noise_variance=noise)
 
 
 def _the_site(
