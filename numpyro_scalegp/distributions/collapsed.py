@@ -16,6 +16,11 @@ class CollapsedDistribution(dist.Distribution):
 
     role: ClassVar[str] = "collapsed"
 
+    @property
+    def condition_options(self) -> frozenset[str]:
+        """The options of `condition` that have an effect, besides `progress_bar`."""
+        return frozenset()
+
     @abc.abstractmethod
     def given(self, f: Float[Array, "... n"]) -> dist.Distribution:
         """The distribution of observations, each by itself, given the function's values at X."""

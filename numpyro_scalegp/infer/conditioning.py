@@ -1,5 +1,6 @@
 """From a fit to the posterior over its function."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpyro_scalegp.infer.noise import with_noise
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
 from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.runs import (
     Trace,
     is_latent,
@@ -32,9 +34,15 @@ from numpyro_scalegp.tracing.runs import (
 from numpyro_scalegp.tracing.sites import StandIn
 
 
+def _model_of(model: Any, fit: Any, *args: Any) -> tuple[Any, int]:
+    return model, 2 if isinstance(fit, Mapping) else 3
+
+
+@model_keywords_first(_model_of)
 def posterior(
     model: Callable[..., Any],
     fit: Callable[..., Any] | Mapping[str, Any],
+    /,
     *args: Any,
     site: str | None = None,
     key: Key[Array, ""] | None = None,
@@ -70,7 +78,9 @@ def posterior(
             `GaussianProcess.condition`; not after NUTS.
         progress_bar: whether a solve that takes longer than a few seconds shows how far it is; not
             after NUTS.
-        **kwargs: the model's keyword arguments.
+        **kwargs: the model's keyword arguments. A keyword for which the model has a parameter goes
+            to the model, also where it is the name of an option above; where both are wanted, give
+            the model's by position.
 
     Returns:
         The posterior, with moments, samples and predictions at any inputs: after NUTS a
@@ -79,9 +89,10 @@ def posterior(
         that is Gaussian around the function, with one scale.
 
     Raises:
-        ValueError: if the model has no GP site, or several and no `site`; if the parameters lack
-            some, or a guide has no medians and there is no `key`; if `Hyperparameters` lack some;
-            if a collapsed site has no observations, or stands in a plate.
+        ValueError: if the model has no GP site, or several and no `site`; if this posterior has no
+            use for an option; if the parameters lack some, or a guide has no medians and there is
+            no `key`; if `Hyperparameters` lack some; if a collapsed site has no observations, or
+            stands in a plate.
 
     Example:
         >>> import jax
@@ -102,7 +113,9 @@ def posterior(
         >>> posterior.mean(X[:4]).shape, posterior.predictive(X[:4]).variance.shape
         ((4,), (4,))
     """
+    kwargs = of_model(kwargs)
     checks.function("model", model)
+    checks.instance("progress_bar", progress_bar, bool, "True or False")
     key = key if key is None else checks.as_key(key)
     given = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -110,10 +123,10 @@ def posterior(
         isinstance(fit, Mapping) and _has_shapes_of_sites(model, fit, args, kwargs)
     ):
         values: dict[str, Any] = dict(fit)
-        name, role = _the_site(model, values, args, kwargs, site)
-        _refuse_missing(run_model(model, values, args, kwargs), values, name, role)
         if key is not None:
             options["key"] = key
+        name, role = _the_site(model, values, args, kwargs, site, options)
+        _refuse_missing(run_model(model, values, args, kwargs), values, name, role)
         run = model, values, args, kwargs
         return _posterior_of(run, name, values, progress_bar=progress_bar, **options)
     if isinstance(fit, Mapping):
@@ -133,7 +146,7 @@ def posterior(
             "after the guide, give what `SVI.run` returned, then the model's arguments."
         )
     params, args = parameters_of(args[0]), args[1:]
-    name, role = _the_site(RequireParams(model, params), params, args, kwargs, site)
+    name, role = _the_site(RequireParams(model, params), params, args, kwargs, site, options)
     if role == "prior" and (owner := _owner(fit, name)) is not None:
         found, values = owner.posterior_and_rest(params, args, kwargs, key)
         return with_noise(found, model, {**params, **values}, args, kwargs, name)
@@ -216,7 +229,7 @@ def _of_draws(
     samples, _ = as_draws(samples, "`fit`")
     draws = jax.tree.map(jnp.asarray, samples)
     first = jax.tree.map(lambda leaf: leaf[0], draws)
-    name, role = _the_site(model, first, args, kwargs, site)
+    name, role = _the_site(model, first, args, kwargs, site, options)
     if role == "prior" and name not in samples:
         raise ValueError(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
@@ -324,9 +337,11 @@ def _the_site(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     site: str | None,
+    options: dict[str, Any],
 ) -> tuple[str, str]:
-    """The name of the GP site and its role."""
+    """The name of the GP site and its role; raises if its posterior has no use for an option."""
     found: dict[str, str] = {}
+    useful: dict[str, frozenset[str]] = {}
     observed: dict[str, bool] = {}
     partial: list[str] = []  # plates that take a part of their elements
 
@@ -336,6 +351,8 @@ def _the_site(
                 partial.append(name)
             if is_gp(one):
                 found[name] = role_of(one["fn"])
+                gp = unwrapped(one["fn"]).distribution
+                useful[name] = getattr(gp, "condition_options", frozenset())
                 observed[name] = one["is_observed"]
                 if one["is_observed"]:
                     shown = getattr(unwrapped(one["fn"])[0], "observed", None)
@@ -353,6 +370,7 @@ def _the_site(
     if site is None and len(found) > 1:
         raise ValueError(f"the model has the GP sites {sorted(found)}: name one with `site=`.")
     name = next(iter(found)) if site is None else site
+    checks.used(options, useful[name], f"the GP site `{name}`")
     if not observed[name] and found[name] == "collapsed":
         raise ValueError(
             f"the GP site `{name}` has no observations: give the model's arguments as in the fit."

@@ -1,5 +1,6 @@
 """GP sites of a model at new inputs, drawn from their posteriors and never from their prior."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.infer.fitted_runs import is_gp
+from numpyro_scalegp.posteriors.laplace import LaplacePosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.runs import Trace, is_latent
+from numpyro_scalegp.tracing.runs import Trace, is_data, is_latent
 
 
 def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPosterior]) -> None:
@@ -26,7 +28,7 @@ def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPos
         posteriors: of GP sites.
     """
     sampled = {name: site for name, site in trace.items() if site["type"] == "sample"}
-    in_fit = any(site["is_observed"] for site in sampled.values())
+    in_fit = any(map(is_data, sampled.values()))
     for name, site in sampled.items():
         if site["is_observed"] or name in posteriors or not is_gp(site):
             continue
@@ -87,7 +89,25 @@ class FromPosteriors(Messenger):
         draw_key, condition_key = jax.random.split(msg["kwargs"]["rng_key"])
         if name not in self.posteriors:
             self.posteriors[name] = _as_in_first_run(name, fn, *self.first_run[name], condition_key)
-        msg["value"] = draw(draw_key, self.posteriors[name], fn, joint=self.joint)
+        posterior = with_mean_of(fn, self.posteriors[name])
+        msg["value"] = draw(draw_key, posterior, fn, joint=self.joint)
+
+
+def with_mean_of(fn: Any, posterior: AbstractPosterior) -> AbstractPosterior:
+    """A posterior given data with the prior mean that a run of the model has at its own inputs.
+
+    Where the mean function holds covariates of the rows, those of the data are no use there.
+
+    Args:
+        fn: the distribution of the GP site at the new inputs.
+        posterior: over the function, with the prior mean at the data.
+    """
+    mean_function = getattr(fn, "mean_function", None)
+    if isinstance(posterior, LaplacePosterior):
+        return dataclasses.replace(posterior, process=with_mean_of(fn, posterior.process))
+    if mean_function is None or not hasattr(posterior, "mean_function"):
+        return posterior
+    return dataclasses.replace(posterior, mean_function=mean_function)
 
 
 def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> Array:

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Key
 from numpyro import handlers
 
 from numpyro_scalegp.core import checks, tables
-from numpyro_scalegp.distributions.rows import role_of
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
 
 Trace = dict[str, Any]
 
@@ -102,6 +103,11 @@ def is_latent(site: dict[str, Any]) -> bool:
 def is_observed(site: dict[str, Any]) -> bool:
     """Whether a site is an observed sample site."""
     return site["type"] == "sample" and site["is_observed"]
+
+
+def is_data(site: dict[str, Any]) -> bool:
+    """Whether a site is an observed sample site with data: a `numpyro.factor` term has none."""
+    return is_observed(site) and not isinstance(unwrapped(site["fn"]).distribution, dist.Unit)
 
 
 def drawn_values(trace: Trace) -> dict[str, Any]:

@@ -307,13 +307,13 @@ def test_a_value_that_a_loop_draws():
 def test_the_rest_of_a_guide_is_run_once(monkeypatch):
     guide = sgp.guides.AutoSparseGP(latent, num_inducing=4)
     params = started(latent, guide, sgp.infer.QuadratureELBO(2), X, Y)
-    calls, run = [], guide.rest_values
+    calls, run = [], guide._rest_values
 
     def counted(*args, **kwargs):
         calls.append(args)
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(guide, "rest_values", counted)
+    monkeypatch.setattr(guide, "_rest_values", counted)
     sgp.posterior(latent, guide, params, X, Y)
     assert len(calls) == 1
 
