@@ -17,6 +17,11 @@ class CollapsedDistribution(dist.Distribution):
     role: ClassVar[str] = "collapsed"
 
     @property
+    def is_of_batch(self) -> bool:
+        """Whether the density is scaled from a mini-batch to all rows, or may be."""
+        return False
+
+    @property
     def condition_options(self) -> frozenset[str]:
         """The options of `condition` that have an effect, besides `progress_bar`."""
         return frozenset()

@@ -186,6 +186,11 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         return jnp.broadcast_to(variance, self.batch_shape + self.event_shape)
 
     @property
+    def is_of_batch(self) -> bool:
+        """See `CollapsedDistribution.is_of_batch`."""
+        return self.estimator.is_of_batch
+
+    @property
     def condition_options(self) -> frozenset[str]:
         """See `CollapsedDistribution.condition_options`."""
         return self.estimator.condition_options

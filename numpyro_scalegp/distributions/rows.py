@@ -12,6 +12,7 @@ from numpyro.distributions import (
     ExpandedDistribution,
     Independent,
     MaskedDistribution,
+    TransformedDistribution,
     constraints,
 )
 from numpyro.distributions.batch_util import promote_batch_shape
@@ -22,6 +23,10 @@ from numpyro_scalegp.distributions.mini_batches import (
     mini_batch_of,
     refuse_mini_batch,
 )
+from numpyro_scalegp.distributions.warped import WarpedGP
+
+_TRANSFORM = "`TransformedDistribution`"
+_WRAPPERS = (ExpandedDistribution, Independent, MaskedDistribution, TransformedDistribution)
 
 
 class RowsDistribution(Distribution):
@@ -125,19 +130,42 @@ def _is_valid(of: dict[str, Any], args: dict[str, Any]) -> Bool[Array, ""]:
 
 
 class Unwrapped(NamedTuple):
-    """A distribution without what plates, `to_event` and `mask` put around it."""
+    """A distribution without what plates, `to_event` and `mask` put around it.
+
+    Transformed observations of a Gaussian process are a `WarpedGP`.
+    """
 
     distribution: Any
-    wrapper: str  # the innermost of `to_event` and `mask`, or nothing
+    wrapper: str  # the innermost of `to_event`, `mask` and a transform that is in the way, if any
     mask: Any  # of all masks, True without any
+
+    def refuse_transform(self, site: str) -> None:
+        """Raise if the distribution of a site is a transformed function, or a batch of processes.
+
+        Args:
+            site: its name.
+        """
+        if self.wrapper == _TRANSFORM:
+            raise ValueError(
+                f"the GP site `{site}` has a {_TRANSFORM} around a "
+                f"`{type(self.distribution).__name__}`: write the latter as the site, and "
+                "transform its value in the next line of the model."
+            )
 
 
 def unwrapped(distribution: Any) -> Unwrapped:
     """The distribution inside of plates' expansions, `to_event` and `mask`."""
     wrapper = ""
     mask: Any = True
-    while isinstance(distribution, ExpandedDistribution | Independent | MaskedDistribution):
-        if isinstance(distribution, Independent):
+    while isinstance(distribution, _WRAPPERS):
+        if isinstance(distribution, TransformedDistribution):
+            base = distribution.base_dist
+            if getattr(base, "role", "") == "collapsed":
+                return Unwrapped(WarpedGP(base, distribution.transforms), wrapper, mask)
+            if role_of(base) not in ("prior", "collapsed"):
+                break
+            wrapper = _TRANSFORM
+        elif isinstance(distribution, Independent):
             wrapper = "`to_event`"
         elif isinstance(distribution, MaskedDistribution):
             wrapper, own = "`mask`", jnp.asarray(distribution._mask)

@@ -298,24 +298,26 @@ def conditioned(
         ValueError: if a collapsed site has no observations, or a wrapper around it.
     """
     site = trace[name]
-    fn, wrapper, _ = unwrapped(site["fn"])
+    fn, wrapper, _ = inside = unwrapped(site["fn"])
+    inside.refuse_transform(name)
     if fn.role == "prior":
-        return _of_functions(fn, site["value"])
+        return _of_functions(fn, jnp.asarray(site["value"]))
     if wrapper == "`mask`":
         raise ValueError(
             f"the collapsed GP site `{name}` has a mask around it, and is conditioned on all of "
             "its observations: give the model without the mask, or, if it hides the site, another "
             "`site`."
         )
-    if wrapper or site["fn"] is not fn:
+    if wrapper or site["fn"].batch_shape != fn.batch_shape:
         raise ValueError(
             f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` "
             "around it: give its hyperparameters, or its inputs, the axes of the plate, or write a "
             "site for each function."
         )
     for own, value in mutable_values(trace).items():
-        if value is fn.state and params is not None:
-            fn.state = params.get(own, value)
+        base = getattr(fn, "base_dist", fn)  # of a warped process
+        if value is getattr(base, "state", None) and params is not None:
+            base.state = params.get(own, value)
     return fn.condition(site["value"], **options)
 
 
@@ -351,7 +353,9 @@ def _the_site(
                 partial.append(name)
             if is_gp(one):
                 found[name] = role_of(one["fn"])
-                gp = unwrapped(one["fn"]).distribution
+                (gp, *_) = inside = unwrapped(one["fn"])
+                if site in (None, name):
+                    inside.refuse_transform(name)
                 useful[name] = getattr(gp, "condition_options", frozenset())
                 observed[name] = one["is_observed"]
                 if one["is_observed"]:

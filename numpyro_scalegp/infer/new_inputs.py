@@ -16,6 +16,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.infer.fitted_runs import is_gp
 from numpyro_scalegp.posteriors.laplace import LaplacePosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.posteriors.warped import WarpedPosterior
 from numpyro_scalegp.tracing.runs import Trace, is_data, is_latent
 
 
@@ -103,7 +104,9 @@ def with_mean_of(fn: Any, posterior: AbstractPosterior) -> AbstractPosterior:
         posterior: over the function, with the prior mean at the data.
     """
     mean_function = getattr(fn, "mean_function", None)
-    if isinstance(posterior, LaplacePosterior):
+    if isinstance(posterior, WarpedPosterior):
+        fn = fn.base_dist
+    if isinstance(posterior, LaplacePosterior | WarpedPosterior):
         return dataclasses.replace(posterior, process=with_mean_of(fn, posterior.process))
     if mean_function is None or not hasattr(posterior, "mean_function"):
         return posterior

@@ -409,6 +409,7 @@ def _replicate(
     site = trace[name]
     fn, value = site["fn"], site["value"]
     if is_gp(site):
+        fn = unwrapped(fn).distribution
         is_new = posterior is not None
         found: Any = conditioned(trace, name) if posterior is None else with_mean_of(fn, posterior)
         # At the data, an iterative posterior has its moments without another product.

@@ -222,16 +222,16 @@ def test_keywords_that_only_the_call_has(x64):
         ValueError, match=r"keywords \['exposure'\], and `data` has no values of th"
     ):
         predictive(KEY, NEW, exposure=500.0)
-    guide = AutoDelta(of_counts)
-    svi = SVI(of_counts, guide, optax.adam(0.1), numpyro.infer.Trace_ELBO())
+    guide = AutoDelta(of_means)
+    svi = SVI(of_means, guide, optax.adam(0.1), numpyro.infer.Trace_ELBO())
     params = svi.get_params(svi.init(KEY, X, COUNTS, exposure=5.0))
     options = {"guide": guide, "params": params, "num_samples": 2}
     with pytest.raises(ValueError, match=r"data=\(\(X, y\), \{\"exposure\": ...\}\)"):
-        Predictive(of_counts, data=(X, COUNTS), **options)(KEY, NEW, exposure=500.0)
+        Predictive(of_means, data=(X, COUNTS), **options)(KEY, NEW, exposure=500.0)
     # In a new process the guide is set up with the arguments of its fit.
-    again = options | {"guide": AutoDelta(of_counts)}
+    again = options | {"guide": AutoDelta(of_means)}
     found = [
-        Predictive(of_counts, data=((X, COUNTS), {"exposure": 5.0}), **one)(KEY, NEW, exposure=50.0)
+        Predictive(of_means, data=((X, COUNTS), {"exposure": 5.0}), **one)(KEY, NEW, exposure=50.0)
         for one in (options, again)
     ]
     np.testing.assert_array_equal(found[0]["y"], found[1]["y"])
