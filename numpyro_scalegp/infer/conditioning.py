@@ -17,7 +17,7 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals, medians
 from numpyro_scalegp.guides.guide import set_up
-from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
+from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of, white_name
 from numpyro_scalegp.infer.initialization import Hyperparameters
 from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
 from numpyro_scalegp.infer.noise import with_noise
@@ -174,15 +174,16 @@ def _has_shapes_of_sites(
 
     def run() -> None:
         trace = trace_of(model, {}, args, kwargs)
-        shapes.update({name: jnp.shape(trace[name]["value"]) for name in fit if name in trace})
+        sites = [one for one in trace.values() if is_latent(one) or one["type"] == "param"]
+        shapes.update({one["name"]: jnp.shape(one["value"]) for one in sites if one["name"] in fit})
 
     jax.eval_shape(run)
-    return bool(shapes) and all(jnp.shape(fit[name]) == shapes[name] for name in shapes)
+    return bool(shapes) and all(np.shape(fit[name]) == shapes[name] for name in shapes)
 
 
 def _refuse_missing(trace: Trace, values: dict[str, Any], name: str, role: str) -> None:
     """Raise where zeros or initial values would stand for values that a fit has not."""
-    if role == "prior" and name not in values:
+    if role == "prior" and not {name, white_name(name)} & values.keys():
         raise ValueError(
             f"`fit` has values of {sorted(values)}, and none of the function `{name}`: a latent GP "
             "is fitted with a guide."
@@ -226,11 +227,11 @@ def _of_draws(
 ) -> MixturePosterior:
     if key is not None:
         raise ValueError("`key` is for one draw of a guide: draws of NUTS are all used.")
-    samples, _ = as_draws(samples, "`fit`")
+    samples, _ = as_draws(samples, "`fit`", ", or single values of the shapes of the sites")
     draws = jax.tree.map(jnp.asarray, samples)
     first = jax.tree.map(lambda leaf: leaf[0], draws)
     name, role = _the_site(model, first, args, kwargs, site, options)
-    if role == "prior" and name not in samples:
+    if role == "prior" and not {name, white_name(name)} & samples.keys():
         raise ValueError(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
         )
@@ -455,8 +456,15 @@ def _draw(name: str, family: AbstractVariationalGP, key: Array) -> Array:
     return family.sample(key)
 
 
-def as_draws(samples: Mapping[str, Any], argument: str) -> tuple[dict[str, Any], int]:
+def as_draws(
+    samples: Mapping[str, Any], argument: str, alternative: str = ""
+) -> tuple[dict[str, Any], int]:
     """Draws, lists of them as arrays, and the length of the leading axis that all share.
+
+    Args:
+        samples: by name.
+        argument: what holds them, for the error.
+        alternative: what else would do, for the error.
 
     Raises:
         ValueError: if there is none.
@@ -470,7 +478,7 @@ def as_draws(samples: Mapping[str, Any], argument: str) -> tuple[dict[str, Any],
     }
     if not shapes or not all(shapes.values()) or len({shape[0] for shape in shapes.values()}) > 1:
         raise ValueError(
-            f"{argument} must be a dict of arrays with a leading axis of draws, the same for all, "
-            f"got the shapes {shapes}."
+            f"{argument} must be a dict of arrays with a leading axis of draws, the same for all"
+            f"{alternative}, got the shapes {shapes}."
         )
     return samples, next(iter(shapes.values()))[0]

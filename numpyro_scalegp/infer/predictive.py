@@ -20,7 +20,15 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals
 from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
-from numpyro_scalegp.infer.fitted_runs import Checked, WithoutDraws, is_gp, run_model
+from numpyro_scalegp.infer.fitted_runs import (
+    Checked,
+    EveryName,
+    FunctionSites,
+    WithoutDraws,
+    is_gp,
+    run_model,
+    white_name,
+)
 from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
 from numpyro_scalegp.infer.new_inputs import (
     FromPosteriors,
@@ -224,7 +232,8 @@ class Predictive:
                     return values.get(site["name"]) if is_other else None
 
                 model = handlers.substitute(self.model, substitute_fn=value)
-                with Checked(values), WithoutDraws():
+                functions = FunctionSites(without_white=EveryName())
+                with Checked(values), WithoutDraws(), functions:
                     return traced(model, key, {**self.params, **values}, *arguments)
 
             return known_neighbors(run, *draws)
@@ -322,7 +331,8 @@ class Predictive:
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
-            model = FromPosteriors(model, posteriors, first_run, joint=self.joint)
+            posterior_key = jax.random.fold_in(model_key, 1)
+            model = FromPosteriors(model, posterior_key, posteriors, first_run, joint=self.joint)
         given = dict(sample)
         if guide is not None:
             drawn = self._guide_trace(guide, guide_key, params, args, kwargs)
@@ -367,7 +377,9 @@ class Predictive:
         return {
             name: conditioned(trace, name)
             for name, site in trace.items()
-            if is_gp(site) and name not in owned and (site["is_observed"] or name in values)
+            if is_gp(site)
+            and name not in owned
+            and (site["is_observed"] or name in values or white_name(name) in values)
         }
 
 

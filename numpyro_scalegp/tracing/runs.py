@@ -15,6 +15,9 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 
 Trace = dict[str, Any]
 
+# In a site's `infer`, where its value is a function of other sites in this run.
+MADE_OF_OTHERS = "made_of_other_sites"
+
 
 def substituted(
     run: Callable[..., Any] | None,
@@ -40,7 +43,7 @@ def substituted(
             return params.get(site["name"])
         if site["type"] == "plate":
             return plates.get(site["name"])
-        if is_latent(site):
+        if is_latent(site) and MADE_OF_OTHERS not in site["infer"]:
             return latent.get(site["name"])
         return None
 

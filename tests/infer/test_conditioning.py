@@ -543,3 +543,25 @@ def test_the_key_of_a_posterior_under_hyperparameters():
     np.testing.assert_array_equal(found[1], found[2])
     assert not np.allclose(found[0], found[1])
     assert not np.allclose(found[1], found[3])
+
+
+def test_single_values_in_a_dict():
+    """As of a guide's medians: of the shapes of the sites, with no axis of draws in front."""
+
+    def model(X, y=None):
+        lengthscales = numpyro.sample("lengthscales", dist.LogNormal().expand([2]).to_event(1))
+        noise = numpyro.param("noise", 0.3)
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscales), X, noise), obs=y)
+
+    X = jnp.stack([jnp.linspace(0.0, 2.0, 9), jnp.cos(jnp.arange(9.0))], axis=1)
+    values = {"lengthscales": [0.5, 0.9], "noise": 0.1}
+    expected = sgp.posterior(model, sgp.infer.Hyperparameters(values), X, Y)
+    np.testing.assert_array_equal(sgp.posterior(model, values, X, Y).mean(X), expected.mean(X))
+    draws = {name: np.stack([value] * 2) for name, value in values.items()}
+    mixture = sgp.posterior(model, draws, X, Y)
+    assert mixture.num_draws == 2
+    np.testing.assert_allclose(mixture.mean(X), expected.mean(X), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"none of the parameters \['noise'\]"):
+        sgp.posterior(model, {"lengthscales": [0.5, 0.9]}, X, Y)
+    with pytest.raises(ValueError, match=r"leading axis of draws.*or single values"):
+        sgp.posterior(model, {"lengthscales": np.ones((2, 2)), "noise": 0.1}, X, Y)
