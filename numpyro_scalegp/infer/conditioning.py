@@ -33,6 +33,9 @@ from numpyro_scalegp.tracing.runs import (
 )
 from numpyro_scalegp.tracing.sites import StandIn
 
+# A model, values of its sites and parameters, and its arguments.
+Run = tuple[Callable[..., Any], dict[str, Any], tuple[Any, ...], dict[str, Any]]
+
 
 def _model_of(model: Any, fit: Any, *args: Any) -> tuple[Any, int]:
     return model, 2 if isinstance(fit, Mapping) else 3
@@ -269,7 +272,7 @@ class _ConditionedModel(eqx.Module):
 
 
 def _posterior_of(
-    run: tuple[Any, ...], name: str, params: Mapping[str, Any] | None = None, **options: Any
+    run: Run, name: str, params: Mapping[str, Any] | None = None, **options: Any
 ) -> AbstractPosterior:
     """The posterior at a GP site given values of all sites, with the likelihood's noise.
 

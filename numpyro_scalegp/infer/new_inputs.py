@@ -51,7 +51,7 @@ def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array, Array | None]
     """Inputs, observations and which these are, of the GPs that an autoguide was set up with."""
     trace = getattr(guide, "prototype_trace", None) or {}
     return {
-        name: (site["fn"].X, site["value"], site["fn"].observed)
+        name: (site["fn"].X, jnp.asarray(site["value"]), site["fn"].observed)
         for name, site in trace.items()
         if isinstance(site.get("fn"), GaussianProcess)
         and site["is_observed"]
@@ -101,7 +101,7 @@ class FromPosteriors(FunctionSites):
         msg["value"] = draw(draw_key, posterior, fn, joint=self.joint)
 
 
-def with_mean_of(fn: Any, posterior: AbstractPosterior) -> AbstractPosterior:
+def with_mean_of(fn: Any, posterior: Any) -> Any:
     """A posterior given data with the prior mean that a run of the model has at its own inputs.
 
     Where the mean function holds covariates of the rows, those of the data are no use there.

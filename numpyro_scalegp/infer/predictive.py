@@ -38,7 +38,7 @@ from numpyro_scalegp.infer.new_inputs import (
     with_mean_of,
 )
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.keywords import Arguments
+from numpyro_scalegp.tracing.keywords import Arguments, handlers_around
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
 from numpyro_scalegp.tracing.runs import (
     Trace,
@@ -141,6 +141,11 @@ class Predictive:
             raise ValueError("give either a `guide` with its `params`, or `posterior_samples`.")
         self.is_prior = guide is None and posterior_samples is None
         self.model = checks.function("model", model)
+        if any(isinstance(one, handlers.seed) for one in handlers_around(model)):
+            raise ValueError(
+                "`model` has a seed of its own, with which all draws would be alike: give the "
+                "model without `numpyro.handlers.seed`."
+            )
         self.data = None if data is None else Arguments.of("data", data)
         if self.data is not None:
             if self.is_prior:

@@ -3,7 +3,7 @@
 import abc
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -333,7 +333,8 @@ class AbstractPosterior(eqx.Module):
     @property
     def _has_noise_of_rows(self) -> bool:
         """Whether each training row has, or may have, a noise variance of its own."""
-        return jnp.shape(self.noise_variance)[-1:] not in ((), (1,))
+        noise: Any = self.noise_variance
+        return jnp.shape(noise)[-1:] not in [(), (1,)]
 
     @staticmethod
     def _joint_sample(
@@ -397,8 +398,8 @@ class AbstractConditioned(AbstractPosterior):
     @property
     def _has_noise_of_rows(self) -> bool:
         # Of a single row, one value in an array may be that row's.
-        noise = jnp.shape(self.noise_variance)
-        return super()._has_noise_of_rows or (noise != () and noise == self.y.shape)
+        noise: Any = self.noise_variance
+        return super()._has_noise_of_rows or () != jnp.shape(noise) == self.y.shape
 
 
 class AbstractInChunks(AbstractConditioned):

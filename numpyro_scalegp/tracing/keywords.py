@@ -128,7 +128,15 @@ def _by_position(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     return [name for name, one in parameters.items() if one.kind in kinds]
 
 
-def _inside(model: Any) -> Any:
+def handlers_around(model: Any) -> list[Messenger]:
+    """The handlers that are wrapped around a model, the outermost first."""
+    around = []
     while isinstance(model, Messenger) and model.fn is not None:
+        around.append(model)
         model = model.fn
-    return model
+    return around
+
+
+def _inside(model: Any) -> Any:
+    around = handlers_around(model)
+    return around[-1].fn if around else model

@@ -557,7 +557,7 @@ def test_single_values_in_a_dict():
     values = {"lengthscales": [0.5, 0.9], "noise": 0.1}
     expected = sgp.posterior(model, sgp.infer.Hyperparameters(values), X, Y)
     np.testing.assert_array_equal(sgp.posterior(model, values, X, Y).mean(X), expected.mean(X))
-    draws = {name: np.stack([value] * 2) for name, value in values.items()}
+    draws = {"lengthscales": np.array([[0.5, 0.9]] * 2), "noise": np.array([0.1, 0.1])}
     mixture = sgp.posterior(model, draws, X, Y)
     assert mixture.num_draws == 2
     np.testing.assert_allclose(mixture.mean(X), expected.mean(X), rtol=1e-5)

@@ -1,5 +1,7 @@
 """Arguments of the model that meet those of a function which runs it, and those of two runs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +73,7 @@ def test_a_keyword_of_the_model_reaches_it_after_a_fit(name, by_keyword):
 def test_keywords_of_other_functions():
     """Their own, where the model has none of the name, and the model's where it has."""
 
-    class Owner:
+    class Runner:
         def __init__(self, model):
             self.model = model
 
@@ -79,6 +81,7 @@ def test_keywords_of_other_functions():
         def run(self, count, *args, rate=0.1, **kwargs):
             return count, rate, self.model(*args, **of_model(kwargs))
 
+    Owner: Any = Runner
     assert Owner(lambda X, rate=1.0: (X, rate)).run(5, "X", rate=7.0) == (5, 0.1, ("X", 7.0))
     assert Owner(lambda X, rate=1.0: (X, rate)).run(5, "X", 3.0, rate=7.0) == (5, 7.0, ("X", 3.0))
     assert Owner(lambda X, count=1: (X, count)).run(5, "X", count=7) == (5, 0.1, ("X", 7))
@@ -104,7 +107,8 @@ def test_steps_that_the_model_counts():
     stream = sgp.streams.arrays(np.asarray(X), np.asarray(Y), batch_size=9, seed=0)
     svi = SVI(model, AutoDelta(model), optax.adam(0.1), numpyro.infer.Trace_ELBO())
     options = {"progress_bar": False, "every": 2}
-    result = sgp.streams.run(svi, KEY, 2, stream, num_steps=3, **options)
+    run: Any = sgp.streams.run
+    result = run(svi, KEY, 2, stream, num_steps=3, **options)
     assert result.losses.shape == (2,)
 
 
@@ -224,14 +228,14 @@ def test_keywords_that_only_the_call_has(x64):
         predictive(KEY, NEW, exposure=500.0)
     guide = AutoDelta(of_means)
     svi = SVI(of_means, guide, optax.adam(0.1), numpyro.infer.Trace_ELBO())
-    params = svi.get_params(svi.init(KEY, X, COUNTS, exposure=5.0))
+    params = svi.get_params(svi.init(KEY, X, Y, exposure=5.0))
     options = {"guide": guide, "params": params, "num_samples": 2}
     with pytest.raises(ValueError, match=r"data=\(\(X, y\), \{\"exposure\": ...\}\)"):
-        Predictive(of_means, data=(X, COUNTS), **options)(KEY, NEW, exposure=500.0)
+        Predictive(of_means, data=(X, Y), **options)(KEY, NEW, exposure=500.0)
     # In a new process the guide is set up with the arguments of its fit.
     again = options | {"guide": AutoDelta(of_means)}
     found = [
-        Predictive(of_means, data=((X, COUNTS), {"exposure": 5.0}), **one)(KEY, NEW, exposure=50.0)
+        Predictive(of_means, data=((X, Y), {"exposure": 5.0}), **one)(KEY, NEW, exposure=50.0)
         for one in (options, again)
     ]
     np.testing.assert_array_equal(found[0]["y"], found[1]["y"])
