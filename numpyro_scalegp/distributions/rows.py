@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from numpyro.distributions import (
 from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions.collapsed import refuse_scan
 from numpyro_scalegp.distributions.mini_batches import (
     MiniBatch,
     mini_batch_of,
@@ -109,16 +110,6 @@ class RowsDistribution(Distribution):
                 "latent function, and give a collapsed GP `observed=mask`."
             )
         return super().mask(mask)
-
-
-def refuse_scan(fn: Distribution) -> NoReturn:
-    """Raise where `scan` has put all of its steps into the fields of a distribution."""
-    raise ValueError(
-        f"a `{type(fn).__name__}` stands in a `scan` of numpyro.contrib.control_flow, which would "
-        "stack its kernel and inputs: write independent functions as a batch, with numpyro.plate("
-        "name, size) and hyperparameters with a leading axis, or a site for each in a loop of "
-        "Python."
-    )
 
 
 promote_batch_shape.register(RowsDistribution, refuse_scan)
