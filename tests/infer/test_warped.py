@@ -268,7 +268,7 @@ def test_what_is_refused(base, transform, message):
         lambda: sgp.posterior(model, Hyperparameters({}), X, jnp.ones(N)),
         lambda: sgp.posterior(model, samples, X, jnp.ones(N)).mean(X),
         lambda: Predictive(model, posterior_samples=samples)(KEY, X, jnp.ones(N)),
-        lambda: Predictive(model, posterior_samples=samples, data=(X, jnp.ones(N)))(KEY, X[:3]),
+        lambda: Predictive(model, posterior_samples=samples, data=(X, jnp.ones(N)))(KEY, X + 0.1),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=message):
