@@ -14,7 +14,7 @@ from numpyro_scalegp.distributions.mini_batches import takes_part
 from numpyro_scalegp.distributions.rows import counted
 from numpyro_scalegp.estimators import SolverState
 from numpyro_scalegp.infer import Draws, Predictive
-from numpyro_scalegp.tracing.runs import is_observed, trace_of_call
+from numpyro_scalegp.tracing.runs import is_data, trace_of_call
 
 _STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
 
@@ -36,9 +36,10 @@ def to_arviz(
     """Export the result of SVI or MCMC to ArviZ.
 
     Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
-    `log_likelihood` (pointwise; for a `GaussianProcess`, `MultiOutputGP` or `FeatureSpaceGP` site
-    the leave-one-out densities log p(y_i | y_-i, parameters), which PSIS leave-one-out takes;
-    entries that a mask hides are left out, and the others of a site `y` stand along `y_counted`),
+    `log_likelihood` (pointwise, of observed sites and not of `numpyro.factor` terms; for a
+    `GaussianProcess`, `MultiOutputGP` or `FeatureSpaceGP` site the leave-one-out densities
+    log p(y_i | y_-i, parameters), which PSIS leave-one-out takes; entries that a mask hides are
+    left out, and the others of a site `y` stand along `y_counted`),
     `observed_data`, `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver
     states, `residual`, `probe_residual`, `epochs`, `converged` and `standard_error` over steps;
     MCMC: divergences and their like; for each draw `jitter` of an exact Gaussian process and
@@ -97,6 +98,7 @@ def to_arviz(
         args, kwargs, shape = tuple(model_args or ()), dict(model_kwargs or {}), (1, num_samples)
         params = result if isinstance(result, Mapping) else {**result.params, **_states(result)}
         predictive = Predictive(model, guide=guide, params=dict(params), num_samples=num_samples)
+    predictive._is_at_fit = True
     masks = _counted(model, args, kwargs)
     draws = predictive.draws(key, *args, **kwargs)
     constants = {name: np.asarray(value) for name, value in (constant_data or {}).items()}
@@ -254,7 +256,7 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
                     f"the plate `{name}` takes {site['args'][1]} of {site['args'][0]} rows: pass "
                     "`model_args` (or `model_kwargs`) with which the model sees all rows to export."
                 )
-        observed = {name: site for name, site in trace.items() if is_observed(site)}
+        observed = {name: site for name, site in trace.items() if is_data(site)}
         return {name: counted(site["fn"]) for name, site in observed.items()}
 
     return {name: np.asarray(mask) for name, mask in run(args, kwargs).items()}

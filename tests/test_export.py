@@ -439,3 +439,33 @@ def test_labels_that_do_not_fit():
         export(constant_data={"A": np.ones(3), "B": np.ones(4)}, dims={"A": ["row"], "B": ["row"]})
     with pytest.raises(ValueError, match=r"`coords` has labels of shape \(3,\) for the dimension"):
         export(dims={"f": ["row"]}, coords={"row": [1, 2, 3]})
+
+
+def test_factor_terms_are_left_out():
+    """Of a model with data, and of one whose likelihood is a factor."""
+
+    def model(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+        numpyro.factor("prior", -jnp.sum(jnp.square(f)))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    def by_factor(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+        numpyro.factor("likelihood", dist.Normal(f, 0.3).log_prob(y).sum())
+
+    process = sgp.SparseGP(
+        sgp.kernels.RBF(1.0), data()[0], data()[0][::3], jnp.zeros(4), jnp.eye(4)
+    )
+    for each, names in ((model, {"y"}), (by_factor, set())):
+        found = sgp.to_arviz(
+            {},
+            each,
+            lambda *_: numpyro.sample("f", process),
+            key=KEY,
+            model_args=data(),
+            num_samples=2,
+        )
+        for group in ("log_likelihood", "posterior_predictive", "observed_data"):
+            present = set(found[group].data_vars) if group in groups(found) else set()
+            assert present == names

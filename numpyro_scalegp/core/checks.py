@@ -8,7 +8,7 @@ inside `jit` a value with the wrong sign gives NaN.
 import contextlib
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -393,3 +393,19 @@ def _refuse_entries(name: str, value: Any, array: Any) -> None:
         f"`{name}` must be of type float32 or float64, got {array.dtype}: convert it, as by "
         '.astype("float32").'
     )
+
+
+def used(options: Collection[str], useful: Collection[str], where: str) -> None:
+    """Raise if options are given that have no effect.
+
+    Args:
+        options: names of those that are given.
+        useful: names of those that have an effect.
+        where: on what, for the error.
+    """
+    useless = ", ".join(f"`{name}`" for name in sorted(set(options) - set(useful)))
+    if useless:
+        raise ValueError(
+            f"{where} has no use for {useless}, which is for an estimator that solves iteratively "
+            "or draws at random: leave it out."
+        )

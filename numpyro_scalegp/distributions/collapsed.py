@@ -1,20 +1,38 @@
 """What distributions over observations with the function integrated out have in common."""
 
 import abc
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
 from numpyro.distributions.batch_util import promote_batch_shape
 
-from numpyro_scalegp.distributions.rows import refuse_scan
+
+def refuse_scan(fn: dist.Distribution) -> NoReturn:
+    """Raise where `scan` has put all of its steps into the fields of a distribution."""
+    raise ValueError(
+        f"a `{type(fn).__name__}` stands in a `scan` of numpyro.contrib.control_flow, which would "
+        "stack its kernel and inputs: write independent functions as a batch, with numpyro.plate("
+        "name, size) and hyperparameters with a leading axis, or a site for each in a loop of "
+        "Python."
+    )
 
 
 class CollapsedDistribution(dist.Distribution):
     """A distribution over one observation for each row of `X`, with the function integrated out."""
 
     role: ClassVar[str] = "collapsed"
+
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether the density is scaled from a mini-batch to all rows, or may be."""
+        return False
+
+    @property
+    def condition_options(self) -> frozenset[str]:
+        """The options of `condition` that have an effect, besides `progress_bar`."""
+        return frozenset()
 
     @abc.abstractmethod
     def given(self, f: Float[Array, "... n"]) -> dist.Distribution:

@@ -151,6 +151,11 @@ class FeatureSpaceGP(GaussianNoise):
                 site["state"] = placeholder(stateful, Phi.shape[1], Phi.dtype)
         super().__init__((), (num,), validate_args=validate_args)
 
+    @property
+    def is_of_batch(self) -> bool:
+        """See `CollapsedDistribution.is_of_batch`."""
+        return True
+
     def _phi(self) -> Float[Array, "b d"]:
         """The features of the batch's rows."""
         if self.evaluated is not None:

@@ -185,6 +185,16 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         variance = self.kernel.diag(self.X) + self.noise_variance
         return jnp.broadcast_to(variance, self.batch_shape + self.event_shape)
 
+    @property
+    def is_of_batch(self) -> bool:
+        """See `CollapsedDistribution.is_of_batch`."""
+        return self.estimator.is_of_batch
+
+    @property
+    def condition_options(self) -> frozenset[str]:
+        """See `CollapsedDistribution.condition_options`."""
+        return self.estimator.condition_options
+
     def log_prob(
         self, value: Float[ArrayLike, "... n"], intermediates: list | None = None
     ) -> Float[Array, "..."]:
@@ -307,6 +317,9 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         if max_epochs is not None:
             checks.number("max_epochs", max_epochs, "(0, inf]")
         checks.instance("progress_bar", progress_bar, bool, "True or False")
+        given = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
+        names = [name for name, value in given.items() if value is not None]
+        checks.used(names, self.condition_options, f"`{type(self.estimator).__name__}`")
         shown, key = self._shown(), self.key if key is None else checks.as_key(key)
         options: dict[str, Any] = {"num_samples": num_samples, "max_epochs": max_epochs}
         if not self.batch_shape and shown.observed is None:

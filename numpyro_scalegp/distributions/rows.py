@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,22 @@ from numpyro.distributions import (
     ExpandedDistribution,
     Independent,
     MaskedDistribution,
+    TransformedDistribution,
     constraints,
 )
 from numpyro.distributions.batch_util import promote_batch_shape
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.distributions.collapsed import refuse_scan
 from numpyro_scalegp.distributions.mini_batches import (
     MiniBatch,
     mini_batch_of,
     refuse_mini_batch,
 )
+from numpyro_scalegp.distributions.warped import WarpedGP
+
+_TRANSFORM = "`TransformedDistribution`"
+_WRAPPERS = (ExpandedDistribution, Independent, MaskedDistribution, TransformedDistribution)
 
 
 class RowsDistribution(Distribution):
@@ -106,16 +112,6 @@ class RowsDistribution(Distribution):
         return super().mask(mask)
 
 
-def refuse_scan(fn: Distribution) -> NoReturn:
-    """Raise where `scan` has put all of its steps into the fields of a distribution."""
-    raise ValueError(
-        f"a `{type(fn).__name__}` stands in a `scan` of numpyro.contrib.control_flow, which would "
-        "stack its kernel and inputs: write independent functions as a batch, with numpyro.plate("
-        "name, size) and hyperparameters with a leading axis, or a site for each in a loop of "
-        "Python."
-    )
-
-
 promote_batch_shape.register(RowsDistribution, refuse_scan)
 
 
@@ -125,19 +121,42 @@ def _is_valid(of: dict[str, Any], args: dict[str, Any]) -> Bool[Array, ""]:
 
 
 class Unwrapped(NamedTuple):
-    """A distribution without what plates, `to_event` and `mask` put around it."""
+    """A distribution without what plates, `to_event` and `mask` put around it.
+
+    Transformed observations of a Gaussian process are a `WarpedGP`.
+    """
 
     distribution: Any
-    wrapper: str  # the innermost of `to_event` and `mask`, or nothing
+    wrapper: str  # the innermost of `to_event`, `mask` and a transform that is in the way, if any
     mask: Any  # of all masks, True without any
+
+    def refuse_transform(self, site: str) -> None:
+        """Raise if the distribution of a site is a transformed function, or a batch of processes.
+
+        Args:
+            site: its name.
+        """
+        if self.wrapper == _TRANSFORM:
+            raise ValueError(
+                f"the GP site `{site}` has a {_TRANSFORM} around a "
+                f"`{type(self.distribution).__name__}`: write the latter as the site, and "
+                "transform its value in the next line of the model."
+            )
 
 
 def unwrapped(distribution: Any) -> Unwrapped:
     """The distribution inside of plates' expansions, `to_event` and `mask`."""
     wrapper = ""
     mask: Any = True
-    while isinstance(distribution, ExpandedDistribution | Independent | MaskedDistribution):
-        if isinstance(distribution, Independent):
+    while isinstance(distribution, _WRAPPERS):
+        if isinstance(distribution, TransformedDistribution):
+            base = distribution.base_dist
+            if getattr(base, "role", "") == "collapsed":
+                return Unwrapped(WarpedGP(base, distribution.transforms), wrapper, mask)
+            if role_of(base) not in ("prior", "collapsed"):
+                break
+            wrapper = _TRANSFORM
+        elif isinstance(distribution, Independent):
             wrapper = "`to_event`"
         elif isinstance(distribution, MaskedDistribution):
             wrapper, own = "`mask`", jnp.asarray(distribution._mask)

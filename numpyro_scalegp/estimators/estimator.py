@@ -1,6 +1,7 @@
 """The interface of a log marginal likelihood."""
 
 import abc
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -26,6 +27,11 @@ class AbstractEstimator(eqx.Module):
     is_stochastic: ClassVar[bool] = False
     # Whether the members of a batch are better worked on one after the other.
     takes_turns: ClassVar[bool] = False
+
+    @property
+    def condition_options(self) -> frozenset[str]:
+        """The options of `condition` that this estimator has a use for: those it names."""
+        return frozenset(inspect.signature(type(self).condition).parameters)
 
     @abc.abstractmethod
     def log_prob(

@@ -18,6 +18,7 @@ from numpyro_scalegp.families.chevron_optimum import (
 )
 from numpyro_scalegp.guides.guide import Rest
 from numpyro_scalegp.guides.solving import AbstractSolvingGuide, Linearized, NewtonStep, SolvedMean
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.sites import GPSite, Model
 
 # The residual at which a direct solve counts as one.
@@ -93,6 +94,7 @@ class AutoChevronGP(AbstractSolvingGuide):
         weights = declare_weights(param, m, self.rank, self.init_scale, site.X.dtype)
         return ChevronGP(site.prior.features, site.X, *weights)
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def solve_mean(
         self,
         params: dict[str, Any],
@@ -124,7 +126,7 @@ class AutoChevronGP(AbstractSolvingGuide):
             Rasmussen and Williams (2006), eq. 2.11; Khan and Lin (2017), Conjugate-Computation
             Variational Inference, for the pseudo-observations of a Newton step.
         """
-        return self._newton(params, args, kwargs, num_newton_steps, num_nodes)
+        return self._newton(params, args, of_model(kwargs), num_newton_steps, num_nodes)
 
     def newton_step(self, at: Linearized, **options: Any) -> NewtonStep:
         """Solve directly; see `AbstractSolvingGuide.newton_step`."""
@@ -138,6 +140,7 @@ class AutoChevronGP(AbstractSolvingGuide):
         solved = residual, jnp.zeros((), int), residual <= _TOLERANCE
         return NewtonStep(old, new, at.mean + projected(prior, step), divergence, solved)
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def solve_diagonal(
         self, params: dict[str, Any], *args: Any, num_nodes: int = 20, **kwargs: Any
     ) -> dict[str, Any]:
@@ -167,7 +170,7 @@ class AutoChevronGP(AbstractSolvingGuide):
         References:
             Evans and Nair (2020), proposition 1, for the columns that are not dense.
         """
-        site, likelihood = self._around(params, args, kwargs, num_nodes)
+        site, likelihood = self._around(params, args, of_model(kwargs), num_nodes)
         q, *moments = self._marginals(params, site)
         likelihood.check_rows(moments[0])
         _, curvature = likelihood.derivatives(*moments)

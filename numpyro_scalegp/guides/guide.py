@@ -38,6 +38,7 @@ from numpyro_scalegp.guides.fitted import (
 from numpyro_scalegp.guides.starting import MEDIAN, starting_values
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 from numpyro_scalegp.tracing.first_run import emit, only_watched, run_as_program
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.runs import (
     Trace,
     drawn_values,
@@ -139,6 +140,7 @@ class AbstractGPGuide(abc.ABC):
                 stack.enter_context(numpyro.plate(plate.name, plate.size, dim=plate.dim))
             return {**latent, site.name: numpyro.sample(site.name, self.family(site))}
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def median(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The median of each site that the rest's guide owns.
 
@@ -152,6 +154,7 @@ class AbstractGPGuide(abc.ABC):
             ValueError: if the rest's guide has no medians, or has not run and gets no arguments, or
                 other ones than it was fitted with, or `params` lacks a parameter.
         """
+        kwargs = of_model(kwargs)
         if args or kwargs:
             set_up(self, params, args, kwargs)
         elif _is_fresh(self):
@@ -174,6 +177,7 @@ class AbstractGPGuide(abc.ABC):
             raise ValueError(_NO_MEDIAN) from error
         return {name: value for name, value in values.items() if name in latent}
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 3))
     def sample_posterior(
         self,
         rng_key: Key[Array, ""],
@@ -197,7 +201,7 @@ class AbstractGPGuide(abc.ABC):
         Raises:
             ValueError: if `params` lacks a parameter.
         """
-        rng_key = checks.as_key(rng_key, "rng_key")
+        kwargs, rng_key = of_model(kwargs), checks.as_key(rng_key, "rng_key")
         set_up(self, params, args, kwargs)
         guide = RequireParams(self, params)
 
@@ -210,6 +214,7 @@ class AbstractGPGuide(abc.ABC):
         draws = compiled(lambda keys: jax.lax.map(draw, keys))(keys.reshape(-1))
         return jax.tree.map(lambda leaf: leaf.reshape(*sample_shape, *leaf.shape[1:]), draws)
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def posterior(
         self,
         params: dict[str, Any],
@@ -232,7 +237,7 @@ class AbstractGPGuide(abc.ABC):
             ValueError: if `key` is None and the rest's guide has no medians, or `params` lacks a
                 parameter.
         """
-        return self.posterior_and_rest(params, args, kwargs, key)[0]
+        return self.posterior_and_rest(params, args, of_model(kwargs), key)[0]
 
     def posterior_and_rest(
         self,
@@ -243,7 +248,7 @@ class AbstractGPGuide(abc.ABC):
     ) -> tuple[AbstractPosterior, dict[str, Array]]:
         """What `posterior` returns, and the values of the rest's sites under which it is."""
         key = key if key is None else checks.as_key(key)
-        values = self.rest_values(params, *args, key=key, **kwargs)
+        values = self._rest_values(params, args, kwargs, key)
         site = self._site(params, values, key, args, kwargs)
         with self._parameters(params, key):
             return self.family(site, training=False).posterior(), values
@@ -257,6 +262,7 @@ class AbstractGPGuide(abc.ABC):
         stack.enter_context(RequireParams(None, params))
         return stack
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def rest_values(
         self,
         params: dict[str, Any],
@@ -268,6 +274,15 @@ class AbstractGPGuide(abc.ABC):
 
         Medians and the means of functions, or one draw.
         """
+        return self._rest_values(params, args, of_model(kwargs), key)
+
+    def _rest_values(
+        self,
+        params: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Key[Array, ""] | None,
+    ) -> dict[str, Array]:
         set_up(self, params, args, kwargs)
         if key is None:
             means = getattr(self.rest, "function_means", _no_functions)
@@ -288,6 +303,7 @@ class AbstractGPGuide(abc.ABC):
         with self._parameters(params, seed):
             return find_gp_site(self.model, self.site, self.prior, values, args, kwargs)
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def function_means(self, params: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The means of the functions that this guide and its rest own, at the model's rows.
 
@@ -299,8 +315,9 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             The mean of each function under the rest's medians, by the name of its site.
         """
+        kwargs = of_model(kwargs)
         means = getattr(self.rest, "function_means", _no_functions)(params, *args, **kwargs)
-        values = self.rest_values(params, *args, **kwargs)
+        values = self._rest_values(params, args, kwargs, None)
         site = self._site(params, values, None, args, kwargs)
         with self._parameters(params, None):
             posterior = self.family(site, training=False).posterior()

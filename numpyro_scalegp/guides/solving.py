@@ -18,6 +18,7 @@ from numpyro_scalegp.families.bases import Basis, growing_bases, hold_categories
 from numpyro_scalegp.families.decoupled import expansion
 from numpyro_scalegp.guides.guide import AbstractGPGuide, Rest, set_up
 from numpyro_scalegp.solvers.representer_weights import RepresenterWeights, representer_weights
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.likelihood import ExpectedLikelihood, pseudo_observations
 from numpyro_scalegp.tracing.sites import GPSite, Model, WithoutSite
 
@@ -200,6 +201,7 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
         """What other parameters add to the mean."""
         return jnp.zeros((*family.batch_shape, X.shape[0]), X.dtype)
 
+    @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def solve_mean(
         self,
         params: dict[str, Any],
@@ -245,6 +247,7 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
             Inference, for the pseudo-observations of a Newton step.
         """
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
+        kwargs = of_model(kwargs)
         return self._newton(params, args, kwargs, num_newton_steps, num_nodes, **options)
 
     def newton_step(self, at: Linearized, **options: Any) -> NewtonStep:

@@ -17,25 +17,35 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.families import AbstractVariationalGP
 from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals, medians
 from numpyro_scalegp.guides.guide import set_up
-from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of
+from numpyro_scalegp.infer.fitted_runs import is_gp, run_model, trace_of, white_name
 from numpyro_scalegp.infer.initialization import Hyperparameters
 from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
+from numpyro_scalegp.infer.noise import with_noise
 from numpyro_scalegp.posteriors.mixture import MixturePosterior
 from numpyro_scalegp.posteriors.outputs import OutputsPosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.runs import (
     Trace,
     is_latent,
-    is_observed,
     mutable_values,
     traced,
 )
 from numpyro_scalegp.tracing.sites import StandIn
 
+# A model, values of its sites and parameters, and its arguments.
+Run = tuple[Callable[..., Any], dict[str, Any], tuple[Any, ...], dict[str, Any]]
 
+
+def _model_of(model: Any, fit: Any, *args: Any) -> tuple[Any, int]:
+    return model, 2 if isinstance(fit, Mapping) else 3
+
+
+@model_keywords_first(_model_of)
 def posterior(
     model: Callable[..., Any],
     fit: Callable[..., Any] | Mapping[str, Any],
+    /,
     *args: Any,
     site: str | None = None,
     key: Key[Array, ""] | None = None,
@@ -71,7 +81,9 @@ def posterior(
             `GaussianProcess.condition`; not after NUTS.
         progress_bar: whether a solve that takes longer than a few seconds shows how far it is; not
             after NUTS.
-        **kwargs: the model's keyword arguments.
+        **kwargs: the model's keyword arguments. A keyword for which the model has a parameter goes
+            to the model, also where it is the name of an option above; where both are wanted, give
+            the model's by position.
 
     Returns:
         The posterior, with moments, samples and predictions at any inputs: after NUTS a
@@ -80,9 +92,10 @@ def posterior(
         that is Gaussian around the function, with one scale.
 
     Raises:
-        ValueError: if the model has no GP site, or several and no `site`; if the parameters lack
-            some, or a guide has no medians and there is no `key`; if `Hyperparameters` lack some;
-            if a collapsed site has no observations, or stands in a plate.
+        ValueError: if the model has no GP site, or several and no `site`; if this posterior has no
+            use for an option; if the parameters lack some, or a guide has no medians and there is
+            no `key`; if `Hyperparameters` lack some; if a collapsed site has no observations, or
+            stands in a plate.
 
     Example:
         >>> import jax
@@ -103,7 +116,9 @@ def posterior(
         >>> posterior.mean(X[:4]).shape, posterior.predictive(X[:4]).variance.shape
         ((4,), (4,))
     """
+    kwargs = of_model(kwargs)
     checks.function("model", model)
+    checks.instance("progress_bar", progress_bar, bool, "True or False")
     key = key if key is None else checks.as_key(key)
     given = {"num_samples": num_samples, "max_epochs": max_epochs, "start": start}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -111,12 +126,12 @@ def posterior(
         isinstance(fit, Mapping) and _has_shapes_of_sites(model, fit, args, kwargs)
     ):
         values: dict[str, Any] = dict(fit)
-        name, role = _the_site(model, values, args, kwargs, site)
-        trace = run_model(model, values, args, kwargs)
-        _refuse_missing(trace, values, name, role)
         if key is not None:
             options["key"] = key
-        return conditioned(trace, name, values, progress_bar=progress_bar, **options)
+        name, role = _the_site(model, values, args, kwargs, site, options)
+        _refuse_missing(run_model(model, values, args, kwargs), values, name, role)
+        run = model, values, args, kwargs
+        return _posterior_of(run, name, values, progress_bar=progress_bar, **options)
     if isinstance(fit, Mapping):
         if start is not None:
             raise ValueError(
@@ -134,14 +149,15 @@ def posterior(
             "after the guide, give what `SVI.run` returned, then the model's arguments."
         )
     params, args = parameters_of(args[0]), args[1:]
-    name, role = _the_site(RequireParams(model, params), params, args, kwargs, site)
+    name, role = _the_site(RequireParams(model, params), params, args, kwargs, site, options)
     if role == "prior" and (owner := _owner(fit, name)) is not None:
         found, values = owner.posterior_and_rest(params, args, kwargs, key)
-        return with_noise(found, trace_of(model, {**params, **values}, args, kwargs), name)
+        return with_noise(found, model, {**params, **values}, args, kwargs, name)
     values, families = _fitted_values(fit, params, key, args, kwargs)
+    values = {**params, **values}
     if name in families:
-        trace = run_model(model, {**params, **values}, args, kwargs)
-        return with_noise(families[name].posterior(), trace, name)
+        run_model(model, values, args, kwargs)  # raises where values are missing
+        return with_noise(families[name].posterior(), model, values, args, kwargs, name)
     if role == "prior" and key is None:
         raise ValueError(
             f"the guide has draws of the function `{name}` at the rows of the fit, and no process: "
@@ -149,8 +165,8 @@ def posterior(
             "sgp.posterior(model, guide.sample_posterior(key, params, sample_shape=(1000,)), X, y),"
             " or a `key` for a single one."
         )
-    trace = run_model(model, {**params, **values}, args, kwargs)
-    return conditioned(trace, name, params, progress_bar=progress_bar, **options)
+    run = model, values, args, kwargs
+    return _posterior_of(run, name, params, progress_bar=progress_bar, **options)
 
 
 def _has_shapes_of_sites(
@@ -161,15 +177,16 @@ def _has_shapes_of_sites(
 
     def run() -> None:
         trace = trace_of(model, {}, args, kwargs)
-        shapes.update({name: jnp.shape(trace[name]["value"]) for name in fit if name in trace})
+        sites = [one for one in trace.values() if is_latent(one) or one["type"] == "param"]
+        shapes.update({one["name"]: jnp.shape(one["value"]) for one in sites if one["name"] in fit})
 
     jax.eval_shape(run)
-    return bool(shapes) and all(jnp.shape(fit[name]) == shapes[name] for name in shapes)
+    return bool(shapes) and all(np.shape(fit[name]) == shapes[name] for name in shapes)
 
 
 def _refuse_missing(trace: Trace, values: dict[str, Any], name: str, role: str) -> None:
     """Raise where zeros or initial values would stand for values that a fit has not."""
-    if role == "prior" and name not in values:
+    if role == "prior" and not {name, white_name(name)} & values.keys():
         raise ValueError(
             f"`fit` has values of {sorted(values)}, and none of the function `{name}`: a latent GP "
             "is fitted with a guide."
@@ -213,11 +230,11 @@ def _of_draws(
 ) -> MixturePosterior:
     if key is not None:
         raise ValueError("`key` is for one draw of a guide: draws of NUTS are all used.")
-    samples, _ = as_draws(samples, "`fit`")
+    samples, _ = as_draws(samples, "`fit`", ", or single values of the shapes of the sites")
     draws = jax.tree.map(jnp.asarray, samples)
     first = jax.tree.map(lambda leaf: leaf[0], draws)
-    name, role = _the_site(model, first, args, kwargs, site)
-    if role == "prior" and name not in samples:
+    name, role = _the_site(model, first, args, kwargs, site, options)
+    if role == "prior" and not {name, white_name(name)} & samples.keys():
         raise ValueError(
             f"`fit` has draws of {sorted(samples)}, and none of the function `{name}`."
         )
@@ -249,9 +266,25 @@ class _ConditionedModel(eqx.Module):
         return self._posterior(values) if self.program is None else self.program(values)
 
     def _posterior(self, values: dict[str, Any]) -> AbstractPosterior:
+        run = self.model, values, self.args, self.kwargs
         with KnownNeighbors(self.neighbors):
-            trace = run_model(self.model, values, self.args, self.kwargs)
-        return conditioned(trace, self.site, **dict(self.options))
+            return _posterior_of(run, self.site, **dict(self.options))
+
+
+def _posterior_of(
+    run: Run, name: str, params: Mapping[str, Any] | None = None, **options: Any
+) -> AbstractPosterior:
+    """The posterior at a GP site given values of all sites, with the likelihood's noise.
+
+    Args:
+        run: the model, values of its sites and parameters, and its arguments.
+        name: of the site.
+        params: as of `conditioned`.
+        options: likewise.
+    """
+    trace = run_model(*run)
+    found = conditioned(trace, name, params, **options)
+    return found if role_of(trace[name]["fn"]) == "collapsed" else with_noise(found, *run, name)
 
 
 def conditioned(
@@ -269,24 +302,26 @@ def conditioned(
         ValueError: if a collapsed site has no observations, or a wrapper around it.
     """
     site = trace[name]
-    fn, wrapper, _ = unwrapped(site["fn"])
+    fn, wrapper, _ = inside = unwrapped(site["fn"])
+    inside.refuse_transform(name)
     if fn.role == "prior":
-        return with_noise(_of_functions(fn, site["value"]), trace, name)
+        return _of_functions(fn, jnp.asarray(site["value"]))
     if wrapper == "`mask`":
         raise ValueError(
             f"the collapsed GP site `{name}` has a mask around it, and is conditioned on all of "
             "its observations: give the model without the mask, or, if it hides the site, another "
             "`site`."
         )
-    if wrapper or site["fn"] is not fn:
+    if wrapper or site["fn"].batch_shape != fn.batch_shape:
         raise ValueError(
             f"the collapsed GP site `{name}` stands inside a plate, or has a `to_event` "
             "around it: give its hyperparameters, or its inputs, the axes of the plate, or write a "
             "site for each function."
         )
     for own, value in mutable_values(trace).items():
-        if value is fn.state and params is not None:
-            fn.state = params.get(own, value)
+        base = getattr(fn, "base_dist", fn)  # of a warped process
+        if value is getattr(base, "state", None) and params is not None:
+            base.state = params.get(own, value)
     return fn.condition(site["value"], **options)
 
 
@@ -302,30 +337,17 @@ def _of_functions(prior: Any, values: Array) -> AbstractPosterior:
     return OutputsPosterior(jax.tree_util.Partial(type(prior).condition, prior), values)
 
 
-def with_noise(found: Any, trace: Trace, name: str) -> AbstractPosterior:
-    """A posterior with the noise variance of the Gaussian likelihood around the function `name`.
-
-    Unchanged where no observed site is one, or more than one is.
-    """
-    f = trace[name]["value"]
-    likelihoods = [unwrapped(site["fn"])[0] for site in trace.values() if is_observed(site)]
-    around = [fn for fn in likelihoods if isinstance(fn, dist.Normal) and fn.loc is f]
-    if len(around) != 1:
-        return found
-    noise = jnp.square(around[0].scale)
-    noise = noise.reshape(()) if noise.size == 1 else noise
-    return dataclasses.replace(found, noise_variance=noise)
-
-
 def _the_site(
     model: Callable[..., Any],
     values: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     site: str | None,
+    options: dict[str, Any],
 ) -> tuple[str, str]:
-    """The name of the GP site and its role."""
+    """The name of the GP site and its role; raises if its posterior has no use for an option."""
     found: dict[str, str] = {}
+    useful: dict[str, frozenset[str]] = {}
     observed: dict[str, bool] = {}
     partial: list[str] = []  # plates that take a part of their elements
 
@@ -335,6 +357,10 @@ def _the_site(
                 partial.append(name)
             if is_gp(one):
                 found[name] = role_of(one["fn"])
+                (gp, *_) = inside = unwrapped(one["fn"])
+                if site in (None, name):
+                    inside.refuse_transform(name)
+                useful[name] = getattr(gp, "condition_options", frozenset())
                 observed[name] = one["is_observed"]
                 if one["is_observed"]:
                     shown = getattr(unwrapped(one["fn"])[0], "observed", None)
@@ -352,6 +378,7 @@ def _the_site(
     if site is None and len(found) > 1:
         raise ValueError(f"the model has the GP sites {sorted(found)}: name one with `site=`.")
     name = next(iter(found)) if site is None else site
+    checks.used(options, useful[name], f"the GP site `{name}`")
     if not observed[name] and found[name] == "collapsed":
         raise ValueError(
             f"the GP site `{name}` has no observations: give the model's arguments as in the fit."
@@ -432,8 +459,15 @@ def _draw(name: str, family: AbstractVariationalGP, key: Array) -> Array:
     return family.sample(key)
 
 
-def as_draws(samples: Mapping[str, Any], argument: str) -> tuple[dict[str, Any], int]:
+def as_draws(
+    samples: Mapping[str, Any], argument: str, alternative: str = ""
+) -> tuple[dict[str, Any], int]:
     """Draws, lists of them as arrays, and the length of the leading axis that all share.
+
+    Args:
+        samples: by name.
+        argument: what holds them, for the error.
+        alternative: what else would do, for the error.
 
     Raises:
         ValueError: if there is none.
@@ -447,7 +481,7 @@ def as_draws(samples: Mapping[str, Any], argument: str) -> tuple[dict[str, Any],
     }
     if not shapes or not all(shapes.values()) or len({shape[0] for shape in shapes.values()}) > 1:
         raise ValueError(
-            f"{argument} must be a dict of arrays with a leading axis of draws, the same for all, "
-            f"got the shapes {shapes}."
+            f"{argument} must be a dict of arrays with a leading axis of draws, the same for all"
+            f"{alternative}, got the shapes {shapes}."
         )
     return samples, next(iter(shapes.values()))[0]

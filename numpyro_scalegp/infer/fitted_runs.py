@@ -1,14 +1,15 @@
 """Runs of a model at fitted values, in which nothing is drawn from a prior."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpyro import primitives
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.tracing.runs import Trace, is_latent, traced
+from numpyro_scalegp.tracing.runs import MADE_OF_OTHERS, Trace, is_latent, traced
 
 
 def run_model(
@@ -45,8 +46,52 @@ def trace_of(
     model: Callable[..., Any], values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Trace:
     """The same, with draws from the prior at other latent sites that have no value."""
-    with Checked(values), WithoutDraws():
+    with Checked(values), WithoutDraws(), FunctionSites(without_white=values):
         return traced(model, jax.random.key(0), values, args, kwargs, values=values)
+
+
+class FunctionSites(Messenger):
+    """Keeps functions that `WhitenReparam` replaces as GP sites of the run, with their values.
+
+    White values belong to the rows that they were drawn at. So a function at other rows is drawn
+    from its posterior given the values at those rows, as without the reparametrization.
+
+    Args:
+        fn: the model, or None for a context manager.
+        without_white: names of functions that get a value in another way.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any] | None = None, without_white: Container[str] = ()
+    ) -> None:
+        super().__init__(fn)
+        self.without_white = without_white
+        self.whitened: dict[str, Any] = {}
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        """Give a function that was made of white values."""
+        if is_latent(msg) and msg["name"] in self.whitened and msg["value"] is None:
+            msg["value"] = self.whitened[msg["name"]]
+            msg["infer"] = {**msg["infer"], MADE_OF_OTHERS: True}
+
+
+class EveryName:
+    """A container of every name, for runs in which nothing depends on the functions' values."""
+
+    def __contains__(self, name: object) -> bool:
+        """True."""
+        return True
+
+
+def function_sites() -> FunctionSites | None:
+    """The innermost `FunctionSites` around this call."""
+    stack = reversed(primitives._PYRO_STACK)
+    return next((one for one in stack if isinstance(one, FunctionSites)), None)
+
+
+def white_name(name: str) -> str:
+    """The site of the white values of a function."""
+    return f"{name}_white"
 
 
 class Checked(Messenger):

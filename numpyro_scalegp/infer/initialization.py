@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.infer.fits import Fits
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 
 # Rows that are drawn together, with their neighbors, where a subset has some of each.
 _GROUP = 8
@@ -95,6 +96,7 @@ class Hyperparameters(dict[str, Any]):
         return cls(dict(zip(names, children, strict=True)), picked, scores)
 
 
+@model_keywords_first(lambda key, model, *_: (model, 2))
 def initial_hyperparameters(
     key: Key[Array, ""],
     model: Callable[..., Any],
@@ -180,6 +182,7 @@ def initial_hyperparameters(
         >>> sorted(values), len(values.scores) >= 3
         (['lengthscale'], True)
     """
+    model_kwargs = of_model(model_kwargs)
     for name, number in (
         ("subset_size", subset_size),
         ("num_subsets", num_subsets),

@@ -1,5 +1,6 @@
 """GP sites of a model at new inputs, drawn from their posteriors and never from their prior."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.distributions import GaussianProcess
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.infer.fitted_runs import is_gp
+from numpyro_scalegp.families import WeightSpaceGP
+from numpyro_scalegp.infer.fitted_runs import FunctionSites, is_gp, white_name
+from numpyro_scalegp.posteriors.laplace import LaplacePosterior
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.tracing.runs import Trace, is_latent
+from numpyro_scalegp.posteriors.warped import WarpedPosterior
+from numpyro_scalegp.tracing.runs import Trace, is_data, is_latent
 
 
 def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPosterior]) -> None:
@@ -26,11 +29,14 @@ def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPos
         posteriors: of GP sites.
     """
     sampled = {name: site for name, site in trace.items() if site["type"] == "sample"}
-    in_fit = any(site["is_observed"] for site in sampled.values())
+    in_fit = any(map(is_data, sampled.values()))
     for name, site in sampled.items():
         if site["is_observed"] or name in posteriors or not is_gp(site):
             continue
-        drawn = given.get(name)
+        is_of_weights = isinstance(unwrapped(site["fn"]).distribution, WeightSpaceGP)
+        if is_of_weights and white_name(name) in given:
+            continue  # the same weights at any rows
+        drawn = given.get(name, given.get(white_name(name)))
         if isinstance(drawn, dict) and role_of(drawn["fn"]) == "variational":
             continue
         if drawn is None or not in_fit:
@@ -45,7 +51,7 @@ def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array, Array | None]
     """Inputs, observations and which these are, of the GPs that an autoguide was set up with."""
     trace = getattr(guide, "prototype_trace", None) or {}
     return {
-        name: (site["fn"].X, site["value"], site["fn"].observed)
+        name: (site["fn"].X, jnp.asarray(site["value"]), site["fn"].observed)
         for name, site in trace.items()
         if isinstance(site.get("fn"), GaussianProcess)
         and site["is_observed"]
@@ -53,11 +59,12 @@ def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array, Array | None]
     }
 
 
-class FromPosteriors(Messenger):
+class FromPosteriors(FunctionSites):
     """Draws GP sites without observations from their posteriors.
 
     Args:
         fn: the model, with its seed.
+        key: a JAX key, since a seed within the model would be the same for each draw.
         posteriors: by the names of the sites.
         first_run: of `data_of_first_run`, to condition on where there is no posterior.
         joint: whether rows are drawn jointly.
@@ -66,28 +73,51 @@ class FromPosteriors(Messenger):
     def __init__(
         self,
         fn: Callable,
+        key: Array,
         posteriors: dict[str, AbstractPosterior],
         first_run: dict[str, tuple[Array, Array, Array | None]],
         *,
         joint: bool,
     ) -> None:
-        super().__init__(fn)
+        super().__init__(fn, without_white=posteriors)
+        self.key = key
         self.posteriors = posteriors
         self.first_run = first_run
         self.joint = joint
 
     def process_message(self, msg: dict[str, Any]) -> None:
         """Draw at a site."""
-        name = msg.get("name")  # a request for a key has none
+        super().process_message(msg)
         if not (is_gp(msg) and is_latent(msg)):
             return
+        name = msg["name"]
         if name not in self.posteriors and name not in self.first_run:
             return
         fn = unwrapped(msg["fn"])[0]
-        draw_key, condition_key = jax.random.split(msg["kwargs"]["rng_key"])
+        self.key, draw_key, condition_key = jax.random.split(self.key, 3)
         if name not in self.posteriors:
             self.posteriors[name] = _as_in_first_run(name, fn, *self.first_run[name], condition_key)
-        msg["value"] = draw(draw_key, self.posteriors[name], fn, joint=self.joint)
+        posterior = with_mean_of(fn, self.posteriors[name])
+        msg["value"] = draw(draw_key, posterior, fn, joint=self.joint)
+
+
+def with_mean_of(fn: Any, posterior: Any) -> Any:
+    """A posterior given data with the prior mean that a run of the model has at its own inputs.
+
+    Where the mean function holds covariates of the rows, those of the data are no use there.
+
+    Args:
+        fn: the distribution of the GP site at the new inputs.
+        posterior: over the function, with the prior mean at the data.
+    """
+    mean_function = getattr(fn, "mean_function", None)
+    if isinstance(posterior, WarpedPosterior):
+        fn = fn.base_dist
+    if isinstance(posterior, LaplacePosterior | WarpedPosterior):
+        return dataclasses.replace(posterior, process=with_mean_of(fn, posterior.process))
+    if mean_function is None or not hasattr(posterior, "mean_function"):
+        return posterior
+    return dataclasses.replace(posterior, mean_function=mean_function)
 
 
 def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> Array:

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,20 +20,30 @@ from numpyro_scalegp.distributions.rows import role_of, unwrapped
 from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals
 from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
-from numpyro_scalegp.infer.fitted_runs import Checked, WithoutDraws, is_gp, run_model
+from numpyro_scalegp.infer.fitted_runs import (
+    Checked,
+    EveryName,
+    FunctionSites,
+    WithoutDraws,
+    is_gp,
+    run_model,
+    white_name,
+)
 from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
 from numpyro_scalegp.infer.new_inputs import (
     FromPosteriors,
     check_functions,
     data_of_first_run,
     draw,
+    with_mean_of,
 )
 from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.tracing.keywords import Arguments, handlers_around
 from numpyro_scalegp.tracing.likelihood import check_value, log_terms
 from numpyro_scalegp.tracing.runs import (
     Trace,
+    is_data,
     is_latent,
-    is_observed,
     substituted,
     trace_of_call,
     traced,
@@ -57,7 +67,7 @@ class Draws(NamedTuple):
         `FeatureSpaceGP` it averages leave-one-out densities at its own rows.)
         """
         return {
-            name: np.asarray(jax.nn.logsumexp(values, axis=0)) - np.log(len(values))
+            name: np.asarray(jax.nn.logsumexp(values, axis=0) - np.log(len(values)))
             for name, values in self.log_likelihood.items()
         }
 
@@ -84,11 +94,12 @@ class Predictive:
             state in the model, together with `SVIState.mutable_state`, so that solves start there.
         posterior_samples: instead of a guide, draws of the latent sites, as from
             `MCMC.get_samples`, leading axis the draws.
-        data: the positional arguments of the model in its fit, `(X, y)`, observations included:
-            what GP sites are conditioned on, where a call is for other inputs. Keyword arguments of
-            a call go to the run at the data, too. A guide of this
-            package needs none for the function that it owns. Without it, an autoguide's first run
-            is taken for the fit, with a warning.
+        data: the arguments of the model in its fit, observations included: what GP sites are
+            conditioned on, where a call is for other inputs. Positional ones as a tuple, `(X, y)`,
+            keywords as a dict, or both as `((X, y), {"exposure": 5.0})`. A keyword goes to the run
+            that it was given to, here or in a call, and to no other. A guide of this package needs
+            none for the function that it owns. Without it, an autoguide's first run is taken for
+            the fit, with a warning.
         num_samples: number of draws, where there are no `posterior_samples`.
         chunk_size: draws in one compiled call.
         joint: whether functions are drawn jointly at all n rows, in O(n^3) a draw. If not, each row
@@ -97,8 +108,9 @@ class Predictive:
 
     Raises:
         ValueError: if there are both a guide and draws; if draws have unequal numbers, or other
-            shapes than the model's sites; in a call, if `params` lacks a parameter, or a GP site
-            has neither observations nor draws nor `data`.
+            shapes than the model's sites; in a call, if `params` lacks a parameter, a GP site has
+            neither observations nor draws nor `data`, or a keyword has no value in `data`.
+        TypeError: if the arguments in `data` or in a call are not the model's.
 
     Example:
         >>> import jax
@@ -120,7 +132,7 @@ class Predictive:
         guide: Callable | None = None,
         params: dict[str, Any] | None = None,
         posterior_samples: dict[str, Any] | None = None,
-        data: tuple[Any, ...] | None = None,
+        data: tuple[Any, ...] | Mapping[str, Any] | None = None,
         num_samples: int = 1000,
         chunk_size: int = 100,
         joint: bool = False,
@@ -128,24 +140,31 @@ class Predictive:
         if guide is not None and posterior_samples is not None:
             raise ValueError("give either a `guide` with its `params`, or `posterior_samples`.")
         self.is_prior = guide is None and posterior_samples is None
-        if data is not None:
-            checks.instance("data", data, tuple, "the model's positional arguments, a tuple")
+        self.model = checks.function("model", model)
+        if any(isinstance(one, handlers.seed) for one in handlers_around(model)):
+            raise ValueError(
+                "`model` has a seed of its own, with which all draws would be alike: give the "
+                "model without `numpyro.handlers.seed`."
+            )
+        self.data = None if data is None else Arguments.of("data", data)
+        if self.data is not None:
             if self.is_prior:
                 raise ValueError("`data` needs a `guide` or `posterior_samples` to go with it.")
-        self.model = checks.function("model", model)
+            self.data.check(model, "`data`")
         self.guide = guide
         self.params = {} if params is None else params
         self.posterior_samples = posterior_samples
         if posterior_samples is not None:
             self.posterior_samples, num_samples = as_draws(posterior_samples, "`posterior_samples`")
-        self.data = data
         self.num_samples = checks.count("num_samples", num_samples)
         self.chunk_size = checks.count("chunk_size", chunk_size)
         self.joint = joint
         self._checked: set[Any] = set()  # shapes of arguments
         self._without_neighbors: set[Any] = set()  # likewise, with which no site looks at neighbors
+        # Whether calls are for the rows of the fit, whatever the model observes: see `to_arviz`.
+        self._is_at_fit = False
 
-    def __call__(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+    def __call__(self, key: Key[Array, ""], /, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Draw.
 
         Args:
@@ -160,10 +179,14 @@ class Predictive:
         draws = self.draws(key, *args, **kwargs)
         return {**draws.sites, **draws.predictive}
 
-    def draws(self, key: Key[Array, ""], *args: Any, **kwargs: Any) -> Draws:
+    def draws(self, key: Key[Array, ""], /, *args: Any, **kwargs: Any) -> Draws:
         """Draw, with pointwise log-likelihoods and observations as well; see `Draws`."""
+        call = Arguments(args, kwargs)
+        call.check(self.model, "the call")
+        if self.data is not None:
+            self._check_keywords(self.data, call)
         if self.guide is not None:
-            set_up(self.guide, self.params, args if self.data is None else self.data, kwargs)
+            set_up(self.guide, self.params, *(call if self.data is None else self.data))
             leaves, structure = jax.tree.flatten((args, kwargs))
             shapes = structure, tuple(map(np.shape, leaves))
             if not self.joint and shapes not in self._checked:
@@ -173,7 +196,7 @@ class Predictive:
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
         first_run = {} if self.guide is None else data_of_first_run(self.guide)
         normals = {} if self.guide is None else latent_normals(self.guide, self.params)
-        neighbors = self._neighbors(samples, args, kwargs)
+        neighbors = self._neighbors(samples, call)
         rest = normals, self.params, self.data, first_run, neighbors, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
         chunk, chunks = CompiledForLoop(self._chunk), []
@@ -183,9 +206,19 @@ class Predictive:
             chunks.append(jax.tree.map(as_numpy, chunk(keys[part], some, *rest)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
-    def _neighbors(self, samples: dict, args: tuple, kwargs: dict) -> tuple[dict, dict]:
-        """Neighbors of the rows of GP sites, in the run at the data and in that at `args`."""
-        leaves, structure = jax.tree.flatten((self.data, args, kwargs))
+    def _check_keywords(self, data: Arguments, call: Arguments) -> None:
+        """Raise if the run at the data would get a default where the call has a value."""
+        if missing := sorted(call.kwargs.keys() - data.names(self.model)):
+            keywords = ", ".join(f'"{name}": ...' for name in missing)
+            raise ValueError(
+                f"the call has the keywords {missing}, and `data` has no values of them: a keyword "
+                "goes to the run that it is given to. Give those of the fit, as in "
+                f"`sgp.infer.Predictive(..., data=((X, y), {{{keywords}}}))`."
+            )
+
+    def _neighbors(self, samples: dict, call: Arguments) -> tuple[dict, dict]:
+        """Neighbors of the rows of GP sites, in the run at the data and in that of a call."""
+        leaves, structure = jax.tree.flatten((self.data, call))
         shapes = structure, tuple(map(np.shape, leaves))
         if shapes in self._without_neighbors:
             return {}, {}
@@ -194,7 +227,7 @@ class Predictive:
             for i in (0, -1)
         ]
 
-        def at(given: tuple) -> dict:
+        def at(arguments: Arguments) -> dict:
             def run(draw: tuple[dict, Array]) -> Trace:
                 values, key = draw
 
@@ -204,15 +237,16 @@ class Predictive:
                     return values.get(site["name"]) if is_other else None
 
                 model = handlers.substitute(self.model, substitute_fn=value)
-                with Checked(values), WithoutDraws():
-                    return traced(model, key, {**self.params, **values}, given, kwargs)
+                functions = FunctionSites(without_white=EveryName())
+                with Checked(values), WithoutDraws(), functions:
+                    return traced(model, key, {**self.params, **values}, *arguments)
 
             return known_neighbors(run, *draws)
 
-        at_data, at_args = {} if self.data is None else at(self.data), at(args)
-        if not (at_data or at_args):
+        at_data, at_call = {} if self.data is None else at(self.data), at(call)
+        if not (at_data or at_call):
             self._without_neighbors.add(shapes)
-        return at_data, at_args
+        return at_data, at_call
 
     def _chunk(
         self,
@@ -220,7 +254,7 @@ class Predictive:
         samples: dict,
         normals: dict,
         params: dict,
-        data: Any,
+        data: Arguments | None,
         first_run: dict,
         neighbors: tuple[dict, dict],
         args: tuple,
@@ -230,20 +264,20 @@ class Predictive:
         if self.guide is not None:
             guide = DrawingGuide(self.guide, params, normals)
         fixed = None
-        if data is not None and self._is_fixed(guide, params, data, kwargs):
+        if data is not None and self._is_fixed(guide, params, data):
             with KnownNeighbors(neighbors[0]):
-                fixed = self._posteriors(keys[0], {}, guide, params, data, kwargs)
+                fixed = self._posteriors(keys[0], {}, guide, params, data)
 
         def one(item: tuple[Array, dict]) -> Draws:
             return self._one(*item, guide, params, data, fixed, first_run, neighbors, args, kwargs)
 
         return jax.lax.map(one, (keys, samples))
 
-    def _is_fixed(self, guide: Callable | None, params: dict, data: tuple, kwargs: dict) -> bool:
+    def _is_fixed(self, guide: Callable | None, params: dict, data: Arguments) -> bool:
         """Whether the guide draws nothing but its functions, so that one posterior serves all."""
         if guide is None:
             return False
-        trace = self._guide_trace(guide, jax.random.key(0), params, data, kwargs)
+        trace = self._guide_trace(guide, jax.random.key(0), params, *data)
         sites = [site["fn"] for site in trace.values() if site["type"] == "sample"]
         return all(
             role_of(fn) == "variational" or isinstance(unwrapped(fn).distribution, dist.Delta)
@@ -287,7 +321,7 @@ class Predictive:
         sample: dict,
         guide: Callable | None,
         params: dict,
-        data: Any,
+        data: Arguments | None,
         fixed: dict[str, AbstractPosterior] | None,
         first_run: dict,
         neighbors: tuple[dict, dict],
@@ -298,11 +332,12 @@ class Predictive:
         posteriors = dict(fixed or {})
         if data is not None and fixed is None:
             with KnownNeighbors(neighbors[0]):
-                posteriors = self._posteriors(guide_key, sample, guide, params, data, kwargs)
+                posteriors = self._posteriors(guide_key, sample, guide, params, data)
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
-            model = FromPosteriors(model, posteriors, first_run, joint=self.joint)
+            posterior_key = jax.random.fold_in(model_key, 1)
+            model = FromPosteriors(model, posterior_key, posteriors, first_run, joint=self.joint)
         given = dict(sample)
         if guide is not None:
             drawn = self._guide_trace(guide, guide_key, params, args, kwargs)
@@ -315,13 +350,13 @@ class Predictive:
             trace = trace_of_call(substitute, args, kwargs)
         if self.guide is None and not self.is_prior:
             _check_names(trace, {**sample, **posteriors})
-        if not self.is_prior:
+        if not (self.is_prior or self._is_at_fit):
             check_functions(trace, given, posteriors)
         draws = Draws({}, {}, {}, {}, {})
         for number, (name, site) in enumerate(trace.items()):
             if site["type"] == "deterministic" or is_latent(site):
                 draws.sites[name] = site["value"]
-            elif is_observed(site):
+            elif is_data(site):
                 key = jax.random.fold_in(replicate_key, number)
                 _replicate(draws, key, name, trace, posteriors.get(name), joint=self.joint)
         return draws
@@ -333,27 +368,23 @@ class Predictive:
             return traced(guide, key, params, args, kwargs)
 
     def _posteriors(
-        self,
-        key: Array,
-        sample: dict,
-        guide: Callable | None,
-        params: dict,
-        data: tuple,
-        kwargs: dict,
+        self, key: Array, sample: dict, guide: Callable | None, params: dict, data: Arguments
     ) -> dict[str, AbstractPosterior]:
         """The posteriors of GP sites given the data and a draw of all else."""
         values, owned = dict(sample), set()
         if guide is not None:
             # With the key of the run at other inputs: the same draw of hyperparameters.
-            drawn = self._guide_trace(guide, key, params, data, kwargs)
+            drawn = self._guide_trace(guide, key, params, *data)
             latent = {name: site for name, site in drawn.items() if site["type"] == "sample"}
             values = {name: site["value"] for name, site in latent.items()}
             owned = {n for n, s in latent.items() if role_of(s["fn"]) == "variational"}
-        trace = run_model(self.model, {**params, **values}, data, kwargs)
+        trace = run_model(self.model, {**params, **values}, *data)
         return {
             name: conditioned(trace, name)
             for name, site in trace.items()
-            if is_gp(site) and name not in owned and (site["is_observed"] or name in values)
+            if is_gp(site)
+            and name not in owned
+            and (site["is_observed"] or name in values or white_name(name) in values)
         }
 
 
@@ -361,7 +392,7 @@ def _parts(site: dict[str, Any]) -> list[Array]:
     """What draws of a site depend on: its value, or its distribution, and its likelihood."""
     if site["type"] == "deterministic":
         return jax.tree.leaves(site["value"])
-    if site["type"] != "sample":
+    if not (is_latent(site) or is_data(site)):
         return []
     parts = [
         leaf
@@ -395,8 +426,9 @@ def _replicate(
     site = trace[name]
     fn, value = site["fn"], site["value"]
     if is_gp(site):
+        fn = unwrapped(fn).distribution
         is_new = posterior is not None
-        found: Any = posterior if is_new else conditioned(trace, name)
+        found: Any = conditioned(trace, name) if posterior is None else with_mean_of(fn, posterior)
         # At the data, an iterative posterior has its moments without another product.
         rows = None if is_new else getattr(fn, "shown_rows", None)
         at_data = not is_new and rows is None

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpyro
 import numpyro.distributions as dist
-from jaxtyping import Array
 from numpyro.infer.reparam import Reparam
 
 from numpyro_scalegp.families.family import AbstractPriorGP
+from numpyro_scalegp.infer.fitted_runs import function_sites, white_name
 
 
 class WhitenReparam(Reparam):
@@ -20,8 +20,9 @@ class WhitenReparam(Reparam):
     takes short steps: with v effective sample sizes are larger by far where observations say little
     of each value, as counts do. Where they say much (a normal likelihood of little noise) f itself
     is the better choice, or the collapsed `GaussianProcess`. The function stays among the draws, as
-    a deterministic site, and `sgp.posterior(model, draws, X, y)` takes them with the model as it
-    was before.
+    a deterministic site, and `sgp.posterior` and `sgp.infer.Predictive` take them with the model
+    before or after this reparametrization: at new inputs the function is drawn given its values at
+    the rows of the fit.
 
     Raises:
         TypeError: if the site is no `LatentGP`, `NearestNeighborGP` or `WeightSpaceGP`.
@@ -50,9 +51,9 @@ class WhitenReparam(Reparam):
         ['lengthscale', 'f_white', 'y']
     """
 
-    def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Array]:
+    def __call__(self, name: str, fn: Any, obs: Any) -> tuple[Any, Any]:
         """What the handler `reparam` calls: no distribution, and the function's values."""
-        shape, event_dim = fn.shape(), fn.event_dim
+        shape, event_dim, site_fn, sites = fn.shape(), fn.event_dim, fn, function_sites()
         fn, *_ = self._unwrap(fn)
         if not isinstance(fn, AbstractPriorGP):
             raise TypeError(
@@ -63,4 +64,8 @@ class WhitenReparam(Reparam):
             raise ValueError(f"`{name}` is observed, so there is nothing to sample.")
         fn.check_all_rows()
         normal = dist.Normal(0.0, 1.0).expand((*shape[:-1], fn.num_white)).to_event(event_dim)
-        return None, fn.of_white(numpyro.sample(f"{name}_white", normal))
+        if sites is None:
+            return None, fn.of_white(numpyro.sample(white_name(name), normal))
+        if name not in sites.without_white:
+            sites.whitened[name] = fn.of_white(numpyro.sample(white_name(name), normal))
+        return site_fn, None

@@ -145,32 +145,33 @@ class MixturePosterior(AbstractPosterior):
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,
-    ) -> NormalMixture:
+    ) -> dist.MixtureSameFamily:
         """The predictive distribution of new observations; see `AbstractPosterior.predictive`.
 
         Returns:
             A mixture of S normal distributions for each row, of batch shape (*batch, m), with
-            quantiles by `icdf`.
+            quantiles by `icdf`; of transformed ones, without quantiles, where the observations are.
         """
         if noise_variance is not None:
             noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
             checks.positive("noise_variance", noise_variance, or_zero=True)
-        normal = self._predictive(self._check(Xs), noise_variance, chunk_size)
+        *normal, transforms = self._predictive(self._check(Xs), noise_variance, chunk_size)
         components = _stacked(*normal)
         weights = jnp.full(components.batch_shape, 1.0 / self.num_draws, normal[0].dtype)
-        return NormalMixture(dist.Categorical(probs=weights), components)
+        return _mixture(dist.Categorical(probs=weights), components, transforms)
 
     @compiled
     def _predictive(
         self, Xs: Array, noise_variance: Any, chunk_size: int | None
-    ) -> tuple[Array, Array]:
-        def predictive(posterior: AbstractPosterior) -> tuple[Array, Array]:
-            normal = posterior.predictive(Xs, noise_variance, chunk_size=chunk_size)
-            return normal.mean, jnp.sqrt(normal.variance)
+    ) -> tuple[Array, Array, list[Any]]:
+        def predictive(posterior: AbstractPosterior) -> tuple[Array, Array, list[Any]]:
+            found = posterior.predictive(Xs, noise_variance, chunk_size=chunk_size)
+            normal, transforms = _normal_of(found)
+            return normal.mean, jnp.sqrt(normal.variance), transforms
 
         return self._each(predictive)
 
-    def leave_one_out(self) -> NormalMixture:
+    def leave_one_out(self) -> dist.MixtureSameFamily:
         """The predictive distribution of each y_i given all other observations.
 
         Draws of the hyperparameters given all of y become draws given all but y_i by importance
@@ -194,28 +195,28 @@ class MixturePosterior(AbstractPosterior):
             Vehtari, Gelman and Gabry (2017), Practical Bayesian Model Evaluation Using
             Leave-One-Out Cross-Validation and WAIC, eq. 8.
         """
-        logits, *normal = self._left_out()
-        return NormalMixture(
-            dist.Categorical(logits=jnp.moveaxis(logits, 0, -1)), _stacked(*normal)
-        )
+        logits, *normal, transforms = self._left_out()
+        mixing = dist.Categorical(logits=jnp.moveaxis(logits, 0, -1))
+        return _mixture(mixing, _stacked(*normal), transforms)
 
     @compiled
-    def _left_out(self) -> tuple[Array, Array, Array]:
-        def of_one(posterior: AbstractPosterior) -> tuple[Array, Array, Array]:
+    def _left_out(self) -> tuple[Array, Array, Array, list[Any]]:
+        def of_one(posterior: AbstractPosterior) -> tuple[Array, Array, Array, list[Any]]:
             if isinstance(posterior, AbstractConditioned) and posterior._is_of_values:
                 raise ValueError(OF_VALUES)
-            normal: Any = posterior.leave_one_out()
+            left_out: Any = posterior.leave_one_out()
             y, observed = posterior.y, getattr(posterior, "observed", None)  # type: ignore[attr-defined]
-            density = normal.log_prob(y)
+            density = left_out.log_prob(y)
             if observed is not None:
                 density = jnp.where(observed, density, 0.0)
-            return -density, normal.loc, normal.scale
+            normal, transforms = _normal_of(left_out)
+            return -density, normal.loc, normal.scale, transforms
 
-        logits, loc, scale = self._each(of_one)
+        logits, loc, scale, transforms = self._each(of_one)
         shares = jax.nn.softmax(logits, axis=0)
         num_effective = 1.0 / jnp.sum(jnp.square(shares), axis=0)
         call_where(jnp.min(num_effective) < _FEW_DRAWS * self.num_draws, _warn_of_weights)
-        return logits, loc, scale
+        return logits, loc, scale, transforms
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "MixturePosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
@@ -234,6 +235,22 @@ class MixturePosterior(AbstractPosterior):
 def _stacked(loc: Float[Array, "S ..."], scale: Float[Array, "S ..."]) -> dist.Normal:
     """Normal distributions with the draws as their last axis."""
     return dist.Normal(jnp.moveaxis(loc, 0, -1), jnp.moveaxis(scale, 0, -1))
+
+
+def _normal_of(predictive: Any) -> tuple[dist.Normal, list[Any]]:
+    """The normal distribution inside of that of a warped process, and the transforms around it."""
+    if isinstance(predictive, dist.TransformedDistribution):
+        return predictive.base_dist, predictive.transforms
+    return predictive, []
+
+
+def _mixture(
+    mixing: dist.Distribution, components: dist.Normal, transforms: list[Any]
+) -> dist.MixtureSameFamily:
+    """A mixture of normal distributions, transformed by what may depend on the draw."""
+    if not transforms:
+        return NormalMixture(mixing, components)
+    return dist.MixtureSameFamily(mixing, dist.TransformedDistribution(components, transforms))
 
 
 def _warn_of_weights() -> None:

@@ -3,7 +3,7 @@
 import abc
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -323,12 +323,18 @@ class AbstractPosterior(eqx.Module):
                 "`sgp.posterior(model, ...)` finds it where the likelihood is Gaussian around f; "
                 "for any other take `sgp.infer.Predictive`."
             )
-        if jnp.shape(self.noise_variance)[-1:] not in ((), (1,)):
+        if self._has_noise_of_rows:
             raise ValueError(
                 "`noise_variance` must be given: the model has one noise variance for each "
                 f"training row (shape {self.noise_variance.shape}) and none for new inputs."
             )
         return self.noise_variance
+
+    @property
+    def _has_noise_of_rows(self) -> bool:
+        """Whether each training row has, or may have, a noise variance of its own."""
+        noise: Any = self.noise_variance
+        return jnp.shape(noise)[-1:] not in [(), (1,)]
 
     @staticmethod
     def _joint_sample(
@@ -388,6 +394,12 @@ class AbstractConditioned(AbstractPosterior):
     @property
     def _num_columns(self) -> int:
         return self.X.shape[-1]
+
+    @property
+    def _has_noise_of_rows(self) -> bool:
+        # Of a single row, one value in an array may be that row's.
+        noise: Any = self.noise_variance
+        return super()._has_noise_of_rows or () != jnp.shape(noise) == self.y.shape
 
 
 class AbstractInChunks(AbstractConditioned):

@@ -33,6 +33,7 @@ from numpyro_scalegp.quadruply_stochastic.row_optimizers import (
 from numpyro_scalegp.quadruply_stochastic.row_parameters import DeclaredRows, check_rows
 from numpyro_scalegp.quadruply_stochastic.support import ControlVariates
 from numpyro_scalegp.tracing.elbo import Pair
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.sites import StandIn
 
 
@@ -375,6 +376,7 @@ class RowSVI(SVI):
 
         return jax.lax.scan(body, svi_state, length=num_steps)
 
+    @model_keywords_first(lambda svi, *_: (svi.model, 3))
     def run(
         self,
         rng_key: Key[Array, ""],
@@ -396,6 +398,7 @@ class RowSVI(SVI):
         Raises:
             ValueError: if `num_steps` is not positive, or forward mode is asked for.
         """
+        kwargs = of_model(kwargs)
         if forward_mode_differentiation:
             raise ValueError("`forward_mode_differentiation` is not for parameters of many rows.")
         if num_steps < 1:

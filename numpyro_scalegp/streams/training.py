@@ -22,6 +22,7 @@ from numpyro_scalegp.saving import load, save
 from numpyro_scalegp.saving.file import Path, as_path, place_of
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.stream import Stream, parts_of
+from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 
 # Batches on the device that wait for their step, and steps that wait for the device.
 _AHEAD = 2
@@ -37,6 +38,7 @@ class Progress(NamedTuple):
     data: Any  # a fingerprint of the stream's rows; None where processes share the state
 
 
+@model_keywords_first(lambda svi, *_: (svi.model, 4))
 def run(
     svi: SVI,
     key: Key[Array, ""],
@@ -105,6 +107,7 @@ def run(
         >>> result.losses.shape
         (20,)
     """
+    kwargs = of_model(kwargs)
     checks.instance("svi", svi, SVI, "an `SVI` or `RowSVI`")
     checks.instance("stream", stream, Stream, "of `sgp.streams.parquet` or `sgp.streams.arrays`")
     checks.count("num_steps", num_steps)

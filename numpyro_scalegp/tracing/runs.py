@@ -5,14 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Key
 from numpyro import handlers
 
 from numpyro_scalegp.core import checks, tables
-from numpyro_scalegp.distributions.rows import role_of
+from numpyro_scalegp.distributions.rows import role_of, unwrapped
 
 Trace = dict[str, Any]
+
+# In a site's `infer`, where its value is a function of other sites in this run.
+MADE_OF_OTHERS = "made_of_other_sites"
 
 
 def substituted(
@@ -39,7 +43,7 @@ def substituted(
             return params.get(site["name"])
         if site["type"] == "plate":
             return plates.get(site["name"])
-        if is_latent(site):
+        if is_latent(site) and MADE_OF_OTHERS not in site["infer"]:
             return latent.get(site["name"])
         return None
 
@@ -102,6 +106,11 @@ def is_latent(site: dict[str, Any]) -> bool:
 def is_observed(site: dict[str, Any]) -> bool:
     """Whether a site is an observed sample site."""
     return site["type"] == "sample" and site["is_observed"]
+
+
+def is_data(site: dict[str, Any]) -> bool:
+    """Whether a site is an observed sample site with data: a `numpyro.factor` term has none."""
+    return is_observed(site) and not isinstance(unwrapped(site["fn"]).distribution, dist.Unit)
 
 
 def drawn_values(trace: Trace) -> dict[str, Any]:

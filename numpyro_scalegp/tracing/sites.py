@@ -128,7 +128,8 @@ class HideGPSite(Messenger):
                 "where a guide cannot give it a value: write it outside, and choose between "
                 "kernels or values, as by jnp.where."
             )
-        prior, wrapper, _ = unwrapped(msg["fn"])
+        prior, wrapper, _ = inside = unwrapped(msg["fn"])
+        inside.refuse_transform(msg["name"])
         is_own = prior.made_of == self.kind.made_of
         if wrapper:
             raise ValueError(

@@ -371,9 +371,9 @@ def test_what_is_no_start(unchecked):
     for start in (exact, part.component(lambda kernel: kernel.left), "posterior.npz"):
         with pytest.raises(TypeError, match="`start` must be a posterior from an iterative est"):
             gp.condition(Y, start=start)
-    # An exact posterior has no use for one.
     cholesky = process(estimator=sgp.estimators.Cholesky(), with_state=False)
-    assert_same(cholesky.condition(Y, start=part), exact)
+    with pytest.raises(ValueError, match="`Cholesky` has no use for `start`, which is for an est"):
+        cholesky.condition(Y, start=exact)
 
 
 # More rows

@@ -307,13 +307,13 @@ def test_a_value_that_a_loop_draws():
 def test_the_rest_of_a_guide_is_run_once(monkeypatch):
     guide = sgp.guides.AutoSparseGP(latent, num_inducing=4)
     params = started(latent, guide, sgp.infer.QuadratureELBO(2), X, Y)
-    calls, run = [], guide.rest_values
+    calls, run = [], guide._rest_values
 
     def counted(*args, **kwargs):
         calls.append(args)
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(guide, "rest_values", counted)
+    monkeypatch.setattr(guide, "_rest_values", counted)
     sgp.posterior(latent, guide, params, X, Y)
     assert len(calls) == 1
 
@@ -543,3 +543,25 @@ def test_the_key_of_a_posterior_under_hyperparameters():
     np.testing.assert_array_equal(found[1], found[2])
     assert not np.allclose(found[0], found[1])
     assert not np.allclose(found[1], found[3])
+
+
+def test_single_values_in_a_dict():
+    """As of a guide's medians: of the shapes of the sites, with no axis of draws in front."""
+
+    def model(X, y=None):
+        lengthscales = numpyro.sample("lengthscales", dist.LogNormal().expand([2]).to_event(1))
+        noise = numpyro.param("noise", 0.3)
+        numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscales), X, noise), obs=y)
+
+    X = jnp.stack([jnp.linspace(0.0, 2.0, 9), jnp.cos(jnp.arange(9.0))], axis=1)
+    values = {"lengthscales": [0.5, 0.9], "noise": 0.1}
+    expected = sgp.posterior(model, sgp.infer.Hyperparameters(values), X, Y)
+    np.testing.assert_array_equal(sgp.posterior(model, values, X, Y).mean(X), expected.mean(X))
+    draws = {"lengthscales": np.array([[0.5, 0.9]] * 2), "noise": np.array([0.1, 0.1])}
+    mixture = sgp.posterior(model, draws, X, Y)
+    assert mixture.num_draws == 2
+    np.testing.assert_allclose(mixture.mean(X), expected.mean(X), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"none of the parameters \['noise'\]"):
+        sgp.posterior(model, {"lengthscales": [0.5, 0.9]}, X, Y)
+    with pytest.raises(ValueError, match=r"leading axis of draws.*or single values"):
+        sgp.posterior(model, {"lengthscales": np.ones((2, 2)), "noise": 0.1}, X, Y)

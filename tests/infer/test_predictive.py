@@ -225,20 +225,6 @@ def test_replicates_of_a_collapsed_gp_at_its_own_inputs_are_joint(x64):
     assert abs(expected[0, 1]) > 5.0 * error[0, 1]
 
 
-def test_keyword_arguments_reach_the_run_at_the_data(x64):
-    def model(X: Array, Y: Array | None = None, *, trend: bool = False) -> None:
-        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 0.2))
-        mean = (lambda X: 10.0 * X[:, 0]) if trend else 0.0
-        gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, noise, mean=mean)
-        numpyro.sample("y", gp, obs=Y)
-
-    samples, y = {"noise": jnp.full(2000, 0.1)}, 10.0 * X[:, 0] + Y
-    draws = Predictive(model, posterior_samples=samples, data=(X, y))(KEY, NEW, trend=True)["y"]
-    gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.1, mean=lambda X: 10.0 * X[:, 0])
-    exact = gp.condition(y).predictive(NEW)
-    assert np.all(np.abs(draws.mean(axis=0) - exact.mean) < 5.0 * exact.scale / 2000**0.5)
-
-
 def test_draws_of_a_function_at_new_inputs(x64):
     """Given its values at the rows of the fit, and not these values once more."""
     f = jnp.sin(jnp.arange(N) + jnp.arange(4000.0)[:, None])
@@ -349,6 +335,22 @@ def test_only_latent_sites_take_the_values_of_draws():
     expected = samples["slope"][:, None] * (X[:2, 0] + 1.0)
     np.testing.assert_allclose(draws.sites["line"], expected, rtol=1e-6)
     np.testing.assert_array_equal(draws.observed["y"], np.tile(Y[:2], (3, 1)))
+
+
+def test_factor_terms_are_no_data(x64):
+    """A part of the prior by hand, and what NeuTra adds; neither says that rows are of the fit."""
+
+    def model(X: Array, y: Array | None = None) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
+        numpyro.factor("prior", -0.1 * jnp.sum(f**2))
+        numpyro.sample("y", dist.Normal(f, 0.3).to_event(1), obs=y)
+
+    samples = {"f": jnp.stack([jnp.sin(X[:, 0])] * 3)}
+    draws = Predictive(model, posterior_samples=samples).draws(KEY, X, Y)
+    assert set(draws.predictive) == set(draws.log_likelihood) == set(draws.observed) == {"y"}
+    assert set(draws.log_predictive_density()) == {"y"}
+    with pytest.raises(ValueError, match="neither observations nor draws"):
+        Predictive(model, posterior_samples=samples)(KEY, NEW)
 
 
 def test_a_collapsed_site_in_a_plate_is_refused():
