@@ -56,9 +56,8 @@ def log_expectation(
 
     Returns:
         The logarithms, with derivatives of every order, computed in float64 where the platform has
-        it. In 641 evaluations of all densities, and 272 for each step, of which there are none to
-        five for smooth densities and about ten where there is a jump; memory of some 300 numbers a
-        row. What is narrower than a twentieth of the scale, and of which nothing shows beside it,
+        it. In 680 evaluations of all densities, and 272 for each step, of which there are none to
+        five for smooth densities and about ten where there is a jump; memory of 300 numbers a row. What is narrower than a twentieth of the scale, and of which nothing shows beside it,
         can be overlooked.
     """
 
