@@ -68,7 +68,8 @@ def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
 
 def solve_lower(L: Float[Array, "n n"], B: Float[Array, "n *m"], trans: int = 0) -> Any:
     """L^-1 B, or with `trans=1` L^-T B, for a lower triangular L; derivatives of every order."""
-    columns = B if B.ndim == 2 else B[:, None]
+    dtype = jnp.result_type(L, B)
+    L, columns = L.astype(dtype), (B if B.ndim == 2 else B[:, None]).astype(dtype)
 
     def product(X: Array) -> Array:
         return jnp.matmul(L.T if trans else L, X, precision="highest")

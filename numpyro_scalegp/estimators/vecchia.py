@@ -223,11 +223,15 @@ class Vecchia(AbstractNeighbors):
                     f"to {int(jnp.min(self.rows))}."
                 )
             check = jnp.where(inside, check, jnp.nan)
-        return self._log_density(operator, residual, graph.groups) + check
+        return self._log_density(operator, residual, graph.groups, limit) + check
 
     @compiled
     def _log_density(
-        self, operator: KernelOperator, residual: Float[Array, "*batch n"], groups: RowGroups
+        self,
+        operator: KernelOperator,
+        residual: Float[Array, "*batch n"],
+        groups: RowGroups,
+        limit: float,
     ) -> Float[Array, "*batch"]:
         n = operator.size
         values = residual.reshape(-1, residual.shape[-1]).T.astype(operator.dtype)
