@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, unsafe_am_i_under_a_jit_DO_NOT_USE
+from jax.extend import core as extend
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from numpyro_scalegp.core.fingerprints import NotComparable, fingerprint, is_pure
 
@@ -95,7 +96,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_own and _has_pure_structure((args, kwargs)):
             return by_structure(*args, **kwargs)
-        if jax.config.jax_disable_jit or unsafe_am_i_under_a_jit_DO_NOT_USE():
+        if _is_inside_of_jit():
             return function(*args, **kwargs)
         return _loaded(function, args, kwargs)(*args, **kwargs)
 
@@ -214,7 +215,8 @@ def executable(
         description = fingerprint(closed.jaxpr, differentiable=False)
     except NotComparable:
         return compile_it()
-    key = (description, donated, compiler, places, jax.config.jax_default_device)
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    key = (description, donated, compiler, places, device)
     return _executables.get(key, compile_it)
 
 
@@ -250,6 +252,12 @@ def _place(array: Any) -> Hashable:
     """Where an array lies, if it must lie there."""
     is_bound = isinstance(array, jax.Array) and array.committed
     return array.sharding if is_bound else None
+
+
+def _is_inside_of_jit() -> bool:
+    """Whether another program is being traced, or none is to be compiled."""
+    is_tracing: Any = extend.unsafe_am_i_under_a_jit_DO_NOT_USE  # type: ignore[attr-defined]
+    return bool(is_tracing() or jax.config.jax_disable_jit)  # type: ignore[attr-defined]
 
 
 def _any_traced(leaves: Any) -> bool:

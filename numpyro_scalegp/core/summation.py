@@ -1,5 +1,7 @@
 """Sums of many terms that all but cancel."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,5 +20,5 @@ def pairwise_product(A: Float[Array, "m n"], b: Float[Array, " n"]) -> Float[Arr
     while (n := terms.shape[1]) > 1:
         num = min(_TERMS, n)
         terms = jnp.pad(terms, ((0, 0), (0, -n % num)))
-        terms = sum(jnp.split(terms, num, axis=1))
+        terms = functools.reduce(jnp.add, jnp.split(terms, num, axis=1))
     return terms[:, 0]
