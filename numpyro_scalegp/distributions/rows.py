@@ -41,8 +41,8 @@ class RowsDistribution(Distribution):
 
     def __init__(
         self,
-        batch_shape: tuple[int, ...],
-        event_shape: tuple[int, ...],
+        batch_shape: tuple[int, ...] = (),
+        event_shape: tuple[int, ...] = (),
         *,
         validate_args: bool | None = None,
     ) -> None:
