@@ -347,8 +347,7 @@ def standing_in(
     ]
 
     zeros = [np.zeros(array.shape, array.dtype) for array in like]
-    with jax.ensure_compile_time_eval():
-        run = programs.executable(ClosedJaxpr(closed.jaxpr, choices[0]), zeros)
+    run = programs.executable(ClosedJaxpr(closed.jaxpr, choices[0]), zeros)
 
     def now(*arrays: Any) -> list[np.ndarray]:
         # Whatever warns of a covariance would warn of one that is made of random numbers, in a
@@ -356,10 +355,7 @@ def standing_in(
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             typed = [np.asarray(a, one.dtype) for a, one in zip(arrays, like, strict=True)]
-            found = [
-                [as_numpy(array) for array in run(list(map(jnp.asarray, constants)), *typed)]
-                for constants in choices
-            ]
+            found = [[as_numpy(array) for array in run(constants, *typed)] for constants in choices]
             jax.effects_barrier()
         return [np.stack(leaves) for leaves in zip(*found, strict=True)]
 

@@ -204,7 +204,9 @@ def executable(
         donated: indices of the arguments whose memory the results may take.
         options: of the compiler.
     """
-    constants = _constants(closed)
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return functools.partial(jax.core.eval_jaxpr, closed.jaxpr)
+    constants = list(closed.consts)
 
     def compile_it() -> Run:
         return _jitted(closed.jaxpr, donated, options).lower(constants, *leaves).compile()
