@@ -1,4 +1,4 @@
-"""User functions that close over traced arrays as pytrees, so that these can leave the trace."""
+"""User functions that close over floating-point or traced arrays as pytrees of these arrays."""
 
 import dis
 from types import CellType, CodeType, FunctionType
@@ -6,28 +6,30 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 _ITSELF = object()  # in the variables of a function that calls itself
 _Jitted: Any = type(jax.jit(lambda: None))
 
 
 class Closure(eqx.Module):
-    """A function whose leaves are the traced arrays that it closes over or has as defaults."""
+    """A function whose leaves are the arrays that it closes over or has as defaults."""
 
-    tracers: Any
+    arrays: Any
     skeleton: Any = eqx.field(static=True)  # a `FunctionType`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with the arrays in their places."""
-        variables = eqx.combine(self.tracers, _variables(self.skeleton))
+        variables = eqx.combine(self.arrays, _variables(self.skeleton))
         return _with(self.skeleton, variables)(*args, **kwargs)
 
 
 def hoisted(function: Any) -> Any:
-    """A function with traced arrays in its variables as a `Closure`; any other value unchanged.
+    """A function with traced or floating-point arrays in its variables as a `Closure`.
 
-    Of a function that is jitted it is the function inside. What else a function closes over it
-    reads when it is called.
+    These are parameters, learned as what a `Partial` holds, and the same leaves inside of compiled
+    code and outside. What else a function closes over it reads when it is called. Of a function
+    that is jitted it is the function inside; any other value comes back unchanged.
     """
     return _hoisted(function, ())
 
@@ -43,10 +45,14 @@ def _hoisted(function: Any, outer: tuple[Any, ...]) -> Any:
     except ValueError:  # a variable that is not set yet
         return function
     inside = jax.tree.map(lambda leaf: _hoisted(leaf, (*outer, function)), variables)
-    tracers, others = eqx.partition(inside, lambda leaf: isinstance(leaf, jax.core.Tracer))
-    if not jax.tree.leaves(tracers):
-        return function
-    return Closure(tracers, _with(function, others))
+    arrays, others = eqx.partition(inside, _is_parameter)
+    return Closure(arrays, _with(function, others)) if jax.tree.leaves(arrays) else function
+
+
+def _is_parameter(leaf: Any) -> bool:
+    if isinstance(leaf, jax.core.Tracer):
+        return True
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _writes(code: CodeType) -> bool:

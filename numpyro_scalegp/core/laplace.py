@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float
 
-from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core import linalg, rounding
 from numpyro_scalegp.core.derivatives import lasting_jvp
 from numpyro_scalegp.core.float64 import in_float64
 from numpyro_scalegp.core.host import call_where
@@ -198,8 +198,9 @@ def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
     is_concave = jnp.all(W * deviation**2 >= -tolerance, axis=-1)
     is_finite = jnp.all(jnp.isfinite(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
     pivots = jnp.square(jnp.diagonal(L, axis1=-2, axis2=-1))
-    has_few = pivots < linalg.FEW_ROUNDINGS * eps * (1.0 + W * deviation**2)
-    call_where(jnp.any(has_few), _warn_of_digits)
+    has_few = jnp.any(pivots < linalg.FEW_ROUNDINGS * eps * (1.0 + W * deviation**2))
+    lost = jnp.vectorize(rounding.relative_rounding, signature="(n,n)->()")(L)
+    call_where(has_few | jnp.any(lost > rounding.FEW_DIGITS), _warn_of_digits)
     call_where(jnp.any(state.is_done & is_finite & ~is_concave), _warn_of_curvature)
     call_where(jnp.any(~is_finite), _warn_of_what_is_not_finite)
     call_where(jnp.any(~state.is_done & is_finite), _warn_of_failure)

@@ -260,7 +260,7 @@ def test_what_is_not_observed_must_be_said():
 
 def test_shapes_of_a_batch_must_fit():
     kernel = sgp.kernels.RBF(1.0, jnp.ones(3))
-    with pytest.raises(ValueError, match=r"`mean` must have shape \(\) or \(3,\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"`mean` must have shape .* or \(3, 8\), got \(4,\)"):
         sgp.GaussianProcess(kernel, X[0], 0.1, mean=jnp.ones(4))
     with pytest.raises(ValueError, match=r"got \{'kernel': \(3,\), 'X': \(2,\)\}"):
         sgp.GaussianProcess(kernel, X[:2], 0.1)
@@ -268,8 +268,8 @@ def test_shapes_of_a_batch_must_fit():
     one = sgp.kernels.RBF(1.0)
     with pytest.raises(ValueError, match=r"`noise_variance` must have shape \(\) or \(8,\)"):
         sgp.GaussianProcess(one, X[0], jnp.ones((N, 1)))
-    with pytest.raises(ValueError, match=r"`mean` must have shape \(\), got \(8,\)"):
-        sgp.GaussianProcess(one, X[0], 0.1, mean=jnp.ones(N))
+    with pytest.raises(ValueError, match=r"`mean` must have shape .*, got \(8, 1\)"):
+        sgp.GaussianProcess(one, X[0], 0.1, mean=jnp.ones((N, 1)))
     with pytest.raises(ValueError, match=r"For one value a member write noise_variance\[:, None\]"):
         sgp.GaussianProcess(kernel, X[0], jnp.ones(3))
     with pytest.raises(ValueError, match=r"For one value a row write noise_variance\[None, :\]"):
