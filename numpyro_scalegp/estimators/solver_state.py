@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, UInt
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.comparison import begins_with, is_alike, is_same
+from numpyro_scalegp.core.comparison import begins_with, is_of_kind, is_same
 from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.core.mutable_state import refuse_batches
 from numpyro_scalegp.features.prior_draws import rows_stay
@@ -229,11 +229,12 @@ class SolverState:
         begin = _present(self.begin)
         system = operator.kernel, operator.noise_variance, operator.X
         before = begin.kernel, begin.noise_variance, begin.X
-        if not is_alike(system, before):
+        if not is_of_kind(system, before):
             raise ValueError(
                 f"the solver state was made with {_described(before)}, and is used with "
                 f"{_described(system)}: a state serves one model. Give this one a state of its own."
             )
+        system = jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(system))
         finite = jnp.all(jnp.isfinite(solution))
         solutions = jnp.concatenate([solution[None], begin.solutions[:-1]])
         solutions = divided(solutions, operator.mesh, axis=1)
