@@ -27,6 +27,7 @@ from numpyro_scalegp.solvers import (
     KernelOperator,
     StochasticGradientDescent,
 )
+from tests.compilation import assert_compiled_once
 
 N, MORE, PROBES, TOLERANCE = 16, 20, 3, 1e-6
 KEY = jax.random.key(0)
@@ -130,24 +131,13 @@ def test_a_second_call_goes_on(kind, num_samples):
         np.testing.assert_array_equal(again.solution.value, last.solution.value)
 
 
-def test_going_on_compiles_once(monkeypatch):
-    calls, run = [], AlternatingProjections.run
-
-    def counted(self, *args):
-        calls.append(self)
-        return run(self, *args)
-
-    monkeypatch.setattr(AlternatingProjections, "run", counted)
+def test_going_on_compiles_once():
     solver = AlternatingProjections(4, TOLERANCE, 401)
     gp = process(estimator=make(solver=solver))
-    for _ in range(3):
-        gp.condition(Y, max_epochs=FEW)
-    assert len(calls) == 1
+    assert_compiled_once(lambda scale: gp.condition(scale * Y, max_epochs=FEW))
     without = alone(estimator=make(solver=solver))
     start = gp.condition(Y, max_epochs=FEW)
-    for _ in range(3):
-        start = without.condition(Y, start=start, max_epochs=FEW)
-    assert len(calls) == 2
+    assert_compiled_once(lambda scale: without.condition(scale * Y, start=start, max_epochs=FEW))
 
 
 def test_training_is_left_alone():
