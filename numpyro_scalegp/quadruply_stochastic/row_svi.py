@@ -260,7 +260,7 @@ class RowSVI(SVI):
         mutable = svi_state.mutable_state or {}
         if not any(isinstance(value, ControlVariate) for value in mutable.values()):
             return svi_state
-        new = compiled(self._refresh)(self._parts, svi_state, args, kwargs)
+        new = compiled(self._refresh)(svi_state, args, kwargs)
         return svi_state._replace(mutable_state=whole({**mutable, **new}, mesh_of(args, kwargs)))
 
     def _check_initialized(self) -> None:
@@ -271,13 +271,8 @@ class RowSVI(SVI):
                 "`svi.init(key, *args)` with the arguments of the fit, then go on from the state."
             )
 
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        """What compiled functions belong to."""
-        return self.model, self.guide, self.loss
-
     def _refresh(
-        self, parts: Any, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, svi_state: SVIState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, ControlVariate]:
         given = {**self.get_params(svi_state), **svi_state.mutable_state}
         key = jax.random.fold_in(svi_state.rng_key, 1)
@@ -366,10 +361,10 @@ class RowSVI(SVI):
 
     def _steps(
         self,
-        inputs: tuple[int, bool, Any, tuple[Any, ...], dict[str, Any]],
+        inputs: tuple[int, bool, tuple[Any, ...], dict[str, Any]],
         svi_state: SVIState,
     ) -> tuple[SVIState, Float[Array, " steps"]]:
-        num_steps, stable, _, args, kwargs = inputs
+        num_steps, stable, args, kwargs = inputs
 
         def body(state: SVIState, _: None) -> tuple[SVIState, Array]:
             return self._update(state, args, kwargs, stable=stable)
@@ -417,7 +412,7 @@ class RowSVI(SVI):
                 if since >= self.refresh_every:
                     state, since = self.refresh(state, *args, **kwargs), 0
                 steps = min(length, num_steps - done, self.refresh_every - since)
-                state, some = stretch((steps, stable_update, self._parts, args, kwargs), state)
+                state, some = stretch((steps, stable_update, args, kwargs), state)
                 losses.append(some)
                 done, since = done + steps, since + steps
                 if progress_bar:
