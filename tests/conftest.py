@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 # Two processes whose thread pools both span all cores wait for each other: with several workers,
 # each keeps to a core of its own. XLA sizes its pools by the affinity it finds.
@@ -95,6 +96,28 @@ def count_compiled(event: str, duration: float, **_: object) -> None:
 
 
 jax.monitoring.register_event_duration_secs_listener(count_compiled)
+
+
+class MonkeyPatch(pytest.MonkeyPatch):
+    """One that leaves no compiled program of what it replaces, nor of what it put there."""
+
+    def setattr(self, *args: Any, **kwargs: Any) -> None:
+        super().setattr(*args, **kwargs)
+        jax.clear_caches()
+
+    def undo(self) -> None:
+        replaced = bool(self._setattr)
+        super().undo()
+        if replaced:
+            jax.clear_caches()
+
+
+@pytest.fixture
+def monkeypatch() -> Iterator[MonkeyPatch]:
+    """In place of pytest's own."""
+    patch = MonkeyPatch()
+    yield patch
+    patch.undo()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -30,7 +30,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "SOLVERS": (),
 }
 # They need arguments of their own, or cannot be loaded without a template.
-LEFT_OUT = ("batch_with_hidden_rows", "mapped_flax_nnx", "variational_schedule")
+LEFT_OUT = ("mapped_flax_nnx", "variational_schedule")
 QUICK = ("exact", "sparse")
 MEMBERS = [
     pytest.param(

@@ -140,7 +140,6 @@ MEMBERS = [
         ("posterior", of_posterior, POSTERIORS),
     )
     for name, factory in registry
-    if name != "batch_with_hidden_rows"  # of which a member has no row at these inputs
 ]
 
 

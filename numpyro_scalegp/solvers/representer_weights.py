@@ -67,7 +67,8 @@ def representer_weights(
         tolerance: residual at which the loop stops, relative to that of zero weights, or of `guess`
             where this has a smaller one.
         max_iterations: iterations at most.
-        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 100 `eps`.
+        jitter: what K(Z, Z) gets on its diagonal, relative to its mean; None for 300 `eps`, with
+            which float32 reaches residuals of 0.002 where the points are dense.
 
     Returns:
         The weights. `converged` is whether their residual, relative to that of zero weights, is
@@ -138,7 +139,9 @@ class _Whitened:
         jitter: float | None,
     ) -> None:
         M = len(points)
-        K = linalg.add_jitter(kernel.covariance(points), jitter)
+        K = kernel.covariance(points)
+        jitter = 300.0 * float(jnp.finfo(K.dtype).eps) if jitter is None else jitter
+        K = linalg.add_jitter(K, jitter)
         self.kernel, self.points, self.X, self.precision = kernel, points, X, precision
         self.active = jnp.ones(M, bool) if active is None else active
         # A unit block that is linked to nothing: its right-hand side is zero.

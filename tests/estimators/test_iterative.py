@@ -601,7 +601,7 @@ def test_functions_made_in_a_model_are_learned(of: Any) -> None:
     found = sgp.posterior(model, guide, params, X, y)
     again = sgp.posterior(model, guide, params, X, y)
     assert found.diagnostics["epochs"] > 0
-    assert again.diagnostics["epochs"] == 0
+    assert again.diagnostics["epochs"] == 1  # for the residual: the function may have changed
     before, after = svi.get_params(state), svi.get_params(result)
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert (np.abs(one - other) > 0.01).all()

@@ -147,11 +147,12 @@ def test_a_single_index_for_both_sides_is_biased(x64, monkeypatch):
 
 
 def small_estimates(
-    y: Any, max_order: int, num_draws: int, *, probes_alone: bool = False
+    monkeypatch: Any, y: Any, max_order: int, num_draws: int, *, probes_alone: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Under many keys: values less the exact one, and standard errors.
 
     Args:
+        monkeypatch: pytest's.
         y: forty observations.
         max_order: what there is room for in the lanczos.
         num_draws: how many keys.
@@ -166,7 +167,7 @@ def small_estimates(
         found = one.estimate(operator, y[:, None], key=key)
         return found.value[0], found.standard_error
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(conjugate_gradients, "_MAX_ORDER", max_order)
         if probes_alone:
             for module in (iterative, lanczos):
@@ -178,25 +179,25 @@ def small_estimates(
 
 
 @pytest.mark.monte_carlo
-def test_standard_errors_have_the_random_stop_in_them(x64):
+def test_standard_errors_have_the_random_stop_in_them(x64, monkeypatch):
     y = jnp.array(np.random.default_rng(1).normal(size=40))
-    values, errors = small_estimates(y, 800, 1000)
+    values, errors = small_estimates(monkeypatch, y, 800, 1000)
     assert np.all(np.isfinite(errors))
     assert 0.85 < math.sqrt(np.mean(np.square(errors))) / np.std(values) < 1.6
     # The spread over the probes is not all.
-    _, errors = small_estimates(y, 800, 200, probes_alone=True)
+    _, errors = small_estimates(monkeypatch, y, 800, 200, probes_alone=True)
     assert math.sqrt(np.mean(np.square(errors))) / np.std(values) < 0.6
 
 
 @pytest.mark.monte_carlo
-def test_a_log_determinant_is_cut_only_with_a_word(x64):
+def test_a_log_determinant_is_cut_only_with_a_word(x64, monkeypatch):
     def score(values: np.ndarray) -> float:
         return float(values.mean() / values.std() * math.sqrt(values.size))
 
     # Room for all 40 steps, which probes that share a Krylov space would not have.
-    values, errors = small_estimates(jnp.zeros(40), 40, 1000)
+    values, errors = small_estimates(monkeypatch, jnp.zeros(40), 40, 1000)
     assert abs(score(values)) < 4.0
     assert np.all(np.isfinite(errors))
-    values, errors = small_estimates(jnp.zeros(40), 5, 1000)
+    values, errors = small_estimates(monkeypatch, jnp.zeros(40), 5, 1000)
     assert abs(score(values)) > 6.0
     assert 0.1 < np.mean(np.isinf(errors)) < 0.99  # the runs that got there

@@ -116,7 +116,7 @@ def test_stops_where_nothing_is_left(x64):
     np.testing.assert_allclose(square, np.square(solution.value), rtol=1e-12)
 
 
-def test_a_late_stop_after_the_end_does_no_harm():
+def test_a_late_stop_after_the_end_does_no_harm(monkeypatch):
     # The last terms' weights are beyond 1e10, and their terms zero.
     X = jnp.linspace(0.0, 3.0, 60)[:, None]
     H = KernelOperator(Matern32(1.0), X, 0.1)
@@ -127,7 +127,7 @@ def test_a_late_stop_after_the_end_does_no_harm():
     def spread(solution):
         return float(jnp.max(jnp.abs(solution.value)) / jnp.linalg.norm(B))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(StoppingTime, "sample", lambda *_: stops[:1])
         late = solver.solve(H, B, key=KEY)
         patch.setattr(StoppingTime, "sample", lambda *_: late.iterations[None])
