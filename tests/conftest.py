@@ -98,7 +98,7 @@ def count_compiled(event: str, duration: float, **_: object) -> None:
 jax.monitoring.register_event_duration_secs_listener(count_compiled)
 
 
-class MonkeyPatch(pytest.MonkeyPatch):
+class MonkeyPatch(pytest.MonkeyPatch):  # type: ignore[misc]
     """One that leaves no compiled program of what it replaces, nor of what it put there."""
 
     def setattr(self, *args: Any, **kwargs: Any) -> None:
