@@ -295,6 +295,9 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             progress_bar: whether a solve that takes longer than a few seconds shows its epochs,
                 residual and time on the standard error; it never does where something is traced.
 
+        The posterior calls functions of the user's, such as the mean's, again at new inputs: while
+        it is in use, let what they read stay as it is, or condition again.
+
         Returns:
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorization in
             O(n^3); with `RandomFourier` a `FeaturePosterior`; of a batch a `BatchPosterior` of

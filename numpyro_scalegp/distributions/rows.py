@@ -83,9 +83,17 @@ class RowsDistribution(Distribution):
 
         Raises:
             ValueError: if the last batch dimension has the size of the rows: then the site stands
-                inside a plate over the rows, which would count it once for each of them.
+                inside a plate over the rows, which would count it once for each of them; or if a
+                batch is to have copies side by side along an axis of its own of length one.
         """
         n = self.event_shape[0]
+        ends = zip(reversed(self.batch_shape), reversed(batch_shape), strict=False)
+        if any(own == 1 != wanted for own, wanted in ends):
+            raise ValueError(
+                f"`{type(self).__name__}` of the batch shape {self.batch_shape} stands inside "
+                f"plates of the shape {tuple(batch_shape)}: give its hyperparameters, or its "
+                "inputs, the axes of all plates, as by jnp.broadcast_to."
+            )
         if batch_shape and not self.batch_shape and batch_shape[-1] == n and n > 1:
             name = type(self).__name__
             raise ValueError(

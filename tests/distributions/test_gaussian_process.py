@@ -257,6 +257,18 @@ def test_vmap_over_hyperparameters(x64):
     assert len(np.unique(values)) == 3
 
 
+@pytest.mark.parametrize(
+    "make", [sgp.LatentGP, lambda kernel, X: sgp.GaussianProcess(kernel, X, 0.1)]
+)
+def test_a_batch_is_not_copied_along_its_own_axes(make):
+    lengthscale = jnp.array([0.6, 0.8])[:, None, None]
+    gp = make(sgp.kernels.RBF(lengthscale), jnp.asarray(data()[0]))
+    assert gp.batch_shape == (2, 1)
+    assert gp.expand((4, 2, 1)).batch_shape == (4, 2, 1)
+    with pytest.raises(ValueError, match=r"the batch shape \(2, 1\) stands inside plates of"):
+        gp.expand((2, 3))
+
+
 def test_expand():
     gp = process()
     expanded = gp.expand([3])
