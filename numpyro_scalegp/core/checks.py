@@ -62,6 +62,8 @@ def as_float(value: Any, name: str = "value") -> Float[Array, "..."]:
             f"`{name}` must be of type float32 or float64, got {value.dtype}: convert it, as by "
             '.astype("float32").'
         )
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:  # as files of FITS have
+        value = value.astype(value.dtype.newbyteorder("="))
     return jnp.asarray(value)
 
 

@@ -71,9 +71,12 @@ def fits(axes: tuple[int, ...], batch_shape: tuple[int, ...]) -> bool:
 
 
 def as_boolean(value: Any, entry: str) -> Bool[Array, "..."] | Bool[np.ndarray, "..."]:
-    """What says which entries have a target; an array of NumPy stays known under a trace."""
-    if not (hasattr(value, "dtype") and value.dtype == bool):
-        value = np.asarray(value)
+    """What says which entries have a target, in NumPy unless it is an array of JAX's.
+
+    There it stays known under a trace. It is a copy, which changes of the user's array leave as is.
+    """
+    if not isinstance(value, jax.Array):
+        value = np.array(value)
     if value.dtype != bool:
         raise TypeError(
             f"`observed` must be boolean, True where {entry} has a target, got {value.dtype}."

@@ -473,3 +473,22 @@ def test_an_iterative_posterior_has_derivatives_in_its_inputs_alone(x64):
     assert np.all(np.isfinite(jax.grad(value, argnums=1)(parameters, Xs)))
     with pytest.raises(TypeError, match="has derivatives in the inputs that it is evaluated at"):
         jax.grad(value)(parameters, Xs)
+
+
+def test_arrays_that_the_user_changes_later_are_kept_as_they_were(x64):
+    X, y, _ = data()
+    observed, noise, mean = np.arange(N) % 3 > 0, PER_ROW.copy(), np.ones(N)
+    rows = X.copy()
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(0.8), rows, noise, mean=mean, observed=observed)
+    density, posterior = gp.log_prob(y), gp.condition(y).mean(X)
+    for array in (observed, noise, mean, rows):
+        array[:] = 1
+    np.testing.assert_array_equal(gp.log_prob(y), density)
+    np.testing.assert_array_equal(gp.condition(y).mean(X), posterior)
+
+
+def test_arrays_of_either_byte_order(x64):
+    X, y, _ = data()
+    swapped = sgp.GaussianProcess(sgp.kernels.RBF(0.8), X.astype(">f8"), PER_ROW.astype(">f8"))
+    gp = sgp.GaussianProcess(sgp.kernels.RBF(0.8), X, PER_ROW)
+    np.testing.assert_allclose(swapped.log_prob(y.astype(">f8")), gp.log_prob(y), rtol=1e-12)
