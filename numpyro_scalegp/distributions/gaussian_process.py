@@ -281,6 +281,9 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         `sgp.load` has read, for other observations or hyperparameters, or for the first rows of
         these data. With a `state`, the last posterior conditioned with it is the default.
 
+        The posterior calls functions of the user's, such as the mean's, again at new inputs: while
+        it is in use, let what they read stay as it is, or condition again.
+
         Args:
             y: observations, shape (n,), or (*batch, n).
             key: a typed JAX key for an estimator that draws at random, by default the
@@ -294,9 +297,6 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
                 inputs are the first rows of X, and new rows start at zero.
             progress_bar: whether a solve that takes longer than a few seconds shows its epochs,
                 residual and time on the standard error; it never does where something is traced.
-
-        The posterior calls functions of the user's, such as the mean's, again at new inputs: while
-        it is in use, let what they read stay as it is, or condition again.
 
         Returns:
             With `Cholesky` and `SingleSampleRFF` an `ExactPosterior`, from one factorization in
