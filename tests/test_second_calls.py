@@ -219,6 +219,32 @@ def of_gradient(setting: Setting) -> Any:
     return lambda: jax.value_and_grad(density)(0.5)
 
 
+def of_derivative_rule(setting: Setting) -> Any:
+    @jax.custom_jvp
+    def link(level: Any) -> Any:
+        return jnp.tanh(level)
+
+    link.defjvp(lambda primals, tangents: (link(*primals), setting.read() * tangents[0]))
+    gradient = jax.grad(lambda level: log_density_with(link, level))
+    second = jax.custom_vjp(jnp.tanh)
+    second.defvjp(lambda level: (jnp.tanh(level), None), lambda _, g: (setting.read() * g,))
+    return lambda: (gradient(0.3), jax.grad(lambda level: log_density_with(second, level))(0.3))
+
+
+def of_batching_rule(setting: Setting) -> Any:
+    @jax.custom_batching.custom_vmap
+    def link(level: Any) -> Any:
+        return level
+
+    link.def_vmap(lambda size, is_batched, level: (setting.read() * level, True))
+    return lambda: jax.vmap(lambda level: log_density_with(link, level))(jnp.array([0.3, 0.4]))
+
+
+def log_density_with(link: Callable[[Any], Any], level: Any) -> Any:
+    likelihood = lambda f: dist.Poisson(jnp.exp(f + link(level)))  # noqa: E731
+    return sgp.LaplaceGP(kernel(0.5), rows, likelihood).log_prob(counts)
+
+
 def of_feature_map(setting: Setting) -> Any:
     mapped = sgp.kernels.FeatureMapped(kernel(0.5), lambda X: setting.read() * X)
     gp = sgp.GaussianProcess(mapped, rows, 0.1)
@@ -280,6 +306,8 @@ READERS = [
     of_mean,
     of_likelihood,
     of_gradient,
+    of_derivative_rule,
+    of_batching_rule,
     of_feature_map,
     of_learned,
     of_kernel_class,

@@ -1,12 +1,13 @@
 """User functions that close over floating-point or traced arrays as pytrees of these arrays."""
 
-import dis
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+
+from numpyro_scalegp.core.reads import writes
 
 _ITSELF = object()  # in the variables of a function that calls itself
 _Jitted: Any = type(jax.jit(lambda: None))
@@ -38,7 +39,7 @@ def _hoisted(function: Any, outer: tuple[Any, ...]) -> Any:
     if isinstance(function, _Jitted):
         inner = _hoisted(function.__wrapped__, outer)
         return inner if isinstance(inner, Closure) else function
-    if not isinstance(function, FunctionType) or function in outer or _writes(function.__code__):
+    if not isinstance(function, FunctionType) or function in outer or writes(function.__code__):
         return function
     try:
         variables = _variables(function)
@@ -53,12 +54,6 @@ def _is_parameter(leaf: Any) -> bool:
     if isinstance(leaf, jax.core.Tracer):
         return True
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _writes(code: CodeType) -> bool:
-    """Whether a function counts its calls, say: a copy would count for itself."""
-    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_DEREF"}
-    return not stored.isdisjoint(code.co_freevars)
 
 
 def _variables(function: FunctionType) -> tuple[Any, Any, Any]:

@@ -1,11 +1,10 @@
 """What a traced function computes, as a hashable value."""
 
-import contextlib
 import enum
 import functools
 import hashlib
 from collections.abc import Callable, Hashable
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as extend
 from jax.extend import linear_util
+
+from numpyro_scalegp.core.reads import closed_over, is_users, named_variables
 
 _PyTreeDef: Any = type(jax.tree.structure(0))
 # Primitives whose functions say how what their jaxprs compute is differentiated or batched.
@@ -44,7 +45,7 @@ def fingerprint(jaxpr: extend.Jaxpr, differentiable: bool) -> Hashable:
     Args:
         jaxpr: of the function; constants count by shape and type.
         differentiable: whether the rules of custom derivatives count. They are compared by code
-            and by what they close over.
+            and by what they read.
 
     Raises:
         NotComparable: if a host callback is the user's, or a rule closes over a tracer.
@@ -77,18 +78,11 @@ def is_pure(value: Any) -> bool:
         return is_pure(type(value)) and all(map(is_pure, value))
     if isinstance(value, eqx.Module):
         return is_pure(jax.tree.flatten(value))
-    # An object that is no pytree may change; of JAX's, such as `jax.nn.relu`, none does.
-    is_constant = _is_from(_CONSTANT, type(value))
-    return is_constant and is_pure(getattr(value, "__wrapped__", None))
-
-
-def closed_over(function: FunctionType) -> list[Any]:
-    """The values that a function closes over, without those that are not set."""
-    values = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):
-            values.append(cell.cell_contents)
-    return values
+    # An object that is no pytree may change; of JAX's, such as `jax.nn.relu`, none does, but it
+    # may hold the user's functions: what it wraps, or rules of derivatives.
+    functions = [part for part in getattr(value, "__dict__", {}).values() if _is_function(part)]
+    wrapped = getattr(value, "__wrapped__", None)
+    return _is_from(_CONSTANT, type(value)) and is_pure([wrapped, *functions])
 
 
 def _unchecked(function: FunctionType) -> FunctionType:
@@ -113,7 +107,7 @@ class _Description:
     def __init__(self, differentiable: bool) -> None:
         self.differentiable = differentiable
         self.described: dict[int, Hashable] = {}
-        self.open: set[int] = set()  # functions and modules that are being described
+        self.open: dict[int, int] = {}  # places of what is being described, and may hold itself
 
     def of_jaxpr(self, jaxpr: extend.Jaxpr) -> Hashable:
         """Of its equations, with variables by number."""
@@ -172,15 +166,15 @@ class _Description:
             return type(value), tuple(map(recurse, value))
         if isinstance(value, dict):
             return type(value), tuple((recurse(key), recurse(item)) for key, item in value.items())
-        if not (_is_function(value) or isinstance(value, (eqx.Module, _PyTreeDef))):
+        if not (is_rule or _is_function(value) or isinstance(value, (eqx.Module, _PyTreeDef))):
             return _by_value(value)
         if id(value) in self.open:
-            return "itself"
-        self.open.add(id(value))
+            return "open", self.open[id(value)]
+        self.open[id(value)] = len(self.open)
         try:
             return self._of_structure(value, recurse, is_rule)
         finally:
-            self.open.discard(id(value))
+            del self.open[id(value)]
 
     def _of_structure(self, value: Any, of: Callable[[Any], Hashable], is_rule: bool) -> Hashable:
         """Of what may hold functions, or itself."""
@@ -199,12 +193,41 @@ class _Description:
             if not (is_rule or _has_code_of(_PURE, value)):
                 raise NotComparable
             defaults = (value.__defaults__, value.__kwdefaults__)
-            return value.__code__, of(closed_over(value)), of(defaults)
-        is_instance = hasattr(value, "__dict__") and not isinstance(value, type)
+            return value.__code__, of(closed_over(value)), of(defaults), self._of_module(value)
+        if not is_rule or isinstance(value, ModuleType):
+            return _by_value(value)
+        if isinstance(value, type):
+            users = filter(is_users, value.__mro__)
+            return value, tuple(of(_attributes(ancestor)) for ancestor in users)
         of_class: Any = type(value)
-        if is_rule and is_instance and of_class.__hash__ is object.__hash__:
-            return type(value), of(vars(value))
+        is_by_identity = of_class.__hash__ is object.__hash__
+        if is_by_identity and hasattr(value, "__dict__"):
+            return of(of_class), of(vars(value))
+        if is_by_identity and is_users(of_class):
+            raise NotComparable
         return _by_value(value)
+
+    def _of_module(self, rule: FunctionType) -> Hashable:
+        """Of the variables of modules that a rule of the user's reads."""
+        if not is_users(rule):
+            return None
+        code = rule.__code__
+        return tuple(
+            (name, self._of_variable(value, code))
+            for name, value in named_variables(code, rule.__globals__).items()
+        )
+
+    def _of_variable(self, value: Any, code: CodeType) -> Hashable:
+        if isinstance(value, ModuleType) and is_users(value):
+            inside = named_variables(code, vars(value)).values()
+            return tuple(self.of_value(part, is_rule=True) for part in inside)
+        return self.of_value(value, is_rule=True)
+
+
+def _attributes(value: type) -> dict[str, Any]:
+    """Of a class, without what Python adds to it; with how it is called."""
+    own = {name: part for name, part in vars(value).items() if not name.startswith("__")}
+    return {**own, "__call__": vars(value).get("__call__")}
 
 
 def _is_function(value: Any) -> bool:

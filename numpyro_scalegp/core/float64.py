@@ -15,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import ArrayLike
 
+from numpyro_scalegp.core.reads import with_copied_arrays
+
 # Others, such as TPUs, have no float64 or lack functions for it.
 _BACKENDS = ("cpu", "gpu", "cuda", "rocm")
 
@@ -35,7 +37,8 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     arguments = jax.lax.stop_gradient(arguments)
     flat, structure = jax.tree.flatten(arguments)
-    dtype = jnp.result_type(*(leaf for leaf in flat if _is(leaf, jnp.floating)))
+    floating = [leaf for leaf in flat if _is(leaf, jnp.floating)]
+    dtype = jnp.result_type(*floating) if floating else jnp.result_type(float)
     if dtype == jnp.float64:
         return function(*jax.tree.map(_widened, arguments))
     if jax.default_backend() not in _BACKENDS:
@@ -45,7 +48,8 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
     def wide(*flat: ArrayLike) -> list:
         nonlocal shape_of_output
         with jax.enable_x64(True):
-            output = function(*jax.tree.unflatten(structure, map(_widened, flat)))
+            arguments = jax.tree.unflatten(structure, map(_widened, flat))
+            output = with_copied_arrays(function)(*with_copied_arrays(arguments))
             leaves, shape_of_output = jax.tree.flatten(output)
             return [leaf.astype(dtype) for leaf in leaves]
 

@@ -287,7 +287,9 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         Returns:
             Draws and log densities of batch shape (*batch, n), with f integrated out.
         """
-        f = dist.Normal(posterior.mean(self.X), jnp.sqrt(posterior.variance(self.X)))
+        scale = jnp.sqrt(posterior.variance(self.X))
+        # NaN where there was no mode, with a warning then.
+        f = dist.Normal(posterior.mean(self.X), scale, validate_args=False)
         return LikelihoodUnderNormal(self.likelihood, f)
 
     def leave_one_out(self, posterior: LaplacePosterior) -> LikelihoodUnderNormal:

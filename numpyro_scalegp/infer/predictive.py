@@ -14,6 +14,7 @@ from numpyro import handlers
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.additivity import combining_rows
+from numpyro_scalegp.core.float64 import in_float64
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import CompiledForLoop
 from numpyro_scalegp.distributions.rows import role_of, unwrapped
@@ -446,5 +447,13 @@ def _replicate(
     else:
         check_value(site)
         draws.predictive[name] = fn.sample(key)
-        draws.log_likelihood[name] = fn.log_prob(value)
+        draws.log_likelihood[name] = _log_prob(fn, value)
     draws.observed[name] = value
+
+
+def _log_prob(fn: dist.Distribution, value: Array) -> Array:
+    """Log densities in float64: those of large counts are small differences of large terms."""
+    try:
+        return in_float64(lambda fn, value: fn.log_prob(value), fn, value)
+    except AttributeError:  # a distribution that does not name all of its parameters
+        return fn.log_prob(value)

@@ -314,7 +314,8 @@ class AbstractPosterior(eqx.Module):
                 f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
                 f"{noise.shape}: one value, or one for each {self._last_axis}."
             )
-        return dist.Normal(mean, jnp.sqrt(variance + noise))
+        # NaN where a posterior is, with a warning when it was made.
+        return dist.Normal(mean, jnp.sqrt(variance + noise), validate_args=False)
 
     def _noise_or_raise(self) -> Float[Array, "..."]:
         if self.noise_variance is None:

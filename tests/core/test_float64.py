@@ -1,5 +1,10 @@
 """Functions that are computed in float64 while the default is float32."""
 
+import functools
+import types
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,3 +66,76 @@ def test_any_function(function):
 def test_no_derivative():
     gradient = jax.jit(jax.grad(lambda f: jnp.sum(f * in_float64(jnp.exp, f))))(F)
     np.testing.assert_allclose(gradient, jnp.exp(F), rtol=1e-6)
+
+
+EXPOSURES = np.array([0.1, 0.2, 0.3, 0.4])
+settings = types.ModuleType("settings")
+settings.EXPOSURES = EXPOSURES
+
+
+class Holder:
+    """An object that holds an array."""
+
+    def __init__(self) -> None:
+        self.exposures = EXPOSURES
+
+    def scaled(self, f: Any) -> Any:
+        return self.exposures * f
+
+    def __call__(self, f: Any) -> Any:
+        return self.scaled(f)
+
+
+class Module(eqx.Module):
+    """The same as a pytree."""
+
+    exposures: np.ndarray
+
+    def __call__(self, f: Any) -> Any:
+        return self.exposures * f
+
+
+@jax.custom_jvp
+def with_rule(f: Any) -> Any:
+    return EXPOSURES * f
+
+
+with_rule.defjvp(lambda primals, tangents: (with_rule(*primals), EXPOSURES * tangents[0]))
+
+
+def closing_over(exposures: np.ndarray, holder: Holder) -> list[Any]:
+    parts = {"exposures": [(exposures,)]}
+    return [
+        lambda f: exposures * f,
+        lambda f: EXPOSURES * f,
+        lambda f: settings.EXPOSURES * f,
+        lambda f: (lambda g: EXPOSURES * g)(f),
+        lambda f, exposures=exposures: exposures * f,
+        lambda f: parts["exposures"][0][0] * f,
+        functools.partial(jnp.multiply, exposures),
+        jax.tree_util.Partial(lambda g, f: g * f, exposures),
+        jax.jit(lambda f: exposures * f),
+        holder.scaled,
+        holder,
+        Module(exposures),
+        with_rule,
+        lambda f: jax.lax.fori_loop(0, 1, lambda _, f: exposures * f, f),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(closing_over(EXPOSURES, Holder()))))
+def test_arrays_of_numpy_keep_their_digits(index):
+    """JAX keeps one array for each of NumPy's, of the type that it was read with first."""
+    function = closing_over(EXPOSURES, Holder())[index]
+    f = jnp.array([3e7, 2e7, 1e7, 5e6])
+    exact = EXPOSURES * np.asarray(f, float)
+    rest = lambda f: function(f) - exact.astype(np.float32)  # noqa: E731
+
+    def both(f: Any) -> Any:
+        return function(f), in_float64(rest, f), function(f)
+
+    for call in (both, jax.jit(both)):
+        first, found, again = call(f)
+        np.testing.assert_allclose(found, exact - exact.astype(np.float32), rtol=1e-5, atol=1e-12)
+        assert first.dtype == found.dtype == again.dtype == jnp.float32
+    assert jax.jit(lambda f: EXPOSURES * f)(f).dtype == jnp.float32

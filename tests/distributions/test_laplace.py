@@ -264,3 +264,16 @@ def test_observations_outside_of_the_support(x64):
         counts().log_prob(np.where(OBSERVED, COUNTS, -1))
     with pytest.raises(ValueError, match=r"`y` must be finite.*give `observed=~jnp.isnan"):
         counts().log_prob(np.where(OBSERVED, COUNTS, np.nan))
+
+
+@pytest.mark.filterwarnings("ignore:Laplace's approximation found no mode:RuntimeWarning")
+def test_without_a_mode_predictions_are_nan(x64):
+    rows = np.linspace(0.0, 1.0, 5)[:, None]
+    gp = sgp.LaplaceGP(
+        sgp.kernels.RBF(0.5), rows, lambda f: dist.Poisson(jnp.exp(f)), mean=lambda X: 1e3 + X[:, 0]
+    )
+    posterior = gp.condition(np.arange(5))
+    for predicted in (gp.predictive(posterior), gp.leave_one_out(posterior)):
+        assert np.isnan(predicted.log_prob(np.arange(5))).all()
+        assert np.isnan(predicted.mean).all()
+    assert np.isnan(posterior.predictive(rows, 0.1).log_prob(np.ones(5))).all()

@@ -1,0 +1,184 @@
+"""What a user's function reads when it is called, beside its arguments."""
+
+import contextlib
+import copy
+import dis
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+_STANDARD = sysconfig.get_path("stdlib")
+_Jitted: Any = type(jax.jit(lambda: None))
+_PARTS = (np.ndarray, tuple, list, dict, eqx.Module)  # that an object may hold, or what is callable
+# Whose objects may hold functions of a user's.
+_HOLDERS = ("numpyro_scalegp", "numpyro", "equinox", "jax")
+
+
+def is_users(value: FunctionType | type | ModuleType) -> bool:
+    """Whether a function, class or module is a user's, and not an installed package's."""
+    if isinstance(value, FunctionType):
+        # Not `__module__`, which `functools.wraps` copies.
+        return not _is_installed(str(value.__globals__.get("__name__")).partition(".")[0])
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return not _is_installed(name.partition(".")[0])
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    if package in ("numpyro_scalegp", *sys.builtin_module_names):
+        return True
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+    files = [Path(place) for place in places if place]
+    return any(
+        file.is_relative_to(_STANDARD) or {"site-packages", "dist-packages"} & set(file.parts)
+        for file in files
+    )
+
+
+def closed_over(function: FunctionType) -> list[Any]:
+    """The values that a function closes over, without those that are not set."""
+    values = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
+
+
+def named_variables(code: CodeType, variables: dict[str, Any]) -> dict[str, Any]:
+    """Those of a module's variables that some code names, itself or in functions inside."""
+    return {name: variables[name] for name in sorted(_names(code)) if name in variables}
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def writes(code: CodeType) -> bool:
+    """Whether a function sets a variable outside of it, as one that counts its calls."""
+    steps = list(dis.get_instructions(code))
+    cells = {step.argval for step in steps if step.opname == "STORE_DEREF"}
+    is_global = any(step.opname == "STORE_GLOBAL" for step in steps)
+    return is_global or not cells.isdisjoint(code.co_freevars)
+
+
+def with_copied_arrays(value: Any) -> Any:
+    """A function, or a pytree of arguments, that reads copies of the user's NumPy arrays.
+
+    JAX has one array for each NumPy array, of the precision with which it was read first, until
+    nothing refers to it: where the precision is not the default one, functions read copies.
+    """
+    return _Copies().of(value)
+
+
+class _Copies:
+    """Copies of what holds NumPy arrays; all else remains as it is."""
+
+    def __init__(self) -> None:
+        self.copies: dict[int, Any] = {}
+        self.originals: list[Any] = []  # alive, so that no other object takes an id
+
+    def of(self, value: Any) -> Any:
+        """A copy of a value, or the value where it holds no array."""
+        if id(value) not in self.copies:
+            self.originals.append(value)
+            self.copies[id(value)] = value  # where it refers to itself
+            self.copies[id(value)] = self._of_unknown(value)
+        return self.copies[id(value)]
+
+    def _of_unknown(self, value: Any) -> Any:
+        if type(value) is np.ndarray:
+            return np.array(value)
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        if isinstance(value, MethodType):
+            return self._remade(value, [value.__func__, value.__self__], MethodType)
+        if isinstance(value, _Jitted):
+            return self._remade(value, [value.__wrapped__], lambda function: function)
+        if isinstance(value, functools.partial):
+            parts = [value.func, value.args, value.keywords]
+            return self._remade(value, parts, lambda f, args, kw: type(value)(f, *args, **kw))
+        if type(value) is dict:
+            items = list(value.values())
+            return self._remade(value, items, lambda *new: dict(zip(value, new, strict=True)))
+        if type(value) in (tuple, list):
+            return self._remade(value, list(value), lambda *new: type(value)(new))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._remade(value, list(value), type(value))
+        if isinstance(value, type | ModuleType | jax.Array) or not hasattr(value, "__dict__"):
+            return value
+        of_class = type(value)
+        is_holder = of_class.__module__.partition(".")[0] in _HOLDERS
+        return self._of_object(value) if is_holder or is_users(of_class) else value
+
+    def _remade(self, value: Any, parts: list[Any], make: Callable[..., Any]) -> Any:
+        copies = list(map(self.of, parts))
+        is_same = all(new is old for new, old in zip(copies, parts, strict=True))
+        return value if is_same else make(*copies)
+
+    def _changed(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Copies of those variables that hold arrays."""
+        copies = {name: self.of(value) for name, value in variables.items()}
+        return {name: new for name, new in copies.items() if new is not variables[name]}
+
+    def _of_object(self, value: Any) -> Any:
+        parts = {k: v for k, v in vars(value).items() if isinstance(v, _PARTS) or callable(v)}
+        changed = self._changed(parts)
+        if not changed:
+            return value
+        try:
+            twin = copy.copy(value)
+            vars(twin).update(changed)
+        except (TypeError, AttributeError):  # an object that cannot be copied
+            return value
+        return twin
+
+    def _of_function(self, function: FunctionType) -> FunctionType:
+        if writes(function.__code__):
+            return function
+        closure = function.__closure__ or ()
+        cells = tuple(map(self._of_cell, closure))
+        defaults, keywords = self.of(function.__defaults__), self.of(function.__kwdefaults__)
+        read = self._of_module(function) if is_users(function) else {}
+        pairs = zip(
+            (*cells, defaults, keywords),
+            (*closure, function.__defaults__, function.__kwdefaults__),
+            strict=True,
+        )
+        if not read and all(new is old for new, old in pairs):
+            return function
+        variables = {**function.__globals__, **read}
+        twin = FunctionType(function.__code__, variables, function.__name__, defaults, cells)
+        twin.__kwdefaults__ = keywords
+        twin.__dict__.update(function.__dict__)
+        return twin
+
+    def _of_cell(self, cell: CellType) -> CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a variable that is not set yet
+            return cell
+        new = self.of(content)
+        return cell if new is content else CellType(new)
+
+    def _of_module(self, function: FunctionType) -> dict[str, Any]:
+        """The variables of its module that a function reads, where they hold arrays."""
+        code = function.__code__
+        variables = named_variables(code, function.__globals__)
+        changed = self._changed(variables)
+        for name, module in variables.items():
+            if isinstance(module, ModuleType) and is_users(module):
+                inside = self._changed(named_variables(code, vars(module)))
+                if inside:
+                    changed[name] = ModuleType(module.__name__)
+                    vars(changed[name]).update({**vars(module), **inside})
+        return changed
