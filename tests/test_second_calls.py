@@ -339,6 +339,45 @@ def test_what_a_function_reads_is_what_it_computes_with(make):
                 assert not np.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("way", "estimator"),
+    [(way, None) for way in WAYS] + [("attribute", sgp.estimators.Pathwise())],
+)
+def test_a_posterior_refuses_functions_that_have_changed(way, estimator):
+    """Weights of what they gave once do not go with what they give now."""
+    setting = Setting(way)
+    mapped = sgp.kernels.FeatureMapped(kernel(0.5), lambda X: setting.read() * X)
+    tilted = lambda X: setting.read() * X[:, 0]  # noqa: E731
+    for k, mean in ((kernel(0.5), tilted), (mapped, None)):
+        setting.write(1.0)
+        gp = sgp.GaussianProcess(k, rows, 0.1, mean=mean, estimator=estimator, key=KEY)
+        posterior = gp.condition(targets)
+        calls = [posterior.mean, posterior.predictive, posterior.sample_functions(KEY)]
+        before = [leaves(call(rows[:3])) for call in calls]
+        setting.write(2.0)
+        for call in calls:
+            with pytest.raises(ValueError, match="computes something else than when this"):
+                call(rows[:3])
+        setting.write(1.0)
+        for call, values in zip(calls, before, strict=True):
+            np.testing.assert_array_equal(leaves(call(rows[:3])), values)
+
+
+def test_what_a_function_counts_is_no_change():
+    calls = []
+
+    def counted(X: Any) -> Any:
+        calls.append(len(X))
+        return 2.0 * X[:, 0]
+
+    gp = sgp.GaussianProcess(kernel(0.5), rows, 0.1, mean=counted)
+    posterior = gp.condition(targets)
+    np.testing.assert_array_equal(posterior.mean(rows), posterior.mean(rows))
+    with jax.enable_x64(True):
+        assert np.isfinite(posterior.mean(rows)).all()
+    assert calls
+
+
 def test_a_posterior_after_nuts_keeps_what_its_model_read():
     setting = Setting("attribute")
     model, draws = draws_of(setting)

@@ -53,6 +53,15 @@ def fingerprint(jaxpr: extend.Jaxpr, differentiable: bool) -> Hashable:
     return _Description(differentiable).of_jaxpr(jaxpr)
 
 
+def fingerprint_of_values(closed: extend.ClosedJaxpr) -> Hashable:
+    """Equal for functions that compute the same values from their arguments.
+
+    Raises:
+        NotComparable: as `fingerprint`.
+    """
+    return _Description(differentiable=False).of_value(closed)
+
+
 def is_pure(value: Any) -> bool:
     """Whether the functions and objects in a pytree's structure read nothing that may change.
 

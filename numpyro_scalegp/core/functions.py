@@ -1,8 +1,9 @@
 """User functions as pytrees, so that a model object holding one passes through JAX transforms."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,6 +12,10 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.closures import Closure, hoisted
+from numpyro_scalegp.core.fingerprints import fingerprint_of_values, is_pure
+
+# How many columns a function may take of which nobody knows it.
+_MAX_COLUMNS = 8
 
 
 class RowsFunction(eqx.Module):
@@ -22,17 +27,101 @@ class RowsFunction(eqx.Module):
     arrays: Any
     structure: Any = eqx.field(static=True)
     maps_single_rows: bool = eqx.field(static=True)
+    made: Any = eqx.field(static=True, default=None, metadata={"is_saved": False})  # a `_Made`
 
     def __call__(self, X: Float[Array, "*rows d"]) -> Any:
-        """Apply the function to all rows."""
-        function = self.arrays
-        if self.structure is not None:
-            function = eqx.combine(self.arrays, self.structure)
+        """Apply the function to all rows.
+
+        Raises:
+            ValueError: if it is `fixed`, and reads something else by now.
+        """
+        if self.made is not None and self.made.differs(self):
+            raise ValueError(
+                f"`{_name(self._function)}` computes something else than when this posterior was "
+                "made: it reads a variable, an attribute or an object that has changed since. "
+                "Condition again, or give the function its own value, by a default argument or "
+                "`functools.partial`."
+            )
+        return self.evaluate(X)
+
+    def evaluate(self, X: Float[Array, "*rows d"]) -> Any:
+        """What the function gives now."""
+        function = self._function
         if not self.maps_single_rows:
             return function(X)
         for _ in X.shape[:-1]:
             function = jax.vmap(function)
         return function(X)
+
+    def fixed(self, num_columns: int | None) -> "RowsFunction":
+        """The function, which raises once it computes something else than now.
+
+        Args:
+            num_columns: of the inputs that it takes, as far as that is known.
+        """
+        if self.made is not None or is_pure(jax.tree.structure(self)):
+            return self
+        for width in (num_columns, *range(1, _MAX_COLUMNS + 1)):
+            if width is not None and (made := _made(self, width)) is not None:
+                return dataclasses.replace(self, made=made)
+        return self
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        if self.structure is None:
+            return self.arrays
+        return eqx.combine(self.arrays, self.structure)
+
+
+class _Made(NamedTuple):
+    """What a function computed of two rows when it was `fixed`, whatever its parameters are."""
+
+    num_columns: int
+    types: Hashable  # of the parameters, and of the rows
+    program: Hashable
+
+    def differs(self, function: RowsFunction) -> bool:
+        """Whether a function of the same types computes something else by now."""
+        if self.types != _types(function):
+            return False
+        return self != _made(function, self.num_columns)
+
+
+def _types(function: RowsFunction) -> Hashable:
+    leaves = jax.tree.leaves(function.arrays)
+    return jnp.result_type(float), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _made(function: RowsFunction, num_columns: int) -> _Made | None:
+    """None of a function that takes other rows, or that cannot be compared."""
+    rows = jax.ShapeDtypeStruct((2, num_columns), jnp.result_type(float))
+    try:
+        shapes = jax.eval_shape(lambda: function)
+        closed = jax.make_jaxpr(lambda function, X: function.evaluate(X))(shapes, rows)
+        return _Made(num_columns, _types(function), fingerprint_of_values(closed))
+    except Exception:  # of a function that raises what it likes of other rows
+        return None
+
+
+def with_fixed_functions(tree: Any, num_columns: int | None) -> Any:
+    """A pytree in which all functions of the user's are `fixed`."""
+
+    def is_function(node: Any) -> bool:
+        return isinstance(node, RowsFunction)
+
+    def fixed(node: Any) -> Any:
+        return node.fixed(num_columns) if is_function(node) else node
+
+    return jax.tree.map(fixed, tree, is_leaf=is_function)
+
+
+def _name(function: Any) -> str:
+    """Of a user's function, for messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, Closure):
+        function = function.skeleton
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def as_pytree(function: Callable[..., Array], name: str) -> RowsFunction:

@@ -48,7 +48,7 @@ class _Store:
         return program
 
 
-_executables = _Store(512)
+_executables = _Store(256)  # of a few MiB each
 # These are differentiated, and hold derivative rules, by which users' functions stay alive.
 _differentiable = _Store(8)
 

@@ -281,8 +281,9 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
         `sgp.load` has read, for other observations or hyperparameters, or for the first rows of
         these data. With a `state`, the last posterior conditioned with it is the default.
 
-        The posterior calls functions of the user's, such as the mean's, again at new inputs: while
-        it is in use, let what they read stay as it is, or condition again.
+        The posterior calls the mean function again at new inputs, and raises a ValueError if what
+        that reads has changed. Only a kernel's class is not compared: let what it reads stay as it
+        is, or condition again.
 
         Args:
             y: observations, shape (n,), or (*batch, n).

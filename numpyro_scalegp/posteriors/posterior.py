@@ -12,7 +12,7 @@ import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import checks, chunks, linalg
-from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.functions import RowsFunction, with_fixed_functions
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.core.row_values import (
@@ -52,6 +52,11 @@ class AbstractPosterior(eqx.Module):
         def noise_variance(self) -> Float[Array, "..."] | None: ...  # noqa: D102
     else:
         noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
+
+    def __check_init__(self) -> None:
+        # Weights of what functions gave do not go with what they give later.
+        for name, part in vars(self).items():
+            object.__setattr__(self, name, with_fixed_functions(part, self._num_columns))
 
     @property
     def diagnostics(self) -> dict[str, Array]:

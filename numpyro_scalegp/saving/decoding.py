@@ -183,7 +183,7 @@ class Decoder:
 
     def _decode_module(self, code: Any, like: Template, path: str) -> Any:
         of = self._class(code, like, path, eqx.Module)
-        wanted = [field.name for field in dataclasses.fields(of)]
+        wanted = schema.saved_fields(of)
         fields = self._fields(code, like, path, wanted)
         for name in code["fields"].keys() - fields.keys():
             default = inspect.signature(of).parameters[name].default
@@ -193,8 +193,8 @@ class Decoder:
                 raise ValueError(f"`like` has no default at {at(path)}.{name}, and the file one.")
             fields[name] = default
         module: Any = object.__new__(of)
-        for name in wanted:
-            object.__setattr__(module, name, fields[name])
+        for field in dataclasses.fields(of):
+            object.__setattr__(module, field.name, fields.get(field.name, field.default))
         self._check(code, module, path)
         if "answers" in code:
             self._compare(code, module, path)

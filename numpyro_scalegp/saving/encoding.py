@@ -190,7 +190,7 @@ class Encoder:
         return code
 
     def _module_fields(self, value: eqx.Module, path: str) -> Any:
-        present = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        present = {name: getattr(value, name) for name in schema.saved_fields(type(value))}
         parameters = inspect.signature(type(value)).parameters
         # Equinox's networks have anonymous functions as defaults.
         defaults = {

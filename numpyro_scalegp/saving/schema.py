@@ -106,12 +106,17 @@ def annotations(of: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(of)
     if issubclass(of, tuple):
         return {name: hints[name] for name in getattr(of, "_fields", ()) if name in hints}
-    return {field.name: hints[field.name] for field in _fields(of)}
+    return {name: hints[name] for name in saved_fields(of)}
 
 
 def _field(value: Any, name: str) -> Any:
     # What a distribution has not computed yet is none of its attributes.
     return vars(value).get(name) if isinstance(value, Distribution) else getattr(value, name)
+
+
+def saved_fields(of: type) -> list[str]:
+    """The names of a module's fields that a file holds."""
+    return [field.name for field in _fields(of) if field.metadata.get("is_saved", True)]
 
 
 def _fields(of: type) -> tuple[Any, ...]:
