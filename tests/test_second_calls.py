@@ -4,12 +4,14 @@ Over the members of `registry.py`, outside of compiled code, as users call them.
 """
 
 import contextlib
+import copy
 import gc
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -363,19 +365,54 @@ def test_a_posterior_refuses_functions_that_have_changed(way, estimator):
             np.testing.assert_array_equal(leaves(call(rows[:3])), values)
 
 
-def test_what_a_function_counts_is_no_change():
-    calls = []
+calls: list[int] = []
 
-    def counted(X: Any) -> Any:
-        calls.append(len(X))
-        return 2.0 * X[:, 0]
 
-    gp = sgp.GaussianProcess(kernel(0.5), rows, 0.1, mean=counted)
-    posterior = gp.condition(targets)
-    np.testing.assert_array_equal(posterior.mean(rows), posterior.mean(rows))
-    with jax.enable_x64(True):
-        assert np.isfinite(posterior.mean(rows)).all()
-    assert calls
+def counted(X: Any) -> Any:
+    calls.append(len(X))
+    return 2.0 * X[:, 0]
+
+
+def called_back(X: Any) -> Any:
+    shape = jax.ShapeDtypeStruct(X.shape[:1], X.dtype)
+    return jax.pure_callback(lambda X: 2.0 * X[:, 0], shape, X, vmap_method="sequential")
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        counted,
+        called_back,
+        lambda X: jnp.linalg.norm(X, axis=1) + X @ jnp.ones(1),
+        jax.tree_util.Partial(lambda slope, X: slope * X[:, 0], jnp.asarray(2.0)),
+        eqx.nn.MLP(1, "scalar", 2, 1, key=KEY),
+    ],
+)
+def test_what_is_no_change_of_a_function(mean):
+    posterior = sgp.GaussianProcess(kernel(0.5), rows, 0.1, mean=mean).condition(targets)
+    expected = posterior.mean(rows)
+    for same in (posterior, copy.deepcopy(posterior), jax.device_get(posterior)):
+        np.testing.assert_array_equal(same.mean(rows), expected)
+    settings = [
+        jax.enable_x64(True), jax.disable_jit(), jax.default_matmul_precision("float32"),
+        jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+    ]  # fmt: skip
+    for setting in settings:
+        with setting:
+            np.testing.assert_allclose(posterior.mean(rows), expected, rtol=1e-5)
+
+
+def test_a_change_is_seen_in_another_precision():
+    setting = Setting("global")
+    mean = lambda X: setting.read() * X[:, 0]  # noqa: E731
+    setting.write(1.0)
+    posterior = sgp.GaussianProcess(kernel(0.5), rows, 0.1, mean=mean).condition(targets)
+    setting.write(2.0)
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match="computes something else than when this"),
+    ):
+        posterior.mean(rows)
 
 
 def test_a_posterior_after_nuts_keeps_what_its_model_read():

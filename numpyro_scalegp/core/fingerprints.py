@@ -22,6 +22,7 @@ _WITH_RULES = (
     "custom_jvp_call", "custom_vjp_call", "custom_vmap_call",
     "call_with_jvp", "tangent_of_pullback",
 )  # fmt: skip
+_RULES = ("jvp", "fwd", "bwd", "vmap_rule")  # attributes of a function that has them
 # Functions and classes of these packages read nothing that changes.
 _CONSTANT = frozenset(["jax", "jaxlib", "equinox", "numpy", "builtins", "math", "operator"])
 _PURE = _CONSTANT | {"numpyro_scalegp", "numpyro", "optax", "functools", "collections", "types"}
@@ -53,13 +54,35 @@ def fingerprint(jaxpr: extend.Jaxpr, differentiable: bool) -> Hashable:
     return _Description(differentiable).of_jaxpr(jaxpr)
 
 
-def fingerprint_of_values(closed: extend.ClosedJaxpr) -> Hashable:
-    """Equal for functions that compute the same values from their arguments.
+class Fingerprint:
+    """Equal for traced functions that compute the same values from their arguments.
 
-    Raises:
-        NotComparable: as `fingerprint`.
+    One that has been in another process, which has primitives of its own, is equal to all.
     """
-    return _Description(differentiable=False).of_value(closed)
+
+    def __init__(self, closed: extend.ClosedJaxpr | None) -> None:
+        """Describe a jaxpr with its constants.
+
+        Raises:
+            NotComparable: as `fingerprint`.
+        """
+        self.is_known = closed is not None
+        self.description = self.is_known and _Description(differentiable=False).of_value(closed)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Fingerprint):
+            return False
+        is_known = self.is_known and other.is_known
+        return not is_known or self.description == other.description
+
+    def __hash__(self) -> int:
+        return 0  # equal ones differ in what is known
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "Fingerprint":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fingerprint, (None,)
 
 
 def is_pure(value: Any) -> bool:
@@ -67,31 +90,41 @@ def is_pure(value: Any) -> bool:
 
     A class or a function of the user's may read a variable, an attribute or a mutable object.
     """
+    return _is_pure(value, ())
+
+
+def _is_pure(value: Any, outer: tuple[int, ...]) -> bool:
+    """As `is_pure`, of a part of objects: a rule of a derivative may hold the function itself."""
+
+    def recurse(part: Any) -> bool:
+        return _is_pure(part, outer)
+
     if isinstance(value, _PyTreeDef):
         node = value.node_data()
-        return node is None or (is_pure(node) and all(map(is_pure, value.children())))
-    if isinstance(value, _PLAIN):
+        return node is None or (recurse(node) and all(map(recurse, value.children())))
+    if isinstance(value, (*_PLAIN, Fingerprint)):
         return True
     if isinstance(value, functools.partial):
-        return is_pure((value.func, value.args, value.keywords))
+        return recurse((value.func, value.args, value.keywords))
     if isinstance(value, MethodType):
-        return is_pure((value.__func__, value.__self__))
+        return recurse((value.__func__, value.__self__))
     if isinstance(value, FunctionType):
         value = _unchecked(value)
-        return _has_code_of(_PURE, value) and is_pure(closed_over(value))
+        return _has_code_of(_PURE, value) and recurse(closed_over(value))
     if isinstance(value, type | BuiltinFunctionType):
         return _is_from(_PURE, value)
     if isinstance(value, dict):
-        return is_pure(list(value.items()))
+        return recurse(list(value.items()))
     if isinstance(value, tuple | list | set | frozenset):
-        return is_pure(type(value)) and all(map(is_pure, value))
+        return recurse(type(value)) and all(map(recurse, value))
     if isinstance(value, eqx.Module):
-        return is_pure(jax.tree.flatten(value))
+        return recurse(jax.tree.flatten(value))
+    if id(value) in outer:
+        return True
     # An object that is no pytree may change; of JAX's, such as `jax.nn.relu`, none does, but it
     # may hold the user's functions: what it wraps, or rules of derivatives.
-    functions = [part for part in getattr(value, "__dict__", {}).values() if _is_function(part)]
-    wrapped = getattr(value, "__wrapped__", None)
-    return _is_from(_CONSTANT, type(value)) and is_pure([wrapped, *functions])
+    functions = [getattr(value, name, None) for name in ("__wrapped__", *_RULES)]
+    return _is_from(_CONSTANT, type(value)) and _is_pure(functions, (*outer, id(value)))
 
 
 def _unchecked(function: FunctionType) -> FunctionType:

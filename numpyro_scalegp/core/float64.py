@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import ArrayLike
@@ -19,6 +20,8 @@ from numpyro_scalegp.core.reads import with_copied_arrays
 
 # Others, such as TPUs, have no float64 or lack functions for it.
 _BACKENDS = ("cpu", "gpu", "cuda", "rocm")
+
+_WIDE = 8  # bytes
 
 _call = Primitive("call_in_float64")
 _call.multiple_results = True
@@ -43,13 +46,14 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*jax.tree.map(_widened, arguments))
     if jax.default_backend() not in _BACKENDS:
         return function(*arguments)
+    copied, arguments = with_copied_arrays((function, arguments))
+    flat, structure = jax.tree.flatten(arguments)
     shape_of_output: Any = None
 
     def wide(*flat: ArrayLike) -> list:
         nonlocal shape_of_output
         with jax.enable_x64(True):
-            arguments = jax.tree.unflatten(structure, map(_widened, flat))
-            output = with_copied_arrays(function)(*with_copied_arrays(arguments))
+            output = copied(*jax.tree.unflatten(structure, map(_widened, flat)))
             leaves, shape_of_output = jax.tree.flatten(output)
             return [leaf.astype(dtype) for leaf in leaves]
 
@@ -63,6 +67,9 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
 def _bind(wide: Callable, *flat: ArrayLike) -> list:
     """Bind a function's jaxpr, with constants that are traced as arguments."""
     closed = jax.make_jaxpr(wide)(*flat)
+    if any(isinstance(c, np.ndarray) and c.dtype.itemsize < _WIDE for c in closed.consts):
+        # A NumPy array of 64 bits that has been read with 32 raises a TypeError here.
+        jax.make_jaxpr(functools.partial(_evaluate, program=closed))(*flat)
     is_traced = [isinstance(constant, jax.core.Tracer) for constant in closed.consts]
     tracers = [constant for constant in closed.consts if isinstance(constant, jax.core.Tracer)]
 

@@ -17,9 +17,9 @@ import numpy as np
 
 _STANDARD = sysconfig.get_path("stdlib")
 _Jitted: Any = type(jax.jit(lambda: None))
-_PARTS = (np.ndarray, tuple, list, dict, eqx.Module)  # that an object may hold, or what is callable
+_Cached: Any = type(functools.cache(lambda: None))
 # Whose objects may hold functions of a user's.
-_HOLDERS = ("numpyro_scalegp", "numpyro", "equinox", "jax")
+_HOLDERS = ("numpyro_scalegp", "numpyro", "equinox", "jax", "types", "argparse")
 
 
 def is_users(value: FunctionType | type | ModuleType) -> bool:
@@ -63,6 +63,22 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, and those that its class has for all."""
+    found: dict[str, Any] = {}
+    for of in reversed(type(value).__mro__):
+        found |= {name: part for name, part in vars(of).items() if type(part) is np.ndarray}
+        slots = getattr(of, "__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
+
+
+def _may_hold(part: Any) -> bool:
+    """Whether an attribute may hold arrays or functions: other objects may be of any size."""
+    return isinstance(part, np.ndarray | tuple | list | dict | eqx.Module) or callable(part)
+
+
 def writes(code: CodeType) -> bool:
     """Whether a function sets a variable outside of it, as one that counts its calls."""
     steps = list(dis.get_instructions(code))
@@ -104,43 +120,47 @@ class _Copies:
             return self._remade(value, [value.__func__, value.__self__], MethodType)
         if isinstance(value, _Jitted):
             return self._remade(value, [value.__wrapped__], lambda function: function)
+        if isinstance(value, _Cached):
+            return self.of(value.__wrapped__)
         if isinstance(value, functools.partial):
             parts = [value.func, value.args, value.keywords]
             return self._remade(value, parts, lambda f, args, kw: type(value)(f, *args, **kw))
-        if type(value) is dict:
-            items = list(value.values())
-            return self._remade(value, items, lambda *new: dict(zip(value, new, strict=True)))
         if type(value) in (tuple, list):
             return self._remade(value, list(value), lambda *new: type(value)(new))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._remade(value, list(value), type(value))
-        if isinstance(value, type | ModuleType | jax.Array) or not hasattr(value, "__dict__"):
+        if isinstance(value, dict):
+            return self._twin(value, value, lambda twin, name, new: twin.update({name: new}))
+        if isinstance(value, type | ModuleType | jax.Array):
             return value
         of_class = type(value)
         is_holder = of_class.__module__.partition(".")[0] in _HOLDERS
-        return self._of_object(value) if is_holder or is_users(of_class) else value
+        if not (is_holder or is_users(of_class)):
+            return value
+        held = {name: part for name, part in _attributes(value).items() if _may_hold(part)}
+        return self._twin(value, held, object.__setattr__)
 
     def _remade(self, value: Any, parts: list[Any], make: Callable[..., Any]) -> Any:
         copies = list(map(self.of, parts))
         is_same = all(new is old for new, old in zip(copies, parts, strict=True))
         return value if is_same else make(*copies)
 
-    def _changed(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """Copies of those variables that hold arrays."""
-        copies = {name: self.of(value) for name, value in variables.items()}
-        return {name: new for name, new in copies.items() if new is not variables[name]}
-
-    def _of_object(self, value: Any) -> Any:
-        parts = {k: v for k, v in vars(value).items() if isinstance(v, _PARTS) or callable(v)}
+    def _twin(self, value: Any, parts: dict[Any, Any], put: Callable[..., Any]) -> Any:
         changed = self._changed(parts)
         if not changed:
             return value
         try:
             twin = copy.copy(value)
-            vars(twin).update(changed)
+            for name, new in changed.items():
+                put(twin, name, new)
         except (TypeError, AttributeError):  # an object that cannot be copied
             return value
         return twin
+
+    def _changed(self, variables: dict[Any, Any]) -> dict[Any, Any]:
+        """Copies of those variables that hold arrays."""
+        copies = {name: self.of(value) for name, value in variables.items()}
+        return {name: new for name, new in copies.items() if new is not variables[name]}
 
     def _of_function(self, function: FunctionType) -> FunctionType:
         if writes(function.__code__):

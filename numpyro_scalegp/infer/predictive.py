@@ -453,7 +453,10 @@ def _replicate(
 
 def _log_prob(fn: dist.Distribution, value: Array) -> Array:
     """Log densities in float64: those of large counts are small differences of large terms."""
+    narrow = fn.log_prob(value)
     try:
-        return in_float64(lambda fn, value: fn.log_prob(value), fn, value)
+        wide = in_float64(lambda fn, value: fn.log_prob(value), fn, value)
     except AttributeError:  # a distribution that does not name all of its parameters
-        return fn.log_prob(value)
+        return narrow
+    # A copy of a distribution does not check the support.
+    return jnp.where(jnp.isfinite(narrow), wide, narrow)

@@ -73,6 +73,29 @@ settings = types.ModuleType("settings")
 settings.EXPOSURES = EXPOSURES
 
 
+@functools.cache
+def loaded() -> np.ndarray:
+    return np.array(EXPOSURES)
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("exposures",)
+
+    def __init__(self) -> None:
+        self.exposures = EXPOSURES
+
+
+class Shared:
+    """A class that holds an array for all of its objects."""
+
+    exposures = EXPOSURES
+
+    def __call__(self, f: Any) -> Any:
+        return self.exposures * f
+
+
 class Holder:
     """An object that holds an array."""
 
@@ -105,6 +128,7 @@ with_rule.defjvp(lambda primals, tangents: (with_rule(*primals), EXPOSURES * tan
 
 def closing_over(exposures: np.ndarray, holder: Holder) -> list[Any]:
     parts = {"exposures": [(exposures,)]}
+    space, slotted = types.SimpleNamespace(exposures=exposures), Slotted()
     return [
         lambda f: exposures * f,
         lambda f: EXPOSURES * f,
@@ -115,8 +139,12 @@ def closing_over(exposures: np.ndarray, holder: Holder) -> list[Any]:
         functools.partial(jnp.multiply, exposures),
         jax.tree_util.Partial(lambda g, f: g * f, exposures),
         jax.jit(lambda f: exposures * f),
+        lambda f: space.exposures * f,
+        lambda f: slotted.exposures * f,
+        lambda f: loaded() * f,
         holder.scaled,
         holder,
+        Shared(),
         Module(exposures),
         with_rule,
         lambda f: jax.lax.fori_loop(0, 1, lambda _, f: exposures * f, f),
@@ -139,3 +167,10 @@ def test_arrays_of_numpy_keep_their_digits(index):
         np.testing.assert_allclose(found, exact - exact.astype(np.float32), rtol=1e-5, atol=1e-12)
         assert first.dtype == found.dtype == again.dtype == jnp.float32
     assert jax.jit(lambda f: EXPOSURES * f)(f).dtype == jnp.float32
+
+
+def test_an_array_that_is_nowhere_found_loses_digits_alone():
+    arrays = iter([EXPOSURES] * 9)
+    hidden = lambda f: next(arrays) * f  # noqa: E731
+    found = jax.jit(lambda f: (hidden(f), in_float64(hidden, f)))(F)
+    np.testing.assert_allclose(found[1], EXPOSURES * np.asarray(F), rtol=1e-6)

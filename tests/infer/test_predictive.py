@@ -385,6 +385,18 @@ def test_log_likelihoods_of_large_counts_keep_their_digits(level):
     np.testing.assert_allclose(found["k"], expected, rtol=1e-5)
 
 
+def test_log_likelihoods_outside_of_the_support():
+    def model(y: Any = None) -> None:
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Uniform(slope, slope + 1.0).expand((N,)), obs=y)
+
+    y = jnp.linspace(0.0, 3.0, N)
+    found = Predictive(model, posterior_samples=slopes(3)).draws(KEY, y).log_likelihood["y"]
+    expected = scipy.stats.uniform.logpdf(y, slopes(3)["slope"][:, None], 1.0)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.isneginf(found).any()
+
+
 class Tilted(dist.Distribution):
     """A distribution that does not name its parameters as those of a pytree."""
 
