@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import linalg
-from numpyro_scalegp.core.linalg import Factor, half, matmul
+from numpyro_scalegp.core.linalg import half, matmul
 from numpyro_scalegp.core.whitening import (
+    Whitening,
     as_one_type,
     moments_backward,
     moments_forward,
@@ -111,13 +112,12 @@ scaled_derivatives.defvjp(lambda values, scale: (values, scale), _scaled_backwar
 
 
 def natural_moments(
-    K_ZZ: Float[Array, "M M"],
+    whitening: Whitening,
     K_ZX: Float[Array, "M n"],
     diagonal: Float[Array, " n"],
     b: Float[Array, " M"],
     P: Float[Array, "M M"],
     normal: tuple[Float[Array, " M"], Float[Array, "M M"]],
-    factor: Factor,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
     """As `whitened_moments`, with the natural gradient by the sums that it is made of.
 
@@ -126,45 +126,45 @@ def natural_moments(
     likelihood is not log-concave, zero is taken.
 
     Args:
-        K_ZZ: covariance of the inducing values, positive definite, shape (M, M).
+        whitening: of the inducing values, with K_ZZ of shape (M, M).
         K_ZX: covariance of inducing values and f(X), shape (M, n).
         diagonal: prior variances of f(X), shape (n,).
         b: as of `normal_of`.
         P: as of `normal_of`.
         normal: the first two of `normal_of(b, P)`.
-        factor: `linalg.factorize(K_ZZ)`.
 
     Returns:
         Means, variances of the inducing values and unexplained variances, each of shape (n,).
     """
     normal = jax.lax.stop_gradient(normal)
-    parts = as_one_type((K_ZZ, K_ZX, diagonal, b, P, normal, factor.tril))
+    K_ZZ, W, _ = whitening
+    parts = as_one_type((K_ZZ, K_ZX, diagonal, b, P, normal, W))
     mean, inside, unexplained = _moments(*parts)
     return mean, inside, unexplained
 
 
 @jax.custom_vjp
 def _moments(
-    K_ZZ: Array, K_ZX: Array, diagonal: Array, b: Array, P: Array, normal: Normal, L: Array
+    K_ZZ: Array, K_ZX: Array, diagonal: Array, b: Array, P: Array, normal: Normal, W: Array
 ) -> Float[Array, "3 n"]:
-    return moments_forward(K_ZZ, K_ZX, diagonal, *normal, L)[0]
+    return moments_forward(K_ZZ, K_ZX, diagonal, *normal, W)[0]
 
 
 def _moments_forward(
-    K_ZZ: Array, K_ZX: Array, diagonal: Array, b: Array, P: Array, normal: Normal, L: Array
+    K_ZZ: Array, K_ZX: Array, diagonal: Array, b: Array, P: Array, normal: Normal, W: Array
 ) -> tuple[Float[Array, "3 n"], tuple[Array, ...]]:
-    return moments_forward(K_ZZ, K_ZX, diagonal, *normal, L)
+    return moments_forward(K_ZZ, K_ZX, diagonal, *normal, W)
 
 
 def _moments_backward(
     residuals: tuple[Array, ...], cotangents: Float[Array, "3 n"]
 ) -> tuple[Any, ...]:
     _, A, _, loc, S = residuals
-    d_K_ZZ, d_K_ZX, d_diagonal, Ag, _, d_L = moments_backward(residuals, cotangents)
+    d_K_ZZ, d_K_ZX, d_diagonal, Ag, _, d_W = moments_backward(residuals, cotangents)
     weighted = 2.0 * A * jnp.maximum(cotangents[1], 0.0)[None, :]
     d_b = Ag - matmul(weighted, matmul(loc, A))
     nothing = jnp.zeros_like(loc), jnp.zeros_like(S)
-    return d_K_ZZ, d_K_ZX, d_diagonal, d_b, -matmul(weighted, A.T), nothing, d_L
+    return d_K_ZZ, d_K_ZX, d_diagonal, d_b, -matmul(weighted, A.T), nothing, d_W
 
 
 _moments.defvjp(_moments_forward, _moments_backward)

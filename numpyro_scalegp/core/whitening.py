@@ -1,19 +1,36 @@
 """The moments of a whitened sparse GP, with a derivative of few products."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from numpyro_scalegp.core.linalg import Factor, half, inverse_cholesky_given, matmul
+from numpyro_scalegp.core import linalg
+from numpyro_scalegp.core.linalg import half, matmul
+
+
+class Whitening(NamedTuple):
+    """A covariance K = L L' of inducing values, and what whitens them."""
+
+    covariance: Float[Array, "... M M"]
+    inverse: Float[Array, "... M M"]  # W = L^-1
+    lift: Float[Array, "..."]  # as `linalg.lift` gives it
+
+    @classmethod
+    def of(cls, K: Float[Array, "M M"]) -> "Whitening":
+        """Factorize a covariance and invert the factor, in O(M^3)."""
+        factor = linalg.factorize(K, warn=False)
+        inverse = linalg.inverse_cholesky_given(K, factor.tril)
+        return cls(K, inverse, linalg.lift(factor))
 
 
 def whitened_moments(
-    K_ZZ: Float[Array, "M M"],
+    whitening: Whitening,
     K_ZX: Float[Array, "M n"],
     diagonal: Float[Array, " n"],
     loc: Float[Array, " M"],
     scale_tril: Float[Array, "M M"],
-    factor: Factor,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
     """The mean and both parts of the variance of f(X) under a whitened q(v) = N(loc, S S').
 
@@ -27,18 +44,18 @@ def whitened_moments(
     forward or reverse mode on top of it, work; forward mode alone does not.
 
     Args:
-        K_ZZ: covariance of the inducing values, positive definite, shape (M, M).
+        whitening: of the inducing values, with K_ZZ of shape (M, M).
         K_ZX: covariance with the values at X, shape (M, n).
         diagonal: k(x, x), shape (n,).
         loc: mean of v, shape (M,).
         scale_tril: S, shape (M, M).
-        factor: `linalg.factorize(K_ZZ)`.
 
     Returns:
         Means, variances of the inducing values and unexplained variances, each of shape (n,). Time
-        O(n M^2 + M^3).
+        O(n M^2), and O(M^3) for the derivative in K_ZZ.
     """
-    parts = as_one_type((K_ZZ, K_ZX, diagonal, loc, scale_tril, factor.tril))
+    K_ZZ, W, _ = whitening
+    parts = as_one_type((K_ZZ, K_ZX, diagonal, loc, scale_tril, W))
     mean, inside, unexplained = _moments(*parts)
     return mean, inside, unexplained
 
@@ -56,16 +73,15 @@ def as_one_type(parts: PyTree) -> PyTree:
 # reverse rule would then count it for each of them.
 @jax.custom_vjp
 def _moments(
-    K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, L: Array
+    K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, W: Array
 ) -> Float[Array, "3 n"]:
-    return moments_forward(K_ZZ, K_ZX, diagonal, loc, S, L)[0]
+    return moments_forward(K_ZZ, K_ZX, diagonal, loc, S, W)[0]
 
 
 def moments_forward(
-    K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, L: Array
+    K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array, W: Array
 ) -> tuple[Float[Array, "3 n"], tuple[Array, ...]]:
     """The three rows of moments, and what the reverse rule needs."""
-    W = inverse_cholesky_given(K_ZZ, L)
     A = matmul(W, K_ZX)
     SA = matmul(S.T, A)
     unexplained = jnp.maximum(diagonal - jnp.sum(jnp.square(A), axis=0), 0.0)
@@ -76,7 +92,7 @@ def moments_forward(
 def moments_backward(
     residuals: tuple[Array, ...], cotangents: Float[Array, "3 n"]
 ) -> tuple[Array, ...]:
-    """The reverse rule."""
+    """The reverse rule; the derivative in K_ZZ has all that comes by W, too."""
     W, A, SA, loc, S = residuals
     g, e, u = cotangents
     weighted = SA * e[None, :]

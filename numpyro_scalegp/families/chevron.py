@@ -144,16 +144,11 @@ class ChevronPosterior(AbstractVariationalPosterior):
             scale_columns=jnp.where(active[:, None], self.scale_columns, 0.0),
         )
 
-    def _factorize(self) -> None:
-        return None
-
     @property
     def _shares_rows(self) -> bool:
         return not is_divisible(self.loc.shape[0], mesh_of(self.loc))
 
-    def _moments(
-        self, factors: None, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         projected, variance = projections(self.features, X, self._chevron)
         variance = variance + jnp.sum(jnp.square(projected[:, 1:]), axis=1)
         if self.augmentation is not None:

@@ -10,11 +10,12 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import batches, checks, linalg
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk, sum_rows
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided, mesh_of
+from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
 from numpyro_scalegp.families.same import one_if_same
@@ -105,8 +106,9 @@ class DecoupledPosterior(AbstractKernelPosterior):
 
     With L the scale, B = L L' and M = I + L'K(Q, Q) L: G = (B^-1 + K(Q, Q))^-1 = L M^-1 L'.
 
-    The fields are the arguments of `DecoupledGP`. Moments at m inputs cost
-    O(m (M_p d + M_q^2) + M_q^3) with M_p mean and M_q covariance points.
+    The fields are the arguments of `DecoupledGP`. With M_p mean and M_q covariance points, what
+    costs O(M_q^3) is computed when it is made. The mean at m inputs costs O(m M_p d), the variance
+    O(m M_q^2).
 
     References:
         Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
@@ -120,6 +122,12 @@ class DecoupledPosterior(AbstractKernelPosterior):
     cov_scale_tril: Float[Array, "*batch M_q M_q"]
     noise_variance: Float[Array, "..."] | None = None
     part: AbstractKernel | None = None  # of f, in place of the whole
+    # Made of the others: the inverse C^-1 of the lower Cholesky factor of M.
+    whitening: Float[Array, "*batch M_q M_q"] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.whitening is None:
+            self.whitening = _whitening(self.kernel, self.cov_points, self.cov_scale_tril)
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "DecoupledPosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
@@ -146,43 +154,28 @@ class DecoupledPosterior(AbstractKernelPosterior):
         return self.mean_points.shape[0] + self.cov_points.shape[0]
 
     def _weights(self) -> tuple[Any, ...]:
-        return self.mean_weights, self.cov_scale_tril
+        return self.mean_weights, self.cov_scale_tril, self.whitening
 
-    def whitening(self) -> Float[Array, "*batch M_q M_q"]:
-        """The inverse C^-1 of the lower Cholesky factor of M, in O(M_q^3)."""
-        return self._each(lambda one: one._whitening())
-
-    def _whitening(self) -> Float[Array, "M_q M_q"]:
-        L = self.cov_scale_tril
-        if L.size == 0:
-            return L
-        M = matmul(L.T, matmul(self.kernel.covariance(self.cov_points), L))
-        # Eigenvalues of one or more: there is nothing to warn of, for which a batch would have to
-        # ask the host.
-        return linalg.inverse_cholesky(M + jnp.eye(len(L), dtype=L.dtype), warn=False)
-
-    def _factorize(self) -> Float[Array, "M_q M_q"]:
-        return matmul(self._whitening(), self.cov_scale_tril.T)
+    def _expansions(self) -> list[tuple[Array, Array]]:
+        return [(self.mean_points, self.mean_weights)]
 
     def _expanded(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return expansion(self._of_f, X, self.mean_points, self.mean_weights)
 
-    def _moments(
-        self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    def _white(self, across: Float[Array, "M_q n"]) -> Float[Array, "M_q n"]:
+        """C^-1 L' k(Q, x) of each column."""
+        return matmul(self.whitening, matmul(self.cov_scale_tril.T, across))
+
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         across = divided(self._of_f(self.cov_points, X), mesh_of(X), axis=1)
-        removed = jnp.sum(jnp.square(matmul(factors, across)), axis=0)
+        removed = jnp.sum(jnp.square(self._white(across)), axis=0)
         return self._expanded(X), jnp.maximum(self._of_f.diag(X) - removed, 0.0)
 
-    def _joint(
-        self, factors: Float[Array, "M_q M_q"], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-        white = matmul(factors, self._of_f(self.cov_points, X))
+    def _joint(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        white = self._white(self._of_f(self.cov_points, X))
         return self._expanded(X), self._of_f.covariance(X) - matmul(white.T, white)
 
-    def _update(
-        self, factors: Float[Array, "M_q M_q"], prior: Float[Array, "M s"], key: Key[Array, ""]
-    ) -> Float[Array, "M s"]:
+    def _update(self, prior: Float[Array, "M s"], key: Key[Array, ""]) -> Float[Array, "M s"]:
         """The weights a at P, and at Q those of an observation of p(Q) with noise B^-1.
 
         -G (p(Q) + e) = -L M^-1 (L'p(Q) + L'e) with e ~ N(0, B^-1), so that L'e is standard normal,
@@ -191,9 +184,30 @@ class DecoupledPosterior(AbstractKernelPosterior):
         num = len(self.mean_points)
         at_cov = prior[num:]
         noise = jax.random.normal(key, at_cov.shape, prior.dtype)
-        white = matmul(factors, at_cov) + matmul(self._whitening(), noise)
+        white = self._white(at_cov) + matmul(self.whitening, noise)
         mean = jnp.broadcast_to(self.mean_weights[:, None], (num, prior.shape[1]))
-        return jnp.concatenate([mean, -matmul(factors.T, white)])
+        back = matmul(self.cov_scale_tril, matmul(self.whitening.T, white))
+        return jnp.concatenate([mean, -back])
+
+
+@compiled
+def _whitening(
+    kernel: AbstractKernel,
+    cov_points: Float[Array, "M_q d"],
+    cov_scale_tril: Float[Array, "*batch M_q M_q"],
+) -> Float[Array, "*batch M_q M_q"]:
+    """The inverse of the lower Cholesky factor of M for each L, in O(M_q^3)."""
+    if cov_scale_tril.size == 0:
+        return cov_scale_tril
+    K = kernel.covariance(cov_points)
+
+    def of_one(L: Float[Array, "M_q M_q"]) -> Float[Array, "M_q M_q"]:
+        M = matmul(L.T, matmul(K, L)) + jnp.eye(len(L), dtype=L.dtype)
+        # Eigenvalues of one or more: there is nothing to warn of, for which a batch would have to
+        # ask the host.
+        return linalg.inverse_cholesky(M, warn=False)
+
+    return batches.each(of_one, batches.Batch(cov_scale_tril, cov_scale_tril.ndim - 2))
 
 
 class DecoupledGP(AbstractVariationalGP):
@@ -296,7 +310,7 @@ def small_scale_tril(
 @kl_divergence.register(DecoupledGP, LatentGP)
 def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
     """The divergence of the processes, whatever rows the two sites are evaluated at."""
-    W = q.posterior().whitening()
+    W = q.posterior().whitening
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
     log_determinant = -2.0 * jnp.sum(jnp.log(diagonal), axis=-1)
     covariance = log_determinant - W.shape[-1] + jnp.sum(jnp.square(W), axis=(-2, -1))

@@ -73,29 +73,26 @@ class HybridPosterior(AbstractKernelPosterior):
     def _weights(self) -> tuple[Any, ...]:
         return self.residual_weights, *self.sparse._weights()
 
-    def _factorize(self) -> Any:
-        return self.sparse._factorize()
+    @property
+    def _lift(self) -> Float[Array, "..."]:
+        return self.sparse._lift
 
-    def _lift(self, factors: Any) -> Float[Array, ""]:
-        return self.sparse._lift(factors)
+    def _expansions(self) -> list[tuple[Array, Array]]:
+        return [*self.sparse._expansions(), (self.residual_points, self.residual_weights)]
 
     def _residual(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         return expansion(self._of_f, X, self.residual_points, self.residual_weights)
 
-    def _moments(self, factors: Any, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
-        mean, *variances = self.sparse._moments(factors, X)
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
+        mean, *variances = self.sparse._moments(X)
         return mean + self._residual(X), *variances
 
-    def _joint(
-        self, factors: Any, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-        mean, covariance = self.sparse._joint(factors, X)
+    def _joint(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        mean, covariance = self.sparse._joint(X)
         return mean + self._residual(X), covariance
 
-    def _update(
-        self, factors: Any, prior: Float[Array, "M s"], key: Key[Array, ""]
-    ) -> Float[Array, "M s"]:
-        sparse = self.sparse._update(factors, prior[: len(self.sparse.inducing_points)], key)
+    def _update(self, prior: Float[Array, "M s"], key: Key[Array, ""]) -> Float[Array, "M s"]:
+        sparse = self.sparse._update(prior[: len(self.sparse.inducing_points)], key)
         shape = (len(self.residual_points), prior.shape[1])
         residual = jnp.broadcast_to(self.residual_weights[:, None], shape)
         return jnp.concatenate([sparse, residual])

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
-from numpyro_scalegp.core import checks, linalg
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.derivatives import explained_forward_mode
 from numpyro_scalegp.core.natural import (
     natural_divergence,
@@ -39,32 +39,22 @@ class NaturalPosterior(SparsePosterior):
     lift: Float[Array, "..."] = None  # type: ignore[assignment]
 
     def _weights(self) -> tuple[Any, ...]:
-        own = self.natural_loc, self.natural_precision, self.lift
-        return self.loc, self.scale_tril, *own
+        return *super()._weights(), self.natural_loc, self.natural_precision, self.lift
 
-    def _lift(self, factors: tuple[Float[Array, "M M"], linalg.Factor]) -> Float[Array, ""]:
-        return super()._lift(factors) + self.lift
+    @property
+    def _lift(self) -> Float[Array, "..."]:
+        return super()._lift + self.lift
 
-    def _moments(
-        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], ...]:
-        K, factor = factors
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
         across, diagonal = self._of_f(self.inducing_points, X), self._of_f.diag(X)
         q = self.natural_loc, self.natural_precision, (self.loc, self.scale_tril)
-        return natural_moments(K, across, diagonal, *q, factor)
+        return natural_moments(self.whitening, across, diagonal, *q)
 
-    def _joint(
-        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-        return super(NaturalPosterior, self._fixed())._joint(factors, X)
+    def _joint(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        return super(NaturalPosterior, self._fixed())._joint(X)
 
-    def _update(
-        self,
-        factors: tuple[Float[Array, "M M"], linalg.Factor],
-        prior: Float[Array, "M s"],
-        key: Key[Array, ""],
-    ) -> Float[Array, "M s"]:
-        return super(NaturalPosterior, self._fixed())._update(factors, prior, key)
+    def _update(self, prior: Float[Array, "M s"], key: Key[Array, ""]) -> Float[Array, "M s"]:
+        return super(NaturalPosterior, self._fixed())._update(prior, key)
 
     def _fixed(self) -> "NaturalPosterior":
         loc, scale_tril = without_derivatives((self.loc, self.scale_tril))

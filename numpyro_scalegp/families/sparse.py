@@ -15,7 +15,8 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro_scalegp.core import batches, checks, linalg
 from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.core.mesh import divided, mesh_of
-from numpyro_scalegp.core.whitening import whitened_divergence, whitened_moments
+from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.whitening import Whitening, whitened_divergence, whitened_moments
 from numpyro_scalegp.families.bases import InitialPoints, hold_categories
 from numpyro_scalegp.families.family import AbstractVariationalGP
 from numpyro_scalegp.families.latent import LatentGP
@@ -32,8 +33,9 @@ class SparsePosterior(AbstractKernelPosterior):
     mean A'loc, covariance k(x, x') - A'A + A'S S'A.
 
     The fields are the arguments of `SparseGP`: functions of a batch share kernel and points, or
-    have their own. Moments at m inputs cost O(m M^2 + M^3) with M inducing points, in chunks of
-    rows; joint samples cost O(m^3) on top.
+    have their own. With M inducing points, what costs O(M^3) is computed when it is made. The mean
+    at m inputs costs O(m M) and the variance O(m M^2), in chunks of rows; joint samples cost O(m^3)
+    on top.
 
     References:
         Hensman, Matthews and Ghahramani (2015), Scalable Variational Gaussian Process
@@ -47,6 +49,19 @@ class SparsePosterior(AbstractKernelPosterior):
     jitter: float | None = eqx.field(static=True, default=None)
     noise_variance: Float[Array, "..."] | None = None
     part: AbstractKernel | None = None  # of f, in place of the whole
+    # Made of the others.
+    whitening: Whitening = None  # type: ignore[assignment]
+    representer_weights: Float[Array, "*batch M"] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.whitening is None:
+            prior = self.kernel, self.inducing_points
+            leading = self.kernel.as_batch().leading, self.inducing_points.ndim - 2
+            self.whitening = _whitening(batches.Batch(prior, leading), self.jitter)
+            inverse = self.whitening.inverse
+            self.representer_weights = _representer_weights(
+                batches.Batch(inverse, inverse.ndim - 2), self.loc
+            )
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "SparsePosterior":
         """The posterior of a part of f; see `AbstractPosterior.restrict`."""
@@ -78,54 +93,67 @@ class SparsePosterior(AbstractKernelPosterior):
 
     def _members(self) -> batches.Batch:
         _, leading = super()._members()
-        own: list[Any] = [self.kernel.as_batch().leading, self.inducing_points.ndim - 2]
-        leading = eqx.tree_at(lambda one: [one.kernel, one.inducing_points], leading, own)
+        axes = self.whitening.lift.ndim
+        own: list[Any] = [
+            self.kernel.as_batch().leading,
+            self.inducing_points.ndim - 2,
+            jax.tree.map(lambda _: axes, self.whitening),
+        ]
+        leading = eqx.tree_at(
+            lambda one: [one.kernel, one.inducing_points, one.whitening], leading, own
+        )
         if self.part is not None:
             leading = eqx.tree_at(lambda one: one.part, leading, self.part.as_batch().leading)
         return batches.Batch(self, leading)
 
     def _weights(self) -> tuple[Any, ...]:
-        return self.loc, self.scale_tril
+        return self.loc, self.scale_tril, self.representer_weights
 
-    def _factorize(self) -> tuple[Float[Array, "M M"], linalg.Factor]:
-        K = linalg.add_jitter(self.kernel.covariance(self.inducing_points), self.jitter)
-        return K, linalg.factorize(K, warn=False)
+    @property
+    def _lift(self) -> Float[Array, "..."]:
+        return self.whitening.lift
 
-    def _lift(self, factors: tuple[Float[Array, "M M"], linalg.Factor]) -> Float[Array, ""]:
-        return linalg.lift(factors[1])
+    def _expansions(self) -> list[tuple[Array, Array]]:
+        return [(self.inducing_points, self.representer_weights)]
 
-    def _moments(
-        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], ...]:
-        K, factor = factors
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
         across = divided(self._of_f(self.inducing_points, X), mesh_of(X), axis=1)
         diagonal = self._of_f.diag(X)
-        return whitened_moments(K, across, diagonal, self.loc, self.scale_tril, factor)
+        return whitened_moments(self.whitening, across, diagonal, self.loc, self.scale_tril)
 
-    def _joint(
-        self, factors: tuple[Float[Array, "M M"], linalg.Factor], X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-        K, factor = factors
-        whitener = linalg.inverse_cholesky_given(K, factor.tril)
-        A = matmul(whitener, self._of_f(self.inducing_points, X))
+    def _joint(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+        A = matmul(self.whitening.inverse, self._of_f(self.inducing_points, X))
         SA = matmul(self.scale_tril.T, A)
         covariance = self._of_f.covariance(X) - matmul(A.T, A) + matmul(SA.T, SA)
         return matmul(self.loc, A), covariance
 
-    def _update(
-        self,
-        factors: tuple[Float[Array, "M M"], linalg.Factor],
-        prior: Float[Array, "M s"],
-        key: Key[Array, ""],
-    ) -> Float[Array, "M s"]:
+    def _update(self, prior: Float[Array, "M s"], key: Key[Array, ""]) -> Float[Array, "M s"]:
         """L^-T (v - L^-1 p(Z)) for draws v of q, and p of the prior."""
-        K, factor = factors
-        whitener = linalg.inverse_cholesky_given(K, factor.tril)
+        K, W, _ = self.whitening
         added = jnp.diagonal(K) - self.kernel.diag(self.inducing_points)
         normals = jax.random.normal(key, (2, *prior.shape), prior.dtype)
         values = prior + jnp.sqrt(jnp.maximum(added, 0.0))[:, None] * normals[0]
         v = self.loc[:, None] + matmul(self.scale_tril, normals[1])
-        return matmul(whitener.T, v - matmul(whitener, values))
+        return matmul(W.T, v - matmul(W, values))
+
+
+@compiled
+def _whitening(prior: batches.Batch, jitter: float | None) -> Whitening:
+    """Of the inducing values of each of a batch of kernels and points."""
+
+    def of_one(prior: tuple[AbstractKernel, Float[Array, "M d"]]) -> Whitening:
+        kernel, points = prior
+        return Whitening.of(linalg.add_jitter(kernel.covariance(points), jitter))
+
+    return batches.each(of_one, prior)
+
+
+@compiled
+def _representer_weights(
+    inverse: batches.Batch, loc: Float[Array, "*batch M"]
+) -> Float[Array, "*batch M"]:
+    """L^-T loc."""
+    return batches.each(lambda W, loc: matmul(loc, W), inverse, batches.Batch(loc, loc.ndim - 1))
 
 
 class SparseGP(AbstractVariationalGP):

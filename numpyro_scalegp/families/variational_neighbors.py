@@ -38,10 +38,10 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     of these at x: mean a'B loc and variance r(x) + ||diag(scale) B'a||^2, with r(x) what they
     leave of the prior's variance.
 
-    The fields are the arguments of `VariationalNearestNeighborGP`. Moments at n inputs cost
-    O(n (M^2 + m^3) + M^2 + M m^3); joint samples are drawn one input after the other, each given
-    the nearest among the inducing values and the inputs before, in O(M m + n m) a draw after as
-    much as the moments without O(n M^2).
+    The fields are the arguments of `VariationalNearestNeighborGP`. What the inducing values need,
+    O(M^2 + M m^3), is computed when it is made. Moments at n inputs cost O(n (M^2 + m^3)); joint
+    samples are drawn one input after the other, each given the nearest among the inducing values
+    and the inputs before, in O(M m + n m) a draw after O(n (M + m^3)).
 
     References:
         Wu, Pleiss and Cunningham (2022), Variational Nearest Neighbor Gaussian Process.
@@ -55,6 +55,12 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     jitter: float | None = eqx.field(static=True, default=None)
     noise_variance: Float[Array, "..."] | None = None
     part: AbstractKernel | None = None  # of f, in place of the whole
+    levels: NeighborLevels = None  # type: ignore[assignment]  # made of the others
+
+    def __post_init__(self) -> None:
+        if self.levels is None:
+            points = self.kernel, self.inducing_points
+            self.levels = _levels(*points, self.num_neighbors, self.jitter)
 
     def restrict(
         self, change: Callable[[AbstractKernel], AbstractKernel]
@@ -78,35 +84,23 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
     def _weights(self) -> tuple[Any, ...]:
         return self.loc, self.scale
 
-    @property
-    def _points(self) -> Neighbors:
-        prior = self.kernel.diag(self.inducing_points)
-        noise = jnp.broadcast_to(linalg.added_variance(prior, self.jitter), prior.shape)
-        return Neighbors(self.kernel, self.inducing_points, noise, self.num_neighbors)
-
-    def _factorize(self) -> NeighborLevels:
-        return NeighborLevels.found(self._points)
-
-    def _moments(
-        self, levels: NeighborLevels, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], ...]:
-        near, a, unexplained = self._given(levels, X)
-        means = levels.values(self.loc[:, None])[:, 0]
-        inside = jnp.square(levels.whitened(near, a) * self.scale)
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
+        near, a, unexplained = self._given(X)
+        means = self.levels.values(self.loc[:, None])[:, 0]
+        inside = jnp.square(self.levels.whitened(near, a) * self.scale)
         return jnp.sum(a * means[near], axis=1), jnp.sum(inside, axis=1), unexplained
 
-    def _given(self, levels: NeighborLevels, X: Float[Array, "n d"]) -> tuple[Array, ...]:
+    def _given(self, X: Float[Array, "n d"]) -> tuple[Array, ...]:
         """The nearest inducing values of each row, their weights, and what they leave."""
-        near = levels.points.nearest(X)
-        a, variance = levels.points.weights(near, X, self.part)
+        points = self.levels.points
+        near = points.nearest(X)
+        a, variance = points.weights(near, X, self.part)
         return near, a, jnp.maximum(variance, 0.0)
 
-    def _drawn_values(
-        self, levels: NeighborLevels, key: Key[Array, ""], num_samples: int
-    ) -> Float[Array, "M num_samples"]:
+    def _drawn_values(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "M num_samples"]:
         """Draws of the inducing values."""
         normal = jax.random.normal(key, (len(self.loc), num_samples), self.loc.dtype)
-        return levels.values(self.loc[:, None] + self.scale[:, None] * normal)
+        return self.levels.values(self.loc[:, None] + self.scale[:, None] * normal)
 
     @property
     def _takes_batches(self) -> bool:
@@ -122,24 +116,23 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         """
 
         def of_one(one: NearestNeighborPosterior, key: Array) -> tuple[Array, Array]:
-            levels = one._factorize()
-            near, a, unexplained = one._given(levels, X)
-            values = one._drawn_values(levels, key, 1)[:, 0]
+            near, a, unexplained = one._given(X)
+            values = one._drawn_values(key, 1)[:, 0]
             return jnp.sum(a * values[near], axis=1), unexplained
 
         return self._each(of_one, batches.keys(key, self.batch_shape))
 
     def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        order, near = self._points.in_turn(Xs)
+        order, near = self.levels.points.in_turn(Xs)
         drawn = self._drawn_in_turn(key, Xs[order], near, num_samples)
         return jnp.moveaxis(drawn, -2, 0)[..., np.argsort(order)]
 
     @compiled
     def _drawn_in_turn(self, key: Array, Xs: Array, near: Array, num_samples: int) -> Array:
         def of_one(one: NearestNeighborPosterior, key: Array) -> Array:
-            levels, keys = one._factorize(), jax.random.split(key)
-            values = one._drawn_values(levels, keys[0], num_samples)
-            return levels.points.draw(keys[1], Xs, near, values, num_samples, one.part)
+            keys = jax.random.split(key)
+            values = one._drawn_values(keys[0], num_samples)
+            return one.levels.points.draw(keys[1], Xs, near, values, num_samples, one.part)
 
         return self._each(of_one, batches.keys(key, self.batch_shape))
 
@@ -148,11 +141,11 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         self, key: Array, num_samples: int, num_features: int | None
     ) -> AbstractFunctionSamples:
         def of_one(one: NearestNeighborPosterior, key: Array) -> AbstractFunctionSamples:
-            levels, keys = one._factorize(), jax.random.split(key)
-            points, dtype = levels.points, one.loc.dtype
+            keys = jax.random.split(key)
+            points, dtype = one.levels.points, one.loc.dtype
             Z = points.X.astype(dtype)
             draws = prior_draws(keys[0], one.kernel, num_samples, num_features, Z)
-            rest = one._drawn_values(levels, keys[1], num_samples)
+            rest = one._drawn_values(keys[1], num_samples)
             rest = rest - draws.observations(one.kernel, Z, points.noise)
             return NeighborFunctionSamples(points, one.part, zero_function(dtype), draws, rest)
 
@@ -160,6 +153,15 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         if not self.batch_shape:
             return functions
         return OutputsFunctionSamples(functions, len(self.batch_shape))
+
+
+@compiled
+def _levels(
+    kernel: AbstractKernel, points: Float[Array, "M d"], num_neighbors: int, jitter: float | None
+) -> NeighborLevels:
+    prior = kernel.diag(points)
+    noise = jnp.broadcast_to(linalg.added_variance(prior, jitter), prior.shape)
+    return NeighborLevels.found(Neighbors(kernel, points, noise, num_neighbors))
 
 
 class VariationalNearestNeighborGP(AbstractVariationalGP):

@@ -15,6 +15,7 @@ from numpyro_scalegp.core import batches, chunks, linalg
 from numpyro_scalegp.core.derivatives import explained_forward_mode
 from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.core.programs import compiled
+from numpyro_scalegp.core.summation import pairwise_product
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.posteriors.function_samples import (
     AbstractFunctionSamples,
@@ -71,15 +72,12 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return bool(self.batch_shape)
 
     @abc.abstractmethod
-    def _factorize(self) -> Any:
-        """What the moments at all inputs need once."""
-
-    @abc.abstractmethod
-    def _moments(self, factors: Any, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
+    def _moments(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], ...]:
         """The mean and the parts of the variance of f at each row of X; see `split_marginals`."""
 
-    def _lift(self, factors: Any) -> Float[Array, ""]:
-        """What the factorization added to the diagonal, as `linalg.lift` gives it."""
+    @property
+    def _lift(self) -> Float[Array, "..."]:
+        """What factorizations added to the diagonal, as `linalg.lift` gives it."""
         return jnp.zeros(())
 
     def marginals(
@@ -106,24 +104,17 @@ class AbstractVariationalPosterior(AbstractPosterior):
         return self._parts(X, None)
 
     def _parts(self, X: Array, chunk_size: int | None) -> tuple[Array, ...]:
+        linalg.warn_of_lift(self._lift)
         with explained_forward_mode():
-            moments, lift = self._split(X, chunk_size)
-        linalg.warn_of_lift(lift)
-        return moments
+            return self._split(X, chunk_size)
 
     # Outside of `jit` one compilation in place of one for each operation.
     @compiled
-    def _split(self, X: Array, chunk_size: int | None) -> tuple[tuple[Array, ...], Array]:
-        def of_one(one: AbstractVariationalPosterior, X: Array) -> tuple[tuple[Array, ...], Array]:
-            factors = one._factorize()
-            lift = one._lift(factors)
+    def _split(self, X: Array, chunk_size: int | None) -> tuple[Array, ...]:
+        def of_one(one: AbstractVariationalPosterior, X: Array) -> tuple[Array, ...]:
             if chunk_size is None:
-                return one._moments(factors, divided(X, mesh_of(X))), lift
-
-            def moments(rows: Array) -> tuple[Array, ...]:
-                return one._moments(factors, rows)
-
-            return chunks.map_rows(moments, X, chunk_size, share=one._shares_rows), lift
+                return one._moments(divided(X, mesh_of(X)))
+            return chunks.map_rows(one._moments, X, chunk_size, share=one._shares_rows)
 
         return self._each(of_one, batches.Batch(X, X.ndim - 2))
 
@@ -146,9 +137,11 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
     """A variational posterior with a covariance at any rows, from which draws are made."""
 
     @abc.abstractmethod
-    def _joint(
-        self, factors: Any, X: Float[Array, "n d"]
-    ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+    def _expansions(self) -> list[tuple[Float[Array, "M d"], Float[Array, " M"]]]:
+        """Points and weights of kernel functions that add up to the mean."""
+
+    @abc.abstractmethod
+    def _joint(self, X: Float[Array, "n d"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
         """The mean and the covariance of f at the rows of X."""
 
     @property
@@ -167,54 +160,62 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
         """The points of all kernel functions."""
 
     @abc.abstractmethod
-    def _update(
-        self, factors: Any, prior: Float[Array, "M s"], key: Key[Array, ""]
-    ) -> Float[Array, "M s"]:
+    def _update(self, prior: Float[Array, "M s"], key: Key[Array, ""]) -> Float[Array, "M s"]:
         """The weights a with which draws of the prior plus k(., centers) a are draws of f.
 
         Args:
-            factors: as `_factorize` gives them.
             prior: the prior draws' values at the centers.
             key: of all else that is drawn.
         """
 
-    def _covariance(self, Xs: Array) -> Array:
-        covariance, lift = self._joint_covariance(Xs)
-        linalg.warn_of_lift(lift)
-        return covariance
+    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        linalg.warn_of_lift(self._lift)
+        return self._expanded_mean(Xs, chunk_size)
 
     @compiled
-    def _joint_covariance(self, Xs: Array) -> tuple[Array, Array]:
-        def of_one(one: AbstractKernelPosterior, Xs: Array) -> tuple[Array, Array]:
-            factors = one._factorize()
-            return one._joint(factors, Xs)[1], one._lift(factors)
+    def _expanded_mean(self, Xs: Array, chunk_size: int | None) -> Array:
+        def of_one(one: AbstractKernelPosterior, Xs: Array) -> Array:
+            expansions = one._expansions()
+
+            def mean(rows: Array) -> Array:
+                parts = [
+                    pairwise_product(divided(one._of_f(rows, points), mesh_of(rows)), weights)
+                    for points, weights in expansions
+                ]
+                return functools.reduce(jnp.add, parts)
+
+            size = chunk_size or self.rows_per_chunk()
+            return chunks.map_rows(mean, Xs, size, share=one._shares_rows)
 
         return self._each(of_one, batches.Batch(Xs, Xs.ndim - 2))
 
-    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
-        draws, lift = self._drawn(key, Xs, num_samples)
-        linalg.warn_of_lift(lift)
-        return draws
+    def _covariance(self, Xs: Array) -> Array:
+        linalg.warn_of_lift(self._lift)
+        return self._joint_covariance(Xs)
 
     @compiled
-    def _drawn(self, key: Array, Xs: Array, num_samples: int) -> tuple[Array, Array]:
-        def draw(one: AbstractKernelPosterior, Xs: Array, key: Array) -> tuple[Array, Array]:
-            factors = one._factorize()
-            moments, prior_variance = one._joint(factors, Xs), one._of_f.diag(Xs)
-            drawn = self._joint_sample(key, *moments, prior_variance, num_samples)
-            return drawn, one._lift(factors)
+    def _joint_covariance(self, Xs: Array) -> Array:
+        return self._each(lambda one, Xs: one._joint(Xs)[1], batches.Batch(Xs, Xs.ndim - 2))
 
-        draws, lift = self._each(
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        linalg.warn_of_lift(self._lift)
+        return self._drawn(key, Xs, num_samples)
+
+    @compiled
+    def _drawn(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        def draw(one: AbstractKernelPosterior, Xs: Array, key: Array) -> Array:
+            return self._joint_sample(key, *one._joint(Xs), one._of_f.diag(Xs), num_samples)
+
+        draws = self._each(
             draw, batches.Batch(Xs, Xs.ndim - 2), batches.keys(key, self.batch_shape)
         )
-        return jnp.moveaxis(draws, -2, 0), lift
+        return jnp.moveaxis(draws, -2, 0)
 
     def _functions(
         self, key: Array, num_samples: int, num_features: int | None
     ) -> AbstractFunctionSamples:
-        functions, lift = self._drawn_functions(key, num_samples, num_features)
-        linalg.warn_of_lift(lift)
-        return functions
+        linalg.warn_of_lift(self._lift)
+        return self._drawn_functions(key, num_samples, num_features)
 
     @property
     def _shares_kernel(self) -> bool:
@@ -224,14 +225,14 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
     @compiled
     def _drawn_functions(
         self, key: Array, num_samples: int, num_features: int | None
-    ) -> tuple[AbstractFunctionSamples, Array]:
+    ) -> AbstractFunctionSamples:
         if not self._shares_kernel:
 
-            def of_one(one: AbstractKernelPosterior, key: Array) -> tuple:
+            def of_one(one: AbstractKernelPosterior, key: Array) -> AbstractFunctionSamples:
                 return one._drawn_functions(key, num_samples, num_features)
 
-            functions, lift = self._each(of_one, batches.keys(key, self.batch_shape))
-            return OutputsFunctionSamples(functions, len(self.batch_shape)), lift
+            functions = self._each(of_one, batches.keys(key, self.batch_shape))
+            return OutputsFunctionSamples(functions, len(self.batch_shape))
         draw_key, key = jax.random.split(key)
         centers = self._centers.astype(self._weights()[0].dtype)
         num = num_samples * math.prod(self.batch_shape)
@@ -240,13 +241,12 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
         # One prior draw for each function of the batch and sample, (*batch, M, num_samples).
         prior = jnp.moveaxis(prior.reshape(-1, num_samples, *self.batch_shape), (0, 1), (-2, -1))
 
-        def update(one: AbstractKernelPosterior, prior: Array, key: Array) -> tuple[Array, Array]:
-            factors = one._factorize()
-            return one._update(factors, prior, key), one._lift(factors)
+        def update(one: AbstractKernelPosterior, prior: Array, key: Array) -> Array:
+            return one._update(prior, key)
 
         of_members = batches.Batch(prior, len(self.batch_shape))
-        weights, lift = self._each(update, of_members, batches.keys(key, self.batch_shape))
-        functions = KernelFunctionSamples(
+        weights = self._each(update, of_members, batches.keys(key, self.batch_shape))
+        return KernelFunctionSamples(
             self._of_f,
             zero_function(weights.dtype),
             draws,
@@ -254,4 +254,3 @@ class AbstractKernelPosterior(AbstractVariationalPosterior):
             centers,
             jnp.moveaxis(weights, (-2, -1), (0, 1)),
         )
-        return functions, lift

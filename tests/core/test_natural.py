@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.natural import natural_divergence, natural_moments, normal_of
-from numpyro_scalegp.core.whitening import whitened_moments
+from numpyro_scalegp.core.whitening import Whitening, whitened_moments
 
 M, N = 5, 7
 
@@ -37,14 +36,12 @@ def fit(mean: Array, inside: Array, unexplained: Array) -> Array:
 
 
 def ordinary(K_ZZ: Array, K_ZX: Array, diagonal: Array, m: Array, S: Array) -> Array:
-    factor = linalg.factorize(K_ZZ)
-    return fit(*whitened_moments(K_ZZ, K_ZX, diagonal, m, S, factor)) + divergence(m, S)
+    return fit(*whitened_moments(Whitening.of(K_ZZ), K_ZX, diagonal, m, S)) + divergence(m, S)
 
 
 def natural(K_ZZ: Array, K_ZX: Array, diagonal: Array, b: Array, P: Array) -> Array:
     normal = normal_of(b, P)[:2]
-    factor = linalg.factorize(K_ZZ)
-    found = natural_moments(K_ZZ, K_ZX, diagonal, b, P, normal, factor)
+    found = natural_moments(Whitening.of(K_ZZ), K_ZX, diagonal, b, P, normal)
     return fit(*found) + natural_divergence(b, P, normal)
 
 
@@ -91,9 +88,8 @@ def test_a_negative_weight_makes_no_indefinite_step(x64):
     b, P = parameters()
 
     def spread(P: Array) -> Array:
-        found = natural_moments(
-            K_ZZ, K_ZX, diagonal, b, P, normal_of(b, P)[:2], linalg.factorize(K_ZZ)
-        )
+        normal = normal_of(b, P)[:2]
+        found = natural_moments(Whitening.of(K_ZZ), K_ZX, diagonal, b, P, normal)
         return jnp.sum(jnp.linspace(-1.0, 1.0, N) * found[1])
 
     eigenvalues = jnp.linalg.eigvalsh(jax.grad(spread)(P))

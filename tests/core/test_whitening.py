@@ -11,13 +11,13 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array
 
 from numpyro_scalegp.core import linalg
-from numpyro_scalegp.core.whitening import whitened_moments
+from numpyro_scalegp.core.whitening import Whitening, whitened_moments
 
 NAMES = ("K_ZZ", "K_ZX", "diagonal", "loc", "scale_tril")
 
 
 def moments(K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array) -> Any:
-    return whitened_moments(K_ZZ, K_ZX, diagonal, loc, S, linalg.factorize(K_ZZ))
+    return whitened_moments(Whitening.of(K_ZZ), K_ZX, diagonal, loc, S)
 
 
 def dense(K_ZZ: Array, K_ZX: Array, diagonal: Array, loc: Array, S: Array) -> Any:

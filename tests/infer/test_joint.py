@@ -38,7 +38,7 @@ def test_agrees_with_the_closed_form():
         lambda keys: jax.lax.map(lambda key: -JointELBO().loss(key, {}, model, guide), keys)
     )(jax.random.split(jax.random.key(0), 4000))
     posterior = family().posterior()
-    mean, covariance = posterior._joint(posterior._factorize(), X)
+    mean, covariance = posterior._joint(X)
     A = np.tril(np.ones((N, N)))
     squares = np.sum((Y - A @ mean) ** 2) + np.trace(A @ covariance @ A.T)
     expected = -0.5 * N * np.log(2 * np.pi * SD**2) - squares / (2 * SD**2)
