@@ -309,6 +309,19 @@ def both_terms(kernel: Any) -> tuple[Any, Any]:
     return inner.left, inner.right
 
 
+# A mixture and functions of a plate condition at each call, so that one is held at a time; in the
+# others each input has neighbors of its own.
+FACTORIZES_AT_EACH_CALL = ("mixture", "outputs", "vecchia", "full_scale", "nearest_neighbors")
+
+
+@each("factory", [pair for pair in POSTERIORS if pair[0] not in FACTORIZES_AT_EACH_CALL])
+def test_moments_factorize_nothing(factory):
+    X = inputs()
+    posterior = factory(kernel(jnp.asarray(LENGTHSCALES[0])), X)
+    program, *_ = eqx.filter_make_jaxpr(lambda q, Xs: (q.mean(Xs), q.variance(Xs)))(posterior, X)
+    assert "cholesky" not in str(program)
+
+
 # Posteriors whose functions are of the class of another's here, and made in the same way.
 SAME_FUNCTIONS = (
     "exact_without_noise",

@@ -29,7 +29,8 @@ from numpyro_scalegp.posteriors.variational import AbstractKernelPosterior
 class HybridPosterior(AbstractKernelPosterior):
     """A sparse posterior plus k(x, R) a in the mean, for residual points R with weights a.
 
-    Moments at m inputs cost O(m (M^2 + d M_r) + M^3) with M inducing and M_r residual points.
+    With M inducing and M_r residual points, the mean at m inputs costs O(m d (M + M_r)), the
+    variance O(m M^2).
 
     Args:
         sparse: the posterior without the residual part.

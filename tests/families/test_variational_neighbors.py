@@ -98,7 +98,7 @@ def test_the_prior_comes_closer_with_more_neighbors(x64):
     K = kernel().covariance(Z) + 100.0 * jnp.finfo(float).eps * 1.3 * jnp.eye(M)
     found = []
     for num in (2, 4, 8, 16):
-        B = family(num).posterior()._factorize().values(jnp.eye(M))
+        B = family(num).posterior().levels.values(jnp.eye(M))
         both = jnp.linalg.slogdet(B @ B.T)[1] - jnp.linalg.slogdet(K)[1]
         found.append(0.5 * (jnp.trace(jnp.linalg.solve(B @ B.T, K)) - M + both) / M)
     assert found == sorted(found, reverse=True)
@@ -182,7 +182,7 @@ def test_many_draws_of_a_batch():
     both = jnp.stack([loc, -loc]), jnp.stack([scale, scale])
     posterior = sgp.VariationalNearestNeighborGP(kernel(), X, Z, *both, num_neighbors=5).posterior()
     white = jax.random.normal(KEY, (2, M, 20_000))
-    levels = posterior._factorize()
+    levels = posterior.levels
     together = jax.jit(jax.vmap(levels.values))(white)
     for one, alone in zip(together, white, strict=True):
         np.testing.assert_allclose(one, levels.values(alone), rtol=1e-4, atol=1e-4)
