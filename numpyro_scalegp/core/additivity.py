@@ -231,11 +231,11 @@ def _refuse(name: str, what: str, one: str, other: str = "") -> NoReturn:
 def _combines(at_p: np.ndarray, at_q: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool:
     """Whether an entry is no sum over rows; what is not finite is no evidence."""
     eps = float(np.finfo(at_p.dtype).eps)
-    at_p, at_q, one, other = (array.astype(float) for array in (at_p, at_q, one, other))
+    values = np.array([at_p, at_q, one, other], float)
+    at_p, at_q, one, other = values
     with np.errstate(invalid="ignore", over="ignore"):
         varied = np.abs(at_q - at_p) + np.abs(one - at_p) + np.abs(other - at_p)
-        largest = np.max(np.abs([at_p, at_q, one, other]), axis=0)
-        rounding = _ROUNDING * eps * largest
+        rounding = _ROUNDING * eps * np.max(np.abs(values), axis=0)
         excess = np.abs((one - at_p) + (other - at_q))
         return bool(np.any(excess > _TOLERANCE * varied + rounding))
 
@@ -355,9 +355,9 @@ def standing_in(
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             typed = [np.asarray(a, one.dtype) for a, one in zip(arrays, like, strict=True)]
-            found = [[as_numpy(array) for array in run(constants, *typed)] for constants in choices]
+            found = [list(map(as_numpy, run(constants, *typed))) for constants in choices]
             jax.effects_barrier()
-        return [np.stack(leaves) for leaves in zip(*found, strict=True)]
+        return list(map(np.stack, zip(*found, strict=True)))
 
     return now
 

@@ -50,8 +50,7 @@ def degree(function: Callable[..., Any], *args: Any) -> Degree:
         *args: its arguments, of which shapes and types count.
     """
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    inputs = [Degree.AFFINE] * len(jaxpr.invars)
-    return max(_outputs(jaxpr, inputs), default=Degree.CONSTANT)
+    return max(_outputs(jaxpr, [Degree.AFFINE] * len(jaxpr.invars)), default=Degree.CONSTANT)
 
 
 class Cut(NamedTuple):
@@ -77,25 +76,23 @@ def affine_cut(jaxpr: Jaxpr, result: Any) -> Cut:
     """
     if isinstance(result, Literal):
         return Cut((), ())
-    degrees = _degrees(jaxpr, [Degree.AFFINE] * len(jaxpr.invars))
+    equations = _between(jaxpr, jaxpr.invars, [result])
+    degrees = _degrees(equations, dict.fromkeys(jaxpr.invars, Degree.AFFINE))
     origins = {variable: frozenset([place]) for place, variable in enumerate(jaxpr.invars)}
-    for equation in jaxpr.eqns:
-        found = frozenset().union(*(origins.get(v, ()) for v in _variables(equation.invars)))
-        if found:
-            origins.update(dict.fromkeys(equation.outvars, found))
+    # How many operations need a variable that depends on an argument; the result needs itself.
     users: dict[Any, int] = {result: 1}
-    affine = []
-    for equation in reversed(jaxpr.eqns):
-        if users.keys().isdisjoint(equation.outvars) or equation.outvars[0] not in origins:
-            continue
-        for variable in _variables(equation.invars) & origins.keys():
+    for equation in equations:
+        operands = _variables(equation.invars) & origins.keys()
+        found = frozenset().union(*map(origins.__getitem__, operands))
+        origins.update(dict.fromkeys(equation.outvars, found))
+        for variable in operands:
             users[variable] = users.get(variable, 0) + 1
-        if max(map(degrees.__getitem__, equation.outvars)) <= Degree.AFFINE:
-            affine.append(equation)
     live = [variable for variable in jaxpr.invars if variable in users]
     best = live
     # All that is affine before all that is not, which needs it.
-    for equation in reversed(affine):
+    for equation in equations:
+        if max(map(degrees.__getitem__, equation.outvars)) > Degree.AFFINE:
+            continue
         for variable in _variables(equation.invars) & origins.keys():
             users[variable] -= 1
         live = [v for v in (*live, *equation.outvars) if users.get(v)]
@@ -115,14 +112,8 @@ def evaluated(closed: ClosedJaxpr, given: dict[Any, Any], wanted: Sequence[Any])
         wanted: variables; only the operations that they need are evaluated.
     """
     jaxpr = closed.jaxpr
-    known = {*jaxpr.constvars, *given}
-    needed = _variables(wanted) - known
-    equations = []
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed = (needed | _variables(equation.invars)) - known
-    part = jaxpr.replace(invars=list(given), outvars=list(wanted), eqns=equations[::-1])
+    equations = _needed(jaxpr, wanted, {*jaxpr.constvars, *given})
+    part = jaxpr.replace(invars=list(given), outvars=list(wanted), eqns=equations)
     return jaxpr_as_fun(ClosedJaxpr(part, closed.consts))(*given.values())
 
 
@@ -135,14 +126,40 @@ def _variables(operands: Iterable[Any]) -> set[Any]:
     return {operand for operand in operands if not isinstance(operand, Literal)}
 
 
+def _needed(jaxpr: Jaxpr, wanted: Iterable[Any], known: set[Any]) -> list[Any]:
+    """The operations that compute wanted variables from known ones."""
+    needed = _variables(wanted) - known
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            for operand in equation.invars:
+                if not (isinstance(operand, Literal) or operand in known):
+                    needed.add(operand)
+    return equations[::-1]
+
+
+def _between(jaxpr: Jaxpr, inputs: Iterable[Any], wanted: Iterable[Any]) -> list[Any]:
+    """The operations that wanted variables need, and that need an input themselves."""
+    dependent = set(inputs)
+    equations = []
+    for equation in _needed(jaxpr, wanted, set()):
+        if not dependent.isdisjoint(_variables(equation.invars)):
+            equations.append(equation)
+            dependent.update(equation.outvars)
+    return equations
+
+
 def _outputs(jaxpr: Jaxpr, inputs: list[Degree]) -> list[Degree]:
-    degrees = _degrees(jaxpr, inputs)
+    degrees = dict(zip(jaxpr.invars, inputs, strict=True))
+    varying = [variable for variable, own in degrees.items() if own]
+    degrees = _degrees(_between(jaxpr, varying, jaxpr.outvars), degrees)
     return [_degree_of(variable, degrees) for variable in jaxpr.outvars]
 
 
-def _degrees(jaxpr: Jaxpr, inputs: list[Degree]) -> dict[Any, Degree]:
-    degrees: dict[Any, Degree] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for equation in jaxpr.eqns:
+def _degrees(equations: Iterable[Any], degrees: dict[Any, Degree]) -> dict[Any, Degree]:
+    """The degrees of all variables, given those that are not constant."""
+    for equation in equations:
         operands = [_degree_of(variable, degrees) for variable in equation.invars]
         degrees.update(zip(equation.outvars, _of_equation(equation, operands), strict=True))
     return degrees
