@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from numpyro_scalegp.core.reads import writes
+from numpyro_scalegp.core.reads import writes_cells
 
 _ITSELF = object()  # in the variables of a function that calls itself
 _Jitted: Any = type(jax.jit(lambda: None))
@@ -39,7 +39,11 @@ def _hoisted(function: Any, outer: tuple[Any, ...]) -> Any:
     if isinstance(function, _Jitted):
         inner = _hoisted(function.__wrapped__, outer)
         return inner if isinstance(inner, Closure) else function
-    if not isinstance(function, FunctionType) or function in outer or writes(function.__code__):
+    if (
+        not isinstance(function, FunctionType)
+        or function in outer
+        or writes_cells(function.__code__)
+    ):
         return function
     try:
         variables = _variables(function)

@@ -79,12 +79,13 @@ def _may_hold(part: Any) -> bool:
     return isinstance(part, np.ndarray | tuple | list | dict | eqx.Module) or callable(part)
 
 
-def writes(code: CodeType) -> bool:
-    """Whether a function sets a variable outside of it, as one that counts its calls."""
-    steps = list(dis.get_instructions(code))
-    cells = {step.argval for step in steps if step.opname == "STORE_DEREF"}
-    is_global = any(step.opname == "STORE_GLOBAL" for step in steps)
-    return is_global or not cells.isdisjoint(code.co_freevars)
+def writes_cells(code: CodeType) -> bool:
+    """Whether a function sets a variable that it closes over, as one that counts its calls."""
+    return not _stored(code, "STORE_DEREF").isdisjoint(code.co_freevars)
+
+
+def _stored(code: CodeType, operation: str) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname == operation}
 
 
 def with_copied_arrays(value: Any) -> Any:
@@ -163,7 +164,8 @@ class _Copies:
         return {name: new for name, new in copies.items() if new is not variables[name]}
 
     def _of_function(self, function: FunctionType) -> FunctionType:
-        if writes(function.__code__):
+        code = function.__code__
+        if writes_cells(code) or _stored(code, "STORE_GLOBAL"):  # a copy would write elsewhere
             return function
         closure = function.__closure__ or ()
         cells = tuple(map(self._of_cell, closure))
@@ -177,7 +179,7 @@ class _Copies:
         if not read and all(new is old for new, old in pairs):
             return function
         variables = {**function.__globals__, **read}
-        twin = FunctionType(function.__code__, variables, function.__name__, defaults, cells)
+        twin = FunctionType(code, variables, function.__name__, defaults, cells)
         twin.__kwdefaults__ = keywords
         twin.__dict__.update(function.__dict__)
         return twin

@@ -126,3 +126,21 @@ def test_functions_that_call_themselves_or_count_their_calls():
 def test_not_callable(value, unchecked):
     with pytest.raises(TypeError, match=f"`mean` must be callable, got {value!r}"):
         functions.as_pytree(value, "mean")
+
+
+num_calls = 0
+
+
+def test_arrays_beside_a_count_in_the_module_are_parameters():
+    slope = jnp.asarray(2.0)
+
+    def counted(X):
+        global num_calls
+        num_calls += 1
+        return slope * X[:, 0]
+
+    function = functions.as_pytree(counted, "mean")
+    assert [float(leaf) for leaf in jax.tree.leaves(function)] == [2.0]
+    before = num_calls
+    np.testing.assert_array_equal(function(jnp.ones((3, 1))), 2.0 * jnp.ones(3))
+    assert num_calls == before + 1
