@@ -7,10 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from numpyro_scalegp.core.reads import writes_cells
+from numpyro_scalegp.core.reads import Jitted, writes_cells
 
 _ITSELF = object()  # in the variables of a function that calls itself
-_Jitted: Any = type(jax.jit(lambda: None))
 
 
 class Closure(eqx.Module):
@@ -36,7 +35,7 @@ def hoisted(function: Any) -> Any:
 
 
 def _hoisted(function: Any, outer: tuple[Any, ...]) -> Any:
-    if isinstance(function, _Jitted):
+    if isinstance(function, Jitted):
         inner = _hoisted(function.__wrapped__, outer)
         return inner if isinstance(inner, Closure) else function
     if (

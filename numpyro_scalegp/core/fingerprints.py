@@ -54,10 +54,10 @@ def fingerprint(jaxpr: extend.Jaxpr, differentiable: bool) -> Hashable:
     return _Description(differentiable).of_jaxpr(jaxpr)
 
 
-class Fingerprint:
+class Computation:
     """Equal for traced functions that compute the same values from their arguments.
 
-    One that has been in another process, which has primitives of its own, is equal to all.
+    One that comes from another process, which had primitives of its own, is equal to all.
     """
 
     def __init__(self, closed: extend.ClosedJaxpr | None) -> None:
@@ -66,23 +66,23 @@ class Fingerprint:
         Raises:
             NotComparable: as `fingerprint`.
         """
-        self.is_known = closed is not None
-        self.description = self.is_known and _Description(differentiable=False).of_value(closed)
+        describe = _Description(differentiable=False).of_value
+        self.description = None if closed is None else describe(closed)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Fingerprint):
+        if not isinstance(other, Computation):
             return False
-        is_known = self.is_known and other.is_known
-        return not is_known or self.description == other.description
+        descriptions = self.description, other.description
+        return None in descriptions or descriptions[0] == descriptions[1]
 
     def __hash__(self) -> int:
         return 0  # equal ones differ in what is known
 
-    def __deepcopy__(self, _: dict[int, Any]) -> "Fingerprint":
+    def __deepcopy__(self, _: dict[int, Any]) -> "Computation":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Fingerprint, (None,)
+        return Computation, (None,)
 
 
 def is_pure(value: Any) -> bool:
@@ -102,7 +102,7 @@ def _is_pure(value: Any, outer: tuple[int, ...]) -> bool:
     if isinstance(value, _PyTreeDef):
         node = value.node_data()
         return node is None or (recurse(node) and all(map(recurse, value.children())))
-    if isinstance(value, (*_PLAIN, Fingerprint)):
+    if isinstance(value, (*_PLAIN, Computation)):
         return True
     if isinstance(value, functools.partial):
         return recurse((value.func, value.args, value.keywords))
@@ -268,8 +268,9 @@ class _Description:
 
 def _attributes(value: type) -> dict[str, Any]:
     """Of a class, without what Python adds to it; with how it is called."""
-    own = {name: part for name, part in vars(value).items() if not name.startswith("__")}
-    return {**own, "__call__": vars(value).get("__call__")}
+    attributes = vars(value).items()
+    named = {name: attribute for name, attribute in attributes if not name.startswith("__")}
+    return {**named, "__call__": vars(value).get("__call__")}
 
 
 def _is_function(value: Any) -> bool:

@@ -39,8 +39,7 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
         takes no other, or the platform has no float64.
     """
     arguments = jax.lax.stop_gradient(arguments)
-    flat, structure = jax.tree.flatten(arguments)
-    floating = [leaf for leaf in flat if _is(leaf, jnp.floating)]
+    floating = [leaf for leaf in jax.tree.leaves(arguments) if _is(leaf, jnp.floating)]
     dtype = jnp.result_type(*floating) if floating else jnp.result_type(float)
     if dtype == jnp.float64:
         return function(*jax.tree.map(_widened, arguments))

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.closures import Closure, hoisted
-from numpyro_scalegp.core.fingerprints import Fingerprint, is_pure
+from numpyro_scalegp.core.fingerprints import Computation, is_pure
 from numpyro_scalegp.core.reads import with_copied_arrays
 
 # How many columns a function may take of which nobody knows it, and rows that it is traced with.
-_MAX_COLUMNS = 8
+MAX_COLUMNS = 8
 _NUM_ROWS = 16
 # What the same function is traced to depends on these.
 _SETTINGS = (
@@ -69,9 +69,9 @@ class RowsFunction(eqx.Module):
         if self.made is not None or is_pure(jax.tree.structure(self)):
             return self
         is_float64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        known = [] if num_columns is None else [num_columns]
-        for width in (*known, *range(1, _MAX_COLUMNS + 1)):
-            made = _made(self, width, is_float64=is_float64)
+        first = [] if num_columns is None else [num_columns]
+        for width in (*first, *range(1, MAX_COLUMNS + 1)):
+            made = _Made.of(self, width, is_float64=is_float64)
             if made is not None:
                 # Each trace of a callback that is made inside is another one.
                 return self if made.differs(self) else dataclasses.replace(self, made=made)
@@ -90,13 +90,33 @@ class _Made(NamedTuple):
     num_columns: int
     is_float64: bool  # whether that was the default precision
     context: Hashable  # what else a traced function depends on
-    program: Fingerprint
+    computation: Computation
+
+    @classmethod
+    def of(cls, function: RowsFunction, num_columns: int, *, is_float64: bool) -> "_Made | None":
+        """None of a function that takes other rows, or that cannot be compared."""
+        arrays = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), function.arrays
+        )
+
+        # A function of its own for each call: JAX keeps what it traced of one that it has seen.
+        def evaluate(arrays: Any, X: Array) -> Any:
+            now = dataclasses.replace(with_copied_arrays(function), arrays=arrays)
+            return now.evaluate(X)
+
+        with jax.enable_x64(is_float64):
+            rows = jax.ShapeDtypeStruct((_NUM_ROWS, num_columns), jnp.result_type(float))
+            try:
+                computation = Computation(jax.make_jaxpr(evaluate)(arrays, rows))
+            except Exception:  # of a function that raises what it likes of other rows
+                return None
+        return cls(num_columns, is_float64, _context(function), computation)
 
     def differs(self, function: RowsFunction) -> bool:
         """Whether a function computes something else by now, where that can be compared."""
         if self.context != _context(function):
             return False
-        return self != _made(function, self.num_columns, is_float64=self.is_float64)
+        return self != _Made.of(function, self.num_columns, is_float64=self.is_float64)
 
 
 def _context(function: RowsFunction) -> Hashable:
@@ -105,26 +125,6 @@ def _context(function: RowsFunction) -> Hashable:
     settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
     mesh = jax.sharding.get_abstract_mesh()
     return tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings, mesh
-
-
-def _made(function: RowsFunction, num_columns: int, *, is_float64: bool) -> _Made | None:
-    """None of a function that takes other rows, or that cannot be compared."""
-    arrays = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), function.arrays
-    )
-
-    # A function of its own for each call: JAX keeps what it traced of one that it has seen.
-    def evaluate(arrays: Any, X: Array) -> Any:
-        now = dataclasses.replace(with_copied_arrays(function), arrays=arrays)
-        return now.evaluate(X)
-
-    with jax.enable_x64(is_float64):
-        rows = jax.ShapeDtypeStruct((_NUM_ROWS, num_columns), jnp.result_type(float))
-        try:
-            program = Fingerprint(jax.make_jaxpr(evaluate)(arrays, rows))
-        except Exception:  # of a function that raises what it likes of other rows
-            return None
-    return _Made(num_columns, is_float64, _context(function), program)
 
 
 def with_fixed_functions(tree: Any, num_columns: int | None) -> Any:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 _STANDARD = sysconfig.get_path("stdlib")
-_Jitted: Any = type(jax.jit(lambda: None))
+Jitted: Any = type(jax.jit(lambda: None))
 _Cached: Any = type(functools.cache(lambda: None))
 # Whose objects may hold functions of a user's.
 _HOLDERS = ("numpyro_scalegp", "numpyro", "equinox", "jax", "types", "argparse")
@@ -65,13 +65,13 @@ def _names(code: CodeType) -> set[str]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, and those that its class has for all."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for of in reversed(type(value).__mro__):
-        found |= {name: part for name, part in vars(of).items() if type(part) is np.ndarray}
+        attributes |= {name: part for name, part in vars(of).items() if type(part) is np.ndarray}
         slots = getattr(of, "__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
-        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return found | getattr(value, "__dict__", {})
+        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return attributes | getattr(value, "__dict__", {})
 
 
 def _may_hold(part: Any) -> bool:
@@ -119,7 +119,7 @@ class _Copies:
             return self._of_function(value)
         if isinstance(value, MethodType):
             return self._remade(value, [value.__func__, value.__self__], MethodType)
-        if isinstance(value, _Jitted):
+        if isinstance(value, Jitted):
             return self._remade(value, [value.__wrapped__], lambda function: function)
         if isinstance(value, _Cached):
             return self.of(value.__wrapped__)

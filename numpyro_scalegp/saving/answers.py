@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpyro.distributions import Distribution
 
-from numpyro_scalegp.core.functions import RowsFunction
+from numpyro_scalegp.core.functions import MAX_COLUMNS, RowsFunction
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.features import AbstractFeatures
@@ -26,8 +26,6 @@ from numpyro_scalegp.posteriors.posterior import AbstractPosterior
 
 # Fields with the inputs of all functions in an object.
 _INPUTS = ("X", "inducing_points", "mean_points", "points")
-# Of a function that is saved by itself nobody knows how many columns it takes.
-_MAX_COLUMNS = 8
 _NUM_DRAWS = 2
 
 
@@ -104,7 +102,7 @@ def _candidates(value: Any, inputs: Any) -> Iterator[np.ndarray]:
         rows = as_numpy(inputs)
         yield rows
         yield rows[:2]  # of the data: a column of categories has nothing between them
-    for num_columns in range(1, _MAX_COLUMNS + 1):
+    for num_columns in range(1, MAX_COLUMNS + 1):
         yield np.linspace(-1.0, 1.0, 3 * num_columns, dtype=np.float32).reshape(3, num_columns)
 
 

@@ -157,10 +157,10 @@ def test_arrays_of_numpy_keep_their_digits(index):
     function = closing_over(EXPOSURES, Holder())[index]
     f = jnp.array([3e7 + 2, 2e7 + 2, 1e7 + 1, 5e6 + 1])
     exact = EXPOSURES * np.asarray(f, float)
-    rest = lambda f: function(f) - exact.astype(np.float32)  # noqa: E731
+    remainder = lambda f: function(f) - exact.astype(np.float32)  # noqa: E731
 
     def both(f: Any) -> Any:
-        return function(f), in_float64(rest, f), function(f)
+        return function(f), in_float64(remainder, f), function(f)
 
     for call in (both, jax.jit(both)):
         first, found, again = call(f)
