@@ -1,4 +1,4 @@
-"""Import every public name of the installed package and run the first example of the given page."""
+"""Import every public name of the installed package, and run the first example of a page."""
 
 import importlib
 import pkgutil
@@ -11,18 +11,18 @@ import numpyro_scalegp
 
 root = Path(numpyro_scalegp.__file__).parent
 if not root.is_relative_to(sys.prefix):
-    sys.exit(f"`numpyro_scalegp` must be the installed one, got {root}.")
+    sys.exit(f"`numpyro_scalegp` must be the installed package, got {root}.")
 if not (root / "py.typed").exists():
     sys.exit("The wheel has no `py.typed`.")
 
 declared = [
-    re.split(r"[<>=!~; ]", each)[0] for each in requires("numpyro_scalegp") if ";" not in each
+    re.split(r"[<>=!~; ]", line)[0] for line in requires("numpyro_scalegp") if ";" not in line
 ]
 print("  " + " ".join(f"{name}=={version(name)}" for name in sorted([*declared, "jaxlib"])))
 
 num_names = 0
-for found in pkgutil.walk_packages(numpyro_scalegp.__path__, "numpyro_scalegp."):
-    module = importlib.import_module(found.name)
+for info in pkgutil.walk_packages(numpyro_scalegp.__path__, "numpyro_scalegp."):
+    module = importlib.import_module(info.name)
     for name in getattr(module, "__all__", ()):
         getattr(module, name)
         num_names += 1

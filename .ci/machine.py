@@ -1,4 +1,4 @@
-"""Say how fast this machine is, so that times of runs on different machines can be compared."""
+"""Print how fast this machine is, to compare times of runs on different machines."""
 
 import os
 import time

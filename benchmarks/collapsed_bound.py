@@ -2,8 +2,8 @@
 
     python benchmarks/evidence.py collapsed-bound
 
-RBF kernel with ARD, float32: NUTS, the time of a value with its gradient beside that of the
-products it cannot do without, and the test error at the posterior's draws. Needs SCALEGP_DATA.
+With an RBF kernel with ARD, in float32: NUTS, the time of a value with its gradient compared with
+the time of its matrix products alone, and the test error of the posterior. Needs SCALEGP_DATA.
 """
 
 import time
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from iterative import seconds_in_turn
+from iterative import interleaved_seconds
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS, init_to_median
 from sparse import hyperparameters, load, number_in
@@ -21,13 +21,13 @@ import numpyro_scalegp as sgp
 
 
 def density(lengthscale, variance, noise, X, points):
-    """A GP regression by the bound."""
+    """A GP whose log density is the bound."""
     kernel = sgp.kernels.RBF(lengthscale, variance)
     return sgp.GaussianProcess(kernel, X, noise**2, estimator=sgp.estimators.SGPR(points))
 
 
 def model(X, y, points):
-    """The same with priors."""
+    """A GP regression by the bound, with priors."""
     numpyro.sample("y", density(*hyperparameters(X.shape[1]), X, points), obs=y)
 
 
@@ -40,20 +40,20 @@ def gradient_and_floor(X, y, points):
         lengthscale, variance, noise = jnp.exp(values[:d]), *jnp.exp(values[d:])
         return density(lengthscale, variance, noise, X, points).log_prob(y)
 
-    # Phi and its outer products, and as much again for each of the two arguments of each.
+    # Phi and Phi.T Phi; their gradients with respect to two arguments cost twice as much.
     products = jax.jit(lambda A, B: (A @ B, A.T @ A))
     tasks = {
         "gradient": (jax.jit(jax.value_and_grad(bound)), jnp.zeros(d + 2).at[-1].set(-1.0)),
         "floor": (products, jnp.ones((n, num_points)), jnp.ones((num_points, num_points))),
     }
-    gradient, floor = map(np.median, seconds_in_turn(tasks, 5).values())
+    gradient, floor = map(np.median, interleaved_seconds(tasks, 5).values())
     return gradient, 3 * floor
 
 
 def record(data, split, seed, method, *, rows=10_000, num_warmup=200, num_samples=200):
-    """The record of a unit, of "SGPR, 200 points"; effective sizes are over all parameters."""
+    """The record of a unit for a method such as "SGPR, 200 points"."""
     loaded = load(data, split)
-    X, y = (jnp.asarray(one[:rows], jnp.float32) for one in (loaded.X_train, loaded.y_train))
+    X, y = (jnp.asarray(a[:rows], jnp.float32) for a in (loaded.X_train, loaded.y_train))
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, number_in(method))
     gradient, floor = gradient_and_floor(X, y, points)
     kernel = NUTS(model, init_strategy=init_to_median)

@@ -1,19 +1,19 @@
-"""A hybrid GP with a solved mean, streams, and what a step costs as the mean grows.
+"""A hybrid GP with a solved mean, streams, and the cost of a step as the mean grows.
 
     python benchmarks/evidence.py decoupled decoupled-kin40k decoupled-steps
     python benchmarks/evidence.py decoupled-subset decoupled-stream decoupled-sinc
 
-The declared runs train a sparse GP of 512 points for some steps, then add residual points for the
-mean: their weights by `solve_mean`, the noise at its optimum given the mean and the variances,
-twice over. With `subset`, all hyperparameters come from an exact GP on as many neighboring rows,
-and stay: then there is one solve.
+The declared runs train a sparse GP with 512 points for some steps, then add residual points for the
+mean. They solve for the weights with `solve_mean` and set the noise to its optimum given mean and
+variances, twice. With `subset`, all hyperparameters come from an exact GP on that many neighboring
+data points and stay fixed, so that one solve is enough.
 
-`decoupled-stream`: epochs of a data set as one stream of batches. A hybrid GP whose residual points
-grow holds the last batches and solves for its mean on them now and then, its hyperparameters from
-an exact fit of the first batch; beside it a sparse GP that starts from the same values and trains
-them, on the same stream. Times include compilation. `decoupled-sinc` draws shared bases of 10 and
-of 100 points, and 100 points for the mean with 10 for the covariance. All but the made-up data need
-SCALEGP_DATA.
+`decoupled-stream`: several epochs of a data set as one stream of batches. A hybrid GP adds residual
+points, keeps the last batches and solves for its mean on them at intervals; its hyperparameters
+come from an exact fit to the first batch. For comparison, a sparse GP starts from the same values
+and trains them on the same stream. Times include compilation. `decoupled-sinc` compares a shared
+basis of 10 points, a shared basis of 100 points, and 100 points for the mean with 10 for the
+covariance. All but the simulated data need SCALEGP_DATA.
 """
 
 import functools
@@ -36,24 +36,24 @@ from sparse import (
     NUM_INDUCING,
     Ours,
     hyperparameters,
-    made_up,
     model,
     number_in,
     score,
+    simulated_data,
 )
 
 import numpyro_scalegp as sgp
 
 
 def exact_model(X, y):
-    """An exact GP regression with the priors of the others."""
+    """An exact GP regression with the same priors as the other models."""
     lengthscale, variance, noise = hyperparameters(X.shape[1])
     kernel = sgp.kernels.RBF(lengthscale, variance)
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, noise**2), obs=y)
 
 
 def fit_exactly(X, y, subset_size):
-    """The hyperparameters of an exact fit of the rows around a random one."""
+    """The hyperparameters of an exact fit to the nearest neighbors of a random data point."""
     return sgp.infer.initial_hyperparameters(
         jax.random.key(0),
         exact_model,
@@ -66,7 +66,7 @@ def fit_exactly(X, y, subset_size):
 
 
 class Hybrid:
-    """A fit by `AutoSparseGP`, with a mean of many more points on top, its noise given or not."""
+    """A fit by `AutoSparseGP`, with many more points for the mean; `noise` None is optimized."""
 
     def __init__(self, fit, num_residual, noise=None, seed=0):
         self.fit = fit
@@ -96,7 +96,7 @@ class Hybrid:
                 return params
             posterior = guide.posterior(params, X, y, None)
             misfit = jnp.square(y - posterior.mean(X)) + posterior.variance(X)
-            # The bound's maximum over the noise, its weak prior left aside.
+            # The maximum of the bound over the noise, without its weak prior.
             return {**params, "noise_auto_loc": jnp.sqrt(jnp.mean(misfit))}
 
         return refine
@@ -116,10 +116,10 @@ class Hybrid:
 
 
 def record(data, split, seed, method, *, steps=500, num_residual=4000, subset=None):
-    """The record of a unit, for benchmarks/evidence.py: a sparse fit, then solves for its mean.
+    """The record of a unit: scores of a sparse fit, and after each solve for its mean.
 
-    What is reached before the solves and after the first one is beside it. With `subset`, all
-    hyperparameters come from an exact fit of as many rows, and stay: then there is one solve.
+    With `subset`, the hyperparameters come from an exact fit to that many data points and stay
+    fixed, and there is one solve.
     """
     loaded = sgp.datasets.load_uci(data, split)
     X = jnp.asarray(loaded.X_train, jnp.float32)
@@ -132,26 +132,27 @@ def record(data, split, seed, method, *, steps=500, num_residual=4000, subset=No
     fit = Ours(loaded, points, 1024, steps, LEARNING_RATE, start, noise)
     fit.run(steps - 1)
     seconds = time.perf_counter() - began
-    reached = [{"seconds": seconds, **fit.score()._asdict()}]
+    scores = [{"seconds": seconds, **fit.score()._asdict()}]
     hybrid = Hybrid(fit, num_residual, noise, seed)
     for _ in range(1 if subset else 2):
         began = time.perf_counter()
         hybrid.refine()
         seconds += time.perf_counter() - began
-        reached.append({"seconds": seconds, **hybrid.score()._asdict()})
-    found = {f"sparse_{name}": value for name, value in reached[0].items()}
-    found |= {f"first_{name}": value for name, value in reached[1].items()}
-    return found | reached[-1]
+        scores.append({"seconds": seconds, **hybrid.score()._asdict()})
+    earlier = {f"sparse_{name}": value for name, value in scores[0].items()}
+    earlier |= {f"first_{name}": value for name, value in scores[1].items()}
+    return earlier | scores[-1]
 
 
 def record_steps(data, split, seed, method, *, rows=100_000, repeats=4):
-    """The record of a unit: milliseconds and MiB of a step of SVI with as many mean points."""
-    made, size = made_up(rows), number_in(method)
-    X, y = jnp.asarray(made.X_train, jnp.float32), jnp.asarray(made.y_train, jnp.float32)
+    """The record of a unit such as "1024 points": milliseconds and MiB of a step of SVI."""
+    simulated, size = simulated_data(rows), number_in(method)
+    X = jnp.asarray(simulated.X_train, jnp.float32)
+    y = jnp.asarray(simulated.y_train, jnp.float32)
     guide = sgp.guides.AutoDecoupledGP(
         model, rest=AutoDelta, mean_points=X[:size], cov_points=X[:128], num_columns=128
     )
-    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO())
     state = jax.jit(svi.init, static_argnums=3)(jax.random.key(seed), X, y, 1024)
 
     @jax.jit
@@ -178,14 +179,14 @@ def stream_model(X, y, size):
 
 
 def follow(data, model, guide, steps, num_held, solve_every=None):
-    """Train on a stream: on the way batches, seconds and the test error, of the variance."""
+    """Train on a stream; returns batches, seconds and relative test errors during training."""
     n = len(data.y_train)
     held = min(num_held, n // STREAM_BATCH)
     X_train, y_train = data.X_train.astype(np.float32), data.y_train.astype(np.float32)
     X_test, variance = jnp.asarray(data.X_test, jnp.float32), np.var(data.y_test)
     generator = np.random.default_rng(0)
     schedule = optax.cosine_decay_schedule(LEARNING_RATE, steps)
-    svi = SVI(model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
+    svi = SVI(model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO())
     update = jax.jit(svi.update, static_argnums=3, donate_argnums=0)
 
     @jax.jit
@@ -193,9 +194,9 @@ def follow(data, model, guide, steps, num_held, solve_every=None):
         mean = guide.posterior(params, X, y, n).mean(X_test)
         return jnp.mean(jnp.square(data.y_test - mean)) / variance
 
-    # The rows held are random ones, solved for as if there were no others.
+    # The kept batches are random, and the solve treats them as the whole data set.
     solve = jax.jit(lambda params, X, y: guide.solve_mean(params, X, y, len(X)).params)
-    rows, recent, state, found = np.array([], int), deque(maxlen=held), None, []
+    rows, recent, state, curve = np.array([], int), deque(maxlen=held), None, []
     began = time.perf_counter()
     for step in range(1, steps + 1):
         if len(rows) < STREAM_BATCH:
@@ -215,9 +216,9 @@ def follow(data, model, guide, steps, num_held, solve_every=None):
         if last or solves or step % 100 == 0:
             jax.block_until_ready(state)
             spent = time.perf_counter() - began
-            found.append((step, spent, float(error_of(fitted, X, y))))
+            curve.append((step, spent, float(error_of(fitted, X, y))))
             began += time.perf_counter() - began - spent
-    return found
+    return curve
 
 
 STREAM_BATCH = 1024
@@ -225,10 +226,10 @@ STREAM_BATCH = 1024
 
 @functools.cache
 def first_fit(data, split):
-    """A data set, its first batch of inputs, and hyperparameters of an exact fit of that batch."""
+    """A data set, its first batch of inputs, and hyperparameters of an exact fit to the batch."""
     loaded = sgp.datasets.load_uci(data, split)
     first = np.random.default_rng(0).permutation(len(loaded.y_train))[:STREAM_BATCH]
-    X, y = (jnp.asarray(part[first], jnp.float32) for part in (loaded.X_train, loaded.y_train))
+    X, y = (jnp.asarray(a[first], jnp.float32) for a in (loaded.X_train, loaded.y_train))
     return loaded, X, fit_exactly(X, y, len(y))
 
 
@@ -237,10 +238,12 @@ def record_stream(data, split, seed, method, *, steps, num_residual, solve_every
     loaded, X, hyper = first_fit(data, split)
     kmeans = functools.partial(sgp.features.kmeans_points, jax.random.key(1), X)
     if method.startswith("coupled"):
-        rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
+        hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
         points = kmeans(number_in(method))
-        guide = sgp.guides.AutoSparseGP(stream_model, rest=rest, inducing_points=points)
-        found = follow(loaded, stream_model, guide, steps, num_held)
+        guide = sgp.guides.AutoSparseGP(
+            stream_model, rest=hyperparameter_guide, inducing_points=points
+        )
+        curve = follow(loaded, stream_model, guide, steps, num_held)
     else:
         pinned = numpyro.handlers.condition(stream_model, data=hyper)
         guide = sgp.guides.AutoHybridGP(
@@ -251,27 +254,27 @@ def record_stream(data, split, seed, method, *, steps, num_residual, solve_every
             growth=128,
             train_residual=False,
         )
-        found = follow(loaded, pinned, guide, steps, num_held, solve_every)
-    _, half_seconds, half_error = next(one for one in found if one[0] >= steps // 2)
-    _, seconds, error = found[-1]
+        curve = follow(loaded, pinned, guide, steps, num_held, solve_every)
+    _, half_seconds, half_error = next(point for point in curve if point[0] >= steps // 2)
+    _, seconds, error = curve[-1]
     return {
         "half_seconds": half_seconds,
         "half_nmse": half_error,
         "seconds": seconds,
         "nmse": error,
-        "curve": [list(one[1:]) for one in found],
+        "curve": [list(point[1:]) for point in curve],
     }
 
 
 def sinc_model(X, y=None):
-    """A GP with given hyperparameters, so that the families alone differ."""
+    """A GP with fixed hyperparameters, so that only the variational families differ."""
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.7), X))
     with numpyro.plate("rows", X.shape[0]):
         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
 
 
 def sinc_data():
-    """500 noisy rows of a sinc, and places to draw at."""
+    """500 noisy observations of a sinc function, and inputs for the figure."""
     generator = np.random.default_rng(0)
     X = generator.uniform(-4, 4, size=(500, 1))
     y = np.sinc(X[:, 0]) + 0.1 * generator.normal(size=500)
@@ -279,7 +282,7 @@ def sinc_data():
 
 
 def record_sinc(data, split, seed, method):
-    """What a shared or a decoupled basis makes of the sinc: its error, its deviation, the bound."""
+    """Error, standard deviation and bound for the sinc with a shared or a decoupled basis."""
     X, y, Xs = map(jnp.asarray, sinc_data())
     few, many = (jnp.linspace(-4.0, 4.0, size)[:, None] for size in (10, 100))
     guide = {
@@ -290,7 +293,7 @@ def record_sinc(data, split, seed, method):
         "shared basis of 100": lambda: sgp.guides.AutoSparseGP(sinc_model, inducing_points=many),
     }[method]()
     schedule = optax.cosine_decay_schedule(0.1, 3000)
-    svi = SVI(sinc_model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO(2))
+    svi = SVI(sinc_model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO())
     params = svi.run(jax.random.key(seed), 3000, X, y, progress_bar=False).params
     if isinstance(guide, sgp.guides.AutoDecoupledGP):
         params = guide.solve_mean(params, X, y).params
@@ -317,8 +320,8 @@ def draw(path):
     if run["name"] == "decoupled-stream":
         figure = Figure(figsize=(5.0, 3.0), layout="constrained")
         panel = figure.subplots()
-        for one in records:
-            panel.plot(*zip(*one["curve"], strict=True), marker=".", label=one["method"])
+        for record in records:
+            panel.plot(*zip(*record["curve"], strict=True), marker=".", label=record["method"])
         panel.set(xlabel="seconds", ylabel="test nMSE", yscale="log", title=records[0]["data"])
         panel.legend()
         figure.savefig(FIGURES / "decoupled_stream.svg", metadata={"Date": None})
@@ -326,12 +329,12 @@ def draw(path):
         X, y, Xs = sinc_data()
         figure = Figure(figsize=(10.0, 3.0), layout="constrained")
         panels = figure.subplots(1, len(records), sharey=True)
-        for one, panel in zip(records, panels, strict=True):
-            mean, deviation = map(np.array, one["curve"])
+        for record, panel in zip(records, panels, strict=True):
+            mean, deviation = map(np.array, record["curve"])
             panel.plot(X[:, 0], y, ".", color="0.7", markersize=2)
             band = mean - 2 * deviation, mean + 2 * deviation
             panel.fill_between(Xs[:, 0], *band, alpha=0.3)
             panel.plot(Xs[:, 0], mean)
             panel.plot(Xs[:, 0], np.sinc(Xs[:, 0]), "k--", linewidth=0.8)
-            panel.set_title(one["method"], fontsize=9)
+            panel.set_title(record["method"], fontsize=9)
         figure.savefig(FIGURES / "decoupled_sinc.svg", metadata={"Date": None})

@@ -24,8 +24,8 @@ def fit(**options):
 def record(data, split, seed, method, **options):
     """The record of a unit, with the example's own seeds; RMSE is in minutes."""
     scores, seconds = fit(**options)
-    (score,) = (one for one in scores if one.name == method)
-    half, most = map(float, score.coverage)
-    found = {"minutes": score.rmse, "log_density": score.log_density}
-    found |= {"within_half": half, "within_most": most}
-    return found | ({"seconds": seconds} if score is scores[0] else {})
+    (score,) = (score for score in scores if score.name == method)
+    half, most = score.coverage
+    fields = {"minutes": score.rmse, "log_density": score.log_density}
+    fields |= {"within_half": half, "within_most": most}
+    return fields | ({"seconds": seconds} if score is scores[0] else {})

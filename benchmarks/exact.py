@@ -2,13 +2,14 @@
 
     python benchmarks/evidence.py exact
 
-Matern-3/2 with ARD, d = 18. All are timed in turn, so that noise disturbs all alike.
+Matern-3/2 with ARD, d = 18. The timed calls alternate, so that noise of the machine disturbs all
+alike.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from iterative import seconds_in_turn
+from iterative import interleaved_seconds
 from jax.scipy.linalg import solve_triangular
 from sparse import number_in
 
@@ -24,7 +25,7 @@ def covariance(parameters, X):
 
 
 def plain(parameters, X, y):
-    """Autodiff through the factorization."""
+    """The log density, for autodiff through the Cholesky factorization."""
     L = jnp.linalg.cholesky(covariance(parameters, X))
     white = solve_triangular(L, y, lower=True)
     return (
@@ -43,7 +44,7 @@ def ours(parameters, X, y):
 
 
 def record(data, split, seed, method, *, d=18, repeats=5):
-    """The record of a unit, of "4,000 rows, float64": median seconds, and how gradients differ."""
+    """The record of a unit such as "4,000 rows, float64": median seconds, gradient difference."""
     size, dtype = method.split(" rows, ")
     with jax.enable_x64(dtype == "float64"):
         X = jax.random.normal(jax.random.key(seed), (number_in(size), d))
@@ -60,10 +61,12 @@ def record(data, split, seed, method, *, d=18, repeats=5):
             "factor": jax.jit(lambda p, X, y: jnp.linalg.cholesky(covariance(p, X))),
         }
         tasks = {name: (function, parameters, X, y) for name, function in functions.items()}
-        took = {name: np.median(times) for name, times in seconds_in_turn(tasks, repeats).items()}
-        found, expected = (functions[name](parameters, X, y)[1] for name in ("ours", "autodiff"))
+        took = {
+            name: np.median(times) for name, times in interleaved_seconds(tasks, repeats).items()
+        }
+        actual, expected = (functions[name](parameters, X, y)[1] for name in ("ours", "autodiff"))
         differences = [
-            jnp.max(jnp.abs(found[name] - expected[name])) / jnp.max(jnp.abs(expected[name]))
+            jnp.max(jnp.abs(actual[name] - expected[name])) / jnp.max(jnp.abs(expected[name]))
             for name in parameters
         ]
     return {

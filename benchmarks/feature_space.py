@@ -1,19 +1,19 @@
-"""A GP on the features of a network, trained by its marginal likelihood from mini-batches.
+"""A GP on the features of a network, trained on its marginal likelihood with mini-batches.
 
     python benchmarks/evidence.py finite-rkhs finite-rkhs-minimax finite-rkhs-rbf
-    python benchmarks/evidence.py finite-rkhs-16 finite-rkhs-128      # rows of a batch
+    python benchmarks/evidence.py finite-rkhs-16 finite-rkhs-128      # batch sizes
     python benchmarks/evidence.py finite-rkhs-steps finite-rkhs-bias
 
-The first five are the setting of Shoham and Avron (2025): two layers of 128 rectified linear
-units, and a linear kernel on top, or an RBF kernel by random Fourier features (`rbf`). Each
-treatment of the log-determinant trains with Adam, at a rate of 0.01 (b / 32)^(1/2) for batches of
-b, decayed by a cosine; stored are the exact negative log marginal likelihood of all training rows
-per row, and errors at the test rows, in standardized units: at the last step, and after the epoch
-whose likelihood is best (it is measured after each). `sparse` is a sparse GP with as many inducing
-points as the batch has rows, on the linear kernel, whose hyperparameters are scored in the same way
-(at a rate of 0.002, since it fails at 0.01); these need SCALEGP_DATA. `finite-rkhs-steps` times a
-step against b and d. `finite-rkhs-bias` measures the eigenvalues of E[A^-1] F in the steady state,
-for rows of similar and of very different lengths.
+The first five have the setting of Shoham and Avron (2025): two layers of 128 rectified linear units
+with a linear kernel on top, or an RBF kernel by random Fourier features (`rbf`). Each treatment of
+the log-determinant trains with Adam, with a learning rate of 0.01 (b / 32)^(1/2) for a batch size b
+and cosine decay. The exact negative log marginal likelihood per training observation and the test
+errors, in standardized units, are stored for the last step and for the epoch with the best
+likelihood, which is computed after each epoch. `sparse` is a sparse GP with the linear kernel and b
+inducing points, whose hyperparameters are scored in the same way (with a learning rate of 0.002,
+since it fails at 0.01). These runs need SCALEGP_DATA. `finite-rkhs-steps` times a step for several
+b and d. `finite-rkhs-bias` measures the eigenvalues of E[A^-1] F in the steady state, for feature
+vectors of similar and of very different norms.
 """
 
 import functools
@@ -26,13 +26,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from iterative import seconds_in_turn
+from iterative import interleaved_seconds
 from numpyro.infer import SVI, Trace_ELBO
 from sparse import score
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.log_determinants.log_determinant import Batch
-from numpyro_scalegp.log_determinants.state import FitRecord, norms
+from numpyro_scalegp.integrated.finite_rkhs.log_determinant import Batch
+from numpyro_scalegp.integrated.finite_rkhs.state import FitRecord, norms
 
 WIDTH = 128
 TREATMENTS = {
@@ -45,7 +45,7 @@ TREATMENTS = {
 
 
 def network(num_in, width=WIDTH):
-    """Parameters of two dense layers, by He's rule."""
+    """Parameters of two dense layers, with He initialization."""
     layers = []
     for i, size in enumerate((num_in, width)):
         normal = jax.random.normal(jax.random.key(i), (size, width), jnp.float32)
@@ -55,7 +55,7 @@ def network(num_in, width=WIDTH):
 
 
 def outputs(layers, X):
-    """Rectified linear units, of squares whose sum is about one at the start."""
+    """Rectified linear units, scaled to a squared norm of about one at initialization."""
     for weight, bias in layers:
         X = jax.nn.relu(X @ weight + bias)
     return X / jnp.sqrt(float(X.shape[1]))
@@ -77,7 +77,7 @@ def feature_map(num_in, width, rbf):
 
 
 def model(X, y, batch_size, logdet, width=WIDTH, rbf=0):
-    """A GP of those features."""
+    """A GP on the features of the network."""
     noise = positive("noise", 0.3)
     weights = numpyro.param("weights", jnp.zeros(rbf or width, jnp.float32))
     phi = feature_map(X.shape[1], width, rbf)
@@ -88,7 +88,7 @@ def model(X, y, batch_size, logdet, width=WIDTH, rbf=0):
 
 
 def sparse_model(X, y, batch_size, logdet):
-    """The linear kernel for a sparse GP."""
+    """A sparse GP with the linear kernel on the features of the network."""
     noise = positive("noise", 0.3)
     phi = feature_map(X.shape[1], WIDTH, 0)
     kernel = sgp.kernels.FeatureMapped(sgp.kernels.Linear(1.0), phi)
@@ -105,7 +105,7 @@ def nothing(*args, **kwargs):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5, 6), donate_argnums=2)
 def trained(svi, num_steps, state, X, y, batch_size, logdet):
-    """Take the steps in one compiled loop."""
+    """Run `num_steps` steps in one compiled loop."""
 
     def step(state, _):
         return svi.update(state, X, y, batch_size=batch_size, logdet=logdet)
@@ -114,9 +114,9 @@ def trained(svi, num_steps, state, X, y, batch_size, logdet):
 
 
 def exact(params, data, rbf):
-    """The exact negative log marginal likelihood per row, and the score at the test rows."""
-    given = numpyro.handlers.substitute(feature_map, data=params)
-    phi = jax.jit(given(data.X_train.shape[1], WIDTH, rbf))
+    """The exact negative log marginal likelihood per observation, and the test score."""
+    fitted_map = numpyro.handlers.substitute(feature_map, data=params)
+    phi = jax.jit(fitted_map(data.X_train.shape[1], WIDTH, rbf))
     X, y, Xs = (np.asarray(a, np.float64) for a in (data.X_train, data.y_train, data.X_test))
     Z, Zs = (np.asarray(phi(jnp.asarray(a, jnp.float32)), np.float64) for a in (X, Xs))
     noise = float(params["noise"]) ** 2
@@ -126,13 +126,13 @@ def exact(params, data, rbf):
     fit = (y @ y - white @ white) / noise
     log_determinant = 2.0 * np.log(np.diagonal(L)).sum() + (n - d) * np.log(noise)
     nlml = 0.5 * (fit + log_determinant + n * np.log(2.0 * np.pi)) / n
-    at_test = np.linalg.solve(L, Zs.T)
-    variance = noise * (1.0 + np.sum(at_test**2, axis=0))
-    return nlml, score(at_test.T @ white, variance, data.y_test)
+    white_test = np.linalg.solve(L, Zs.T)
+    variance = noise * (1.0 + np.sum(white_test**2, axis=0))
+    return nlml, score(white_test.T @ white, variance, data.y_test)
 
 
 def record(data, split, seed, method, *, batch_size=32, epochs=30, rbf=0):
-    """The record of a unit, for benchmarks/evidence.py: the last step, and the best epoch."""
+    """The record of a unit: scores at the last step and at the best epoch."""
     loaded = sgp.datasets.load_uci(data, split)
     X, y = jnp.asarray(loaded.X_train, jnp.float32), jnp.asarray(loaded.y_train, jnp.float32)
     per_epoch = -(-len(X) // batch_size)
@@ -140,30 +140,30 @@ def record(data, split, seed, method, *, batch_size=32, epochs=30, rbf=0):
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, epochs * per_epoch))
     if method == "sparse":
         guide = sgp.guides.AutoSparseGP(sparse_model, num_inducing=batch_size)
-        svi = SVI(sparse_model, guide, optimizer, sgp.infer.QuadratureELBO(2))
+        svi = SVI(sparse_model, guide, optimizer, sgp.infer.QuadratureELBO())
     else:
         svi = SVI(functools.partial(model, rbf=rbf), nothing, optimizer, Trace_ELBO())
     logdet = TREATMENTS.get(method)
     state = svi.init(jax.random.key(seed), X, y, batch_size=batch_size, logdet=logdet)
-    seconds, reached = 0.0, []
+    seconds, scores = 0.0, []
     for epoch in range(epochs):
         start = time.perf_counter()
         state, _ = trained(svi, per_epoch, state, X, y, batch_size, logdet)
         params = jax.block_until_ready(svi.get_params(state))
         seconds += time.perf_counter() - start
-        nlml, at_test = exact(params, loaded, rbf)
-        reached.append({"nlml": nlml, **at_test._asdict(), "epoch": epoch + 1})
-    best = min(reached, key=lambda one: one["nlml"] if one["nlml"] == one["nlml"] else math.inf)
-    last = reached[-1] | {"noise": float(params["noise"]), "seconds": seconds}
+        nlml, test_score = exact(params, loaded, rbf)
+        scores.append({"nlml": nlml, **test_score._asdict(), "epoch": epoch + 1})
+    best = min(scores, key=lambda s: math.inf if math.isnan(s["nlml"]) else s["nlml"])
+    last = scores[-1] | {"noise": float(params["noise"]), "seconds": seconds}
     return last | {f"best_{name}": value for name, value in best.items()}
 
 
 def record_steps(data, split, seed, method, *, n=100_000, num_steps=50, repeats=7):
-    """Milliseconds a step of each treatment, of "d = 128, b = 32": features, and rows of a batch.
+    """Milliseconds per step of each treatment, for "d = 128, b = 32": features and batch size.
 
-    Medians of blocks of steps, timed in turn.
+    Medians over blocks of steps; the treatments alternate.
     """
-    width, b = (int(part.split(" = ")[1]) for part in method.split(", "))
+    width, b = (int(term.split(" = ")[1]) for term in method.split(", "))
     X = jnp.asarray(np.random.default_rng(seed).normal(size=(n, 8)), jnp.float32)
     y = jnp.sin(X[:, 0])
 
@@ -180,13 +180,13 @@ def record_steps(data, split, seed, method, *, n=100_000, num_steps=50, repeats=
 
     names = ("variational", "compositional", "minimax", "mini-batch")
     tasks = {name: (block(TREATMENTS[name]),) for name in names}
-    found = seconds_in_turn(tasks, repeats)
-    return {name: 1e3 * float(np.median(times)) / num_steps for name, times in found.items()}
+    seconds = interleaved_seconds(tasks, repeats)
+    return {name: 1e3 * float(np.median(times)) / num_steps for name, times in seconds.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 5))
-def steady_state(logdet, Z, b, heeded, key, num_steps):
-    """The mean over steps of Q, with <Q, dF> the gradient, and the record of the batches."""
+def steady_state(logdet, Z, b, spread_factor, key, num_steps):
+    """The mean of Q over steps, where <Q, dF> is the gradient, and the record of the batches."""
     (n, d), noise = Z.shape, jnp.asarray(0.1)
 
     def step(carry, key):
@@ -194,7 +194,7 @@ def steady_state(logdet, Z, b, heeded, key, num_steps):
         batch = Batch(Z[jax.random.randint(key, (b,), 0, n)], noise, n)
         new = record.updated(logdet.trace(batch, state) / d, norms(batch, state.W), batch.scale)
         Q = state.W.T @ getattr(state, "multiplier", jnp.eye(d)) @ state.W
-        return (logdet.advance(batch, state, heeded * record.spread), new, total + Q), None
+        return (logdet.advance(batch, state, spread_factor * record.spread), new, total + Q), None
 
     start = logdet.start(Batch(Z, noise, n).gram())
     carry = (start, FitRecord.empty(Z.dtype), jnp.zeros((d, d)))
@@ -207,10 +207,10 @@ def steady_state(logdet, Z, b, heeded, key, num_steps):
 
 @jax.enable_x64(True)
 def record_bias(data, split, seed, method, *, steps=5000, n=2000, d=20, b=16):
-    """Eigenvalues of E[Q] F at fixed features, of "Gaussian, variational": one without bias.
+    """Eigenvalues of E[Q] F at fixed features, such as "Gaussian, variational"; 1 without bias.
 
-    Rows are Gaussian, or "lognormal" in their lengths, with sigma = 1.5. `ignored` is the mean
-    where steps do not heed the spread, `batches` the mean as the batches tell it.
+    Feature vectors are Gaussian, or scaled by "lognormal" factors with sigma = 1.5. `ignored` is
+    the mean if the steps ignore the spread, `batches` the mean as estimated from the batches.
     """
     rows, treatment = method.split(", ")
     rng = np.random.default_rng(seed)
@@ -218,8 +218,10 @@ def record_bias(data, split, seed, method, *, steps=5000, n=2000, d=20, b=16):
     Z = jnp.asarray(rng.normal(size=(n, d)) * lengths)
     L = np.linalg.cholesky(Z.T @ Z + 0.1 * np.eye(d))
 
-    def measured(heeded):
-        Q, record = steady_state(TREATMENTS[treatment], Z, b, heeded, jax.random.key(seed), steps)
+    def measured(spread_factor):
+        Q, record = steady_state(
+            TREATMENTS[treatment], Z, b, spread_factor, jax.random.key(seed), steps
+        )
         return np.linalg.eigvalsh(L.T @ np.asarray(Q) @ L), record
 
     (ignored, _), (values, record) = measured(0.0), measured(1.0)

@@ -1,8 +1,8 @@
-"""What a new process waits for: imports, `SVI.init`, the first step, a posterior.
+"""Seconds to start in a new process: imports, `SVI.init`, the first step, a posterior.
 
     python benchmarks/evidence.py first-step
 
-The first page's model, without a persistent cache of compiled programs.
+The model of the documentation's first page, without a persistent cache of compiled programs.
 """
 
 import json
@@ -31,7 +31,7 @@ first_step.measure(began, *map(int, sys.argv[1:]))
 
 
 def model(X, y, batch_size=None):
-    """The first page's."""
+    """The model of the documentation's first page."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
     rows = sgp.plate("rows", len(X), batch_size)
@@ -42,7 +42,7 @@ def model(X, y, batch_size=None):
 
 
 def measure(began, seed, num_inducing, batch_size):
-    """Print seconds, and how many programs XLA compiled, of a process that has just begun."""
+    """Print seconds, and the number of programs that XLA compiled, in a process just started."""
     imported, compiled = time.perf_counter(), []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, duration, **_: compiled.append(name) if "backend_compile" in name else None
@@ -58,7 +58,7 @@ def measure(began, seed, num_inducing, batch_size):
     made = mark(y)
     guide = sgp.guides.AutoSparseGP(model, num_inducing=num_inducing)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.02, 2000))
-    svi = numpyro.infer.SVI(model, guide, optimizer, sgp.infer.QuadratureELBO(2))
+    svi = numpyro.infer.SVI(model, guide, optimizer, sgp.infer.QuadratureELBO())
     state = svi.init(keys[2], X, y, batch_size)
     initialized = mark(state.optim_state)
     update = jax.jit(svi.update, static_argnums=3)
@@ -67,7 +67,7 @@ def measure(began, seed, num_inducing, batch_size):
     posterior = sgp.posterior(model, guide, svi.get_params(state), X, y)
     Xs = jnp.array([[1.0, 0.8]])
     predicted = mark((posterior.mean(Xs), posterior.variance(Xs)))
-    found = {
+    measured = {
         "imports": imported - began,
         "init": initialized[0] - made[0],
         "init_programs": initialized[1] - made[1],
@@ -76,15 +76,15 @@ def measure(began, seed, num_inducing, batch_size):
         "first_step": stepped[0] - began,
         "posterior": predicted[0] - began,
     }
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 def record(data, split, seed, method, *, num_inducing=512, batch_size=1024, repeats=3):
-    """The record of a unit: medians over new processes."""
+    """The record of a unit: medians over several new processes."""
     command = [sys.executable, "-c", PROCESS, *map(str, (seed, num_inducing, batch_size))]
-    place = {
+    options = {
         "cwd": Path(__file__).parent,
         "env": os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
     }
-    found = [json.loads(subprocess.check_output(command, **place)) for _ in range(repeats)]
-    return {name: float(np.median([one[name] for one in found])) for name in found[0]}
+    runs = [json.loads(subprocess.check_output(command, **options)) for _ in range(repeats)]
+    return {name: float(np.median([run[name] for run in runs])) for name in runs[0]}

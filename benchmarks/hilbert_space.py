@@ -1,11 +1,11 @@
-"""NUTS with sines on a box, beside `numpyro.contrib.hsgp` in the same model.
+"""NUTS with a Hilbert-space basis, compared with `numpyro.contrib.hsgp` in the same model.
 
     python benchmarks/evidence.py hilbert-space
 
-Counts along a line: a Poisson likelihood, a Matern-5/2 function of 40 sines whose weights are
-standard normals a priori (the non-centered form), a lengthscale, an amplitude and a level, in
-float64. Effective draws a second are those of the worst of the three hyperparameters, over the
-seconds of sampling after warmup and compilation, with as many draws of both.
+Counts along a line with a Poisson likelihood: a Matern-5/2 function with 40 basis functions, whose
+weights have standard normal priors (the non-centered parametrization), a lengthscale, an amplitude
+and a level, in float64. Effective draws per second are for the worst of the three hyperparameters,
+during sampling after warmup and compilation, with equally many draws.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from numpyro.infer import MCMC, NUTS, init_to_median
 
 import numpyro_scalegp as sgp
 
-NUM_SINES, HALF = 40, 4.0
+NUM_BASIS, HALF_WIDTH = 40, 4.0
 SCALARS = ("lengthscale", "amplitude", "level")
 
 
-def made_up(seed, rows):
+def simulated_counts(seed, rows):
     """Inputs from -2.5 to 2.5, and counts."""
     generator = np.random.default_rng(seed)
     X = generator.uniform(-2.5, 2.5, (rows, 1))
@@ -34,27 +34,27 @@ def made_up(seed, rows):
 
 
 def model(X, y, ours):
-    """The same model, with the features of either."""
+    """The model with the basis of either package."""
     lengthscale = numpyro.sample("lengthscale", dist.InverseGamma(5.0, 3.0))
     amplitude = numpyro.sample("amplitude", dist.HalfNormal(1.0))
     level = numpyro.sample("level", dist.Normal(0.0, 2.0))
     if ours:
         kernel = sgp.kernels.Matern52(lengthscale, amplitude**2)
-        box = np.array([[-HALF], [HALF]])
+        box = np.array([[-HALF_WIDTH], [HALF_WIDTH]])
         f = numpyro.sample(
-            "f", sgp.WeightSpaceGP(sgp.features.HilbertSpace(kernel, NUM_SINES, box), X)
+            "f", sgp.WeightSpaceGP(sgp.features.HilbertSpace(kernel, NUM_BASIS, box), X)
         )
     else:
         scales = {"alpha": amplitude**2, "length": lengthscale}
-        f = hsgp_matern(X, nu=2.5, ell=HALF, m=NUM_SINES, **scales)
+        f = hsgp_matern(X, nu=2.5, ell=HALF_WIDTH, m=NUM_BASIS, **scales)
     with numpyro.plate("rows", len(X)):
         numpyro.sample("y", dist.Poisson(jnp.exp(level + f)), obs=y)
 
 
 def record(data, split, seed, method, *, rows=1000, num_warmup=500, num_samples=1000):
-    """The record of a unit: means, effective draws, and these a second."""
+    """The record of a unit: posterior means, effective draws, and effective draws per second."""
     with jax.enable_x64(True):
-        X, y = made_up(seed, rows)
+        X, y = simulated_counts(seed, rows)
         ours = method == "HilbertSpace"
         sampled = model
         if ours:
@@ -67,7 +67,7 @@ def record(data, split, seed, method, *, rows=1000, num_warmup=500, num_samples=
             progress_bar=False,
         )
         mcmc.warmup(jax.random.key(seed), X, y, ours, extra_fields=("num_steps",))
-        # Once more, so that sampling is compiled.
+        # One run compiles sampling, the next is timed.
         mcmc.run(jax.random.key(seed), X, y, ours, extra_fields=("num_steps",))
         start = time.perf_counter()
         mcmc.run(jax.random.key(seed + 100), X, y, ours, extra_fields=("num_steps",))
@@ -89,6 +89,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=1000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     for method in ("HilbertSpace", "numpyro.contrib.hsgp"):
-        print(method, record("made up", 0, 0, method, rows=given.rows))
+        print(method, record("made up", 0, 0, method, rows=options.rows))

@@ -1,8 +1,8 @@
-"""Posteriors over hyperparameters by gradients without bias: beside NUTS, their noise, their cost.
+"""Posteriors over hyperparameters by unbiased gradients: accuracy against NUTS, noise and cost.
 
     python benchmarks/evidence.py hyperparameters hyperparameters-noise hyperparameters-cost
 
-Model, rows, estimators and methods are those of examples/bayesian_hyperparameters.py. Needs
+Model, data, estimators and methods are from examples/bayesian_hyperparameters.py. Needs
 SCALEGP_DATA.
 """
 
@@ -27,7 +27,7 @@ import numpyro_scalegp as sgp
 
 
 def gradient_seconds(keys, n, *estimator):
-    """Seconds of a gradient with each key but the first; by Cholesky without an estimator."""
+    """Seconds of a gradient for each key but the first; by Cholesky without an estimator."""
     X, y, *_ = example.load_data(n)
     logs = {
         "lengthscale": jnp.ones(X.shape[1]),
@@ -40,23 +40,23 @@ def gradient_seconds(keys, n, *estimator):
 
     gradient = jax.jit(jax.grad(potential)).lower(logs, keys[0]).compile()
     times = [seconds(gradient, logs, key, repeats=1, warm=True)[0] for key in keys]
-    return times[1:]  # the first call also allocates
+    return times[1:]  # the first call also allocates memory
 
 
 def record_cost(data, split, seed, method, *, most_exact=4000, repeats=5):
-    """Seconds of a gradient: "1,000 rows, 10 iterations, rank 20, 2,000 features".
+    """Seconds of a gradient, for "1,000 rows, 10 iterations, rank 20, 2,000 features".
 
-    The mean over keys of what is without bias has a standard error, since its number of iterations
-    is random. There is no exact gradient of more rows than `most_exact`.
+    The unbiased gradient has a random number of iterations, so its mean over keys has a standard
+    error. The exact gradient is computed for at most `most_exact` data points.
     """
     n, iterations, rank, features = map(number_in, method.split(", "))
     keys = jax.random.split(jax.random.key(seed), 1 + repeats)
     took = gradient_seconds(keys, n, example.unbiased(n, iterations, rank, features))
-    found = {"unbiased_seconds": [np.mean(took), np.std(took, ddof=1) / repeats**0.5]}
+    result = {"unbiased_seconds": [np.mean(took), np.std(took, ddof=1) / repeats**0.5]}
     if n <= most_exact:
         with jax.enable_x64(True):
-            found["exact_seconds"] = float(np.median(gradient_seconds(keys, n)))
-    return found
+            result["exact_seconds"] = float(np.median(gradient_seconds(keys, n)))
+    return result
 
 
 @functools.cache
@@ -70,7 +70,7 @@ SIZES = {"num_rows": 500, "num_steps": 1000, "num_draws": 500}
 
 
 def record(data, split, seed, method, **sizes):
-    """The record of a unit: means and deviations of log hyperparameters beside those of NUTS."""
+    """The record of a unit: means and deviations of log hyperparameters compared with NUTS."""
     shift, ratio = against_nuts(**SIZES | sizes)[0][method]
     return {
         "off": float(np.abs(shift).max()),
@@ -83,7 +83,7 @@ def record(data, split, seed, method, **sizes):
 def record_noise(data, split, seed, method, *, repeats=60, **sizes):
     """The variance of a gradient in coordinates where the posterior is about standard normal.
 
-    The mean over these coordinates, at the guide's mean, with 16 probes.
+    It is averaged over the coordinates, at the guide's mean, with 16 probe vectors.
     """
     sizes = SIZES | sizes
     _, guide, params = against_nuts(**sizes)

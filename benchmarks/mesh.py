@@ -1,13 +1,13 @@
-"""Several devices: operations, numbers sent and memory of each, and seconds on the cores of a CPU.
+"""Several devices: operations, communication and memory of each, and seconds on CPU cores.
 
     python benchmarks/evidence.py mesh-work mesh-memory mesh-steps mesh-features
     python benchmarks/evidence.py mesh-symmetry mesh-processes
 
-Devices are virtual ones of a CPU, in a process of their own. The first three runs read compiled
-programs (see programs.py), which do not run: products, gradients and sweeps of alternating
-projections, training steps of the iterative family, and steps of guides with mini-batches.
-`mesh-features` trains with a row of parameters for each feature, of which each device holds its
-own. The last two are times: what a product gains from symmetry, and two processes beside one.
+Devices are virtual devices of a CPU, in a separate process. The first three runs analyze compiled
+programs (see programs.py) without running them: products, gradients and sweeps of alternating
+projections, training steps of the iterative estimators, and steps of guides with mini-batches.
+`mesh-features` trains with one row of parameters per feature, divided among the devices. The last
+two measure times: the gain of a product from symmetry, and two processes compared with one.
 """
 
 import functools
@@ -24,24 +24,25 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from iterative import in_new_process, seconds, seconds_in_turn
+from iterative import in_new_process, interleaved_seconds, seconds
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
-from programs import Program, bytes_of, compiled, largest_whole
+from programs import Program, bytes_of, compiled, largest_unsharded
 from sparse import number_in
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.solvers import alternating_projections, products
+from numpyro_scalegp.linear import alternating_projections, products
+from numpyro_scalegp.linear.solver import Iterate, Options, System
 
-BLOCK = 1000  # rows of alternating projections
+BLOCK = 1000  # block size of alternating projections
 
 
 def on_devices(num, function, **arguments):
-    """What a function returns in a new process, with `num` virtual devices and LAPACK on a core.
+    """The result of a function in a new process, with `num` virtual devices and one LAPACK thread.
 
-    Several threads of LAPACK wait for each other where devices or programs share the cores.
+    Several threads of LAPACK wait for each other if devices or programs share the cores.
     """
     flags = f"--xla_force_host_platform_device_count={num}"
     with mock.patch.dict(os.environ, XLA_FLAGS=flags, OPENBLAS_NUM_THREADS="1"):
@@ -49,13 +50,13 @@ def on_devices(num, function, **arguments):
 
 
 def on_mesh(num, *arrays):
-    """Rows on `num` devices."""
+    """Arrays with their rows divided among `num` devices."""
     mesh = jax.make_mesh((num,), ("rows",), devices=jax.devices()[:num])
     return sgp.shard_rows(mesh, *arrays)
 
 
 def normal(rows, *columns):
-    """Arrays with these numbers of columns."""
+    """Random arrays with these numbers of columns."""
     generator = np.random.default_rng(0)
     return [generator.normal(size=(rows, number)).astype(np.float32) for number in columns]
 
@@ -73,29 +74,29 @@ def gradient(X, V):
 
 
 def projections(num, X, V):
-    """The set-up of alternating projections, and `num` iterations."""
+    """The setup of alternating projections, and `num` iterations."""
 
-    def iterations(operator, system, state, project, **_):
+    def iterations(system, state, project, **_):
         for _ in range(num):
             state = project(state, jnp.zeros((), int))
         return state
 
-    solver, zeros = sgp.solvers.AlternatingProjections(block_size=BLOCK), jnp.zeros_like(V)
-    system = sgp.solvers.solver.System(jnp.ones(V.shape[1]), V, zeros, V, 0)
+    solver, start = sgp.solvers.AlternatingProjections(block_size=BLOCK), Iterate(0.0 * V, V)
+    system = System(operator(X), V, start, jnp.ones(V.shape[1]), 0, Options())
     with mock.patch.object(alternating_projections, "descend", iterations):
-        return solver.run(operator(X), system, None, 0)
+        return solver.solve_system(system)
 
 
 def record_work(data, split, seed, method, *, rows=64_000, d=8, k=65):
-    """The record of a unit, of "2 devices": see `count_work`."""
+    """The record of a unit such as "2 devices": see `count_work`."""
     return on_devices(number_in(method), count_work, rows=rows, d=d, k=k)
 
 
 def count_work(rows, d, k):
-    """Operations of all devices as a part of those of one, and multiples of n that each sends.
+    """Operations of all devices relative to one device, and numbers that each sends relative to n.
 
-    A sweep is n / 1000 times what a second iteration adds to a first. `counted` is the sum of all
-    operations with loops counted once, as a part of XLA's own.
+    The cost of a sweep is n / 1000 times the cost that a second iteration adds. `counted` is the
+    sum of all operations, with loop bodies counted once, relative to XLA's cost analysis.
     """
     num, tasks = jax.device_count(), {"product": product, "gradient": gradient}
     tasks |= {steps: functools.partial(projections, steps) for steps in (1, 2)}
@@ -103,11 +104,11 @@ def count_work(rows, d, k):
     for p in (1, num):
         arrays = on_mesh(p, *normal(rows, d, k))
         for name, task in tasks.items():
-            found = compiled(task, *arrays)
-            program = Program(found)
+            executable = compiled(task, *arrays)
+            program = Program(executable)
             work[name, p], sent[name, p] = program.operations(), program.sent(p) / rows
             ours += program.operations(is_once=True)
-            theirs += found.cost_analysis()["flops"]
+            theirs += executable.cost_analysis()["flops"]
         for counts in (work, sent):
             counts["sweep", p] = (counts[2, p] - counts[1, p]) * rows / BLOCK
     names = ("product", "gradient", "sweep")
@@ -119,15 +120,15 @@ def count_work(rows, d, k):
 
 
 def record_memory(data, split, seed, method, *, d=8):
-    """The record of a unit, of "200,000 rows, 8 devices, 65 vectors": see `plan_memory`."""
+    """The record of a unit such as "200,000 rows, 8 devices, 65 vectors": see `plan_memory`."""
     n, num, k = map(number_in, method.split(", "))
     return on_devices(num, plan_memory, n=n, d=d, k=k)
 
 
 def plan_memory(n, d, k):
-    """MiB of each device as XLA plans them, as a part of the formula, and the largest whole array.
+    """MiB of each device as planned by XLA, and relative to the formula.
 
-    That is the largest one with all rows on one device, as a multiple of n.
+    `whole` is the size, as a multiple of n, of the largest array with all rows on one device.
     """
     num = jax.device_count()
     X, V = on_mesh(num, *normal(n, d, k))
@@ -136,16 +137,16 @@ def plan_memory(n, d, k):
         "cg": training_step(sgp.solvers.ConjugateGradients(), k - 1, X, V[:, 0]),
         "ap": training_step(sgp.solvers.AlternatingProjections(), k - 1, X, V[:, 0]),
     }
-    found = {"whole": max(largest_whole(one, n) for one in programs.values()) / n}
+    memory = {"whole": max(largest_unsharded(p, n) for p in programs.values()) / n}
     for name, program in programs.items():
-        taken = bytes_of(program)
-        found[f"{name}_memory"] = taken / 2**20
-        found[f"{name}_formula"] = taken / formula(name, n, num, d, k)
-    return found
+        size = bytes_of(program)
+        memory[f"{name}_memory"] = size / 2**20
+        memory[f"{name}_formula"] = size / formula(name, n, num, d, k)
+    return memory
 
 
 def training_step(solver, num_probes, X, y):
-    """A step of SVI, compiled with its state divided as in a run."""
+    """A compiled step of SVI, with its state sharded as in a run."""
 
     def model(X, y):
         lengthscale = numpyro.sample(
@@ -169,7 +170,7 @@ def training_step(solver, num_probes, X, y):
 
 
 def formula(name, n, p, d, k):
-    """Bytes a device in float32: what n / p rows take, and what does not depend on n."""
+    """Bytes per device in float32: a part proportional to n / p, and a constant part."""
     block = 4 * products._MAX_ROWS_ON_CPU**2
     if name == "product":
         return 4 * (n / p * (13 * k + 4 * d) + block)
@@ -180,7 +181,7 @@ def formula(name, n, p, d, k):
 
 
 def record_symmetry(data, split, seed, method, *, rows=8000, d=8, k=65):
-    """The record of a unit, of "2 devices": see `time_symmetry`."""
+    """The record of a unit such as "2 devices": see `time_symmetry`."""
     return on_devices(number_in(method), time_symmetry, rows=rows, d=d, k=k)
 
 
@@ -193,11 +194,11 @@ def gathered_product(X, V):
 
 
 def time_symmetry(rows, d, k):
-    """Median seconds of a product in turn: the ring, and gathered rows without symmetry."""
+    """Median seconds of a product by the ring, and by gathering without symmetry."""
     arrays = on_mesh(jax.device_count(), *normal(rows, d, k))
-    tasks = {one: (jax.jit(one), *arrays) for one in (product, gathered_product)}
+    tasks = {f: (jax.jit(f), *arrays) for f in (product, gathered_product)}
     ours, theirs = (np.asarray(task(*arrays)) for task, *_ in tasks.values())
-    once, twice = (float(np.median(times)) for times in seconds_in_turn(tasks, 7).values())
+    once, twice = (float(np.median(times)) for times in interleaved_seconds(tasks, 7).values())
     return {
         "seconds": once,
         "gathered_seconds": twice,
@@ -207,36 +208,40 @@ def time_symmetry(rows, d, k):
 
 
 def record_processes(data, split, seed, method, *, rows=16_000, d=10, k=65):
-    """The record of a unit, of "product" or "gradient": two processes with a core each, beside one.
+    """The record of "product" or "gradient": two processes with a core each, compared with one.
 
-    Medians over three turns of medians over five calls, of the slower process.
+    Medians over three repetitions of medians over five calls, of the slower process.
     """
-    took = {1: [], 2: []}
+    seconds = {1: [], 2: []}
     for _ in range(3):
-        for num, times in took.items():
+        for num, times in seconds.items():
             times.append(in_processes(num, method, rows, d, k))
-    one, two = (float(np.median(times)) for times in took.values())
-    return {"seconds": one, "processes_seconds": two, "processes_ratio": two / one}
+    single, double = (float(np.median(times)) for times in seconds.values())
+    return {
+        "seconds": single,
+        "processes_seconds": double,
+        "processes_ratio": double / single,
+    }
 
 
-def in_processes(num, *given):
-    """Seconds in `num` processes on two cores, of the slower one."""
+def in_processes(num, *arguments):
+    """Seconds of the slowest of `num` processes on two cores."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     cores = sorted(os.sched_getaffinity(0))[:2]
-    shares = [cores] if num == 1 else [[core] for core in cores]
-    places = [(address, num, place, own, *given) for place, own in enumerate(shares)]
+    divided = [cores] if num == 1 else [[core] for core in cores]
+    calls = [(address, num, index, assigned, *arguments) for index, assigned in enumerate(divided)]
     with ProcessPoolExecutor(num, mp_context=get_context("spawn")) as pool:
-        return max(pool.map(one_process, *zip(*places, strict=True)))
+        return max(pool.map(run_process, *zip(*calls, strict=True)))
 
 
-def one_process(address, num, place, cores, method, rows, d, k):
-    """The median of five calls, on rows of which this process has one part."""
-    os.sched_setaffinity(0, cores)  # before JAX counts them, when it makes its device
+def run_process(address, num, index, cores, method, rows, d, k):
+    """The median seconds of five calls, with a part of the rows in this process."""
+    os.sched_setaffinity(0, cores)  # before JAX creates its device and counts the cores
     if num > 1:
-        jax.distributed.initialize(address, num, place)
-    parts = [np.array_split(whole, num)[place] for whole in normal(rows, d, k)]
+        jax.distributed.initialize(address, num, index)
+    parts = [np.array_split(array, num)[index] for array in normal(rows, d, k)]
     task = {"product": product, "gradient": gradient}[method]
     took = float(np.median(seconds(jax.jit(task), *on_mesh(num, *parts))))
     if num > 1:
@@ -257,32 +262,32 @@ def model(X, y, batch):
 
 
 def guide_of(method, points, m):
-    """A guide with m inducing points, and four times as many of the other kind."""
+    """A guide with m inducing points, and 4 m mean or residual points."""
     few, many = points[:m], points[m:]
-    kinds, guides = {"rest": AutoDelta}, sgp.guides
+    options, guides = {"rest": AutoDelta}, sgp.guides
     if method == "sparse":
-        return guides.AutoSparseGP(model, inducing_points=few, **kinds)
+        return guides.AutoSparseGP(model, inducing_points=few, **options)
     if method == "decoupled":
-        return guides.AutoDecoupledGP(model, mean_points=many, cov_points=few, **kinds)
-    return guides.AutoHybridGP(model, inducing_points=few, residual_points=many, **kinds)
+        return guides.AutoDecoupledGP(model, mean_points=many, cov_points=few, **options)
+    return guides.AutoHybridGP(model, inducing_points=few, residual_points=many, **options)
 
 
 def record_steps(data, split, seed, method, *, devices=8, **options):
-    """The record of a unit, of a kind of guide: see `count_step`."""
+    """The record of a unit, for a kind of guide: see `count_step`."""
     return on_devices(devices, count_step, method=method, **options)
 
 
 def count_step(method, rows=16_384, d=8, batch=512, num_inducing=256):
-    """Operations of each of p devices for p times the rows of a batch, beside those of one device.
+    """Operations of each of p devices with a batch p times as large, relative to one device.
 
-    The operations of LAPACK are left out.
+    The operations of LAPACK are not counted.
     """
     num = jax.device_count()
     (X,), (points,) = normal(rows, d), normal(5 * num_inducing, d)
     y, programs = np.sin(X[:, 0]), {}
     for p, inputs in ((1, (X, y)), (num, on_mesh(num, X, y))):
         guide = guide_of(method, points, num_inducing)
-        svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+        svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO())
         state = svi.init(jax.random.key(0), *inputs, p * batch)
         step = compiled(svi.update, state, *inputs, p * batch, static_argnums=3)
         programs[p] = Program(step)
@@ -293,12 +298,12 @@ def count_step(method, rows=16_384, d=8, batch=512, num_inducing=256):
 
 
 def record_features(data, split, seed, method, *, devices=8, **options):
-    """The record of a unit, of "10,000,000 features": see `train_features`."""
+    """The record of a unit such as "10,000,000 features": see `train_features`."""
     return on_devices(devices, train_features, m=number_in(method), **options)
 
 
 def train_features(m, rows=65_536, d=8, batch=512, rank=10):
-    """Five steps with m features on one device and on all: MiB of the state, and losses."""
+    """Five steps with m features on one device and on all devices: MiB of the state, and losses."""
     num, (X,) = jax.device_count(), normal(rows, d)
     y = np.sin(X[:, 0])
 
@@ -310,7 +315,7 @@ def train_features(m, rows=65_536, d=8, batch=512, rank=10):
         with rows:
             numpyro.sample("y", dist.Normal(f, 0.3), obs=y_batch)
 
-    held, losses = [], []
+    sizes, losses = [], []
     for inputs in ((X, y), on_mesh(num, X, y)):
         guide = sgp.guides.AutoChevronGP(model, rank=rank)
         loss = sgp.infer.QuadruplyStochasticELBO(num_features=2000, control_variate_rank=200)
@@ -321,12 +326,12 @@ def train_features(m, rows=65_536, d=8, batch=512, rank=10):
             state, value = step(state, *inputs)
             values.append(float(value))
         leaves = [leaf for leaf in jax.tree.leaves(state) if m in leaf.shape]
-        held.append(sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 2**20)
+        sizes.append(sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 2**20)
         losses.append(values)
     alone, shared = np.array(losses)
     return {
-        "state_alone": held[0],
-        "state_each": held[1],
+        "state_alone": sizes[0],
+        "state_each": sizes[1],
         "megabytes_sent": 4e-6 * Program(step).sent(num),
         "loss_difference": float(np.abs(shared / alone - 1.0).max()),
     }

@@ -1,10 +1,10 @@
-"""Outputs mixed from a few GPs under `QuadratureELBO`: milliseconds a step against their number.
+"""Outputs mixed from a few GPs under `QuadratureELBO`: milliseconds per step by their number.
 
     python benchmarks/evidence.py mixing
 
-Counts whose log rates are W f, functions in a plate and W learned: every entry of the likelihood
-depends on all functions, through one affine combination, and is integrated as one normal variable.
-Made-up data, an RBF kernel, float32.
+The data are counts with log rates W f, for functions f in a plate and a learned W. Every entry of
+the likelihood depends on all functions through one affine combination, and is integrated over a
+single normal variable. Simulated data, an RBF kernel, float32.
 """
 
 import time
@@ -23,7 +23,7 @@ import numpyro_scalegp as sgp
 
 
 def model(X, Y, num_functions, batch_size):
-    """Y, (outputs, n), of which each has a log rate of its own, mixed from the same functions."""
+    """Counts Y of shape (outputs, n); the log rates are mixed from the same functions."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
     rows = sgp.plate("rows", len(X), batch_size)
     prior = sgp.LatentGP(sgp.kernels.RBF(lengthscale), rows.take(X))
@@ -49,7 +49,7 @@ def record(
     steps=20,
     blocks=40,
 ):
-    """The record of a unit, of "20 outputs": milliseconds a step, the least of the blocks."""
+    """The record of a unit such as "20 outputs": milliseconds per step of the fastest block."""
     key, outputs = jax.random.key(seed), number_in(method)
     X = jax.random.normal(key, (rows, 3))
     W = 0.5 * np.random.default_rng(seed).normal(size=(outputs, functions))
@@ -58,12 +58,12 @@ def record(
     points = sgp.features.kmeans_points(key, X, num_inducing)
     guide = sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=points)
     svi = SVI(model, guide, optax.adam(0.005), sgp.infer.QuadratureELBO(nodes))
-    given = X, Y, functions, batch_size
-    state = svi.init(key, *given)
+    data = X, Y, functions, batch_size
+    state = svi.init(key, *data)
 
     @jax.jit
     def run(state):
-        return jax.lax.scan(lambda state, _: svi.update(state, *given), state, length=steps)
+        return jax.lax.scan(lambda state, _: svi.update(state, *data), state, length=steps)
 
     losses, spent = [], []
     for _ in range(blocks + 1):
@@ -71,5 +71,5 @@ def record(
         state, loss = jax.block_until_ready(run(state))
         spent.append(1e3 * (time.perf_counter() - start) / steps)
         losses.append(float(loss.mean()))
-    # The first block was compiled.
+    # The first block includes compilation.
     return {"milliseconds": min(spent[1:]), "first_loss": losses[0], "last_loss": losses[-1]}

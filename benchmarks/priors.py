@@ -1,9 +1,9 @@
-"""NUTS on a small exact GP with a flat prior of the lengthscale, a wide one, and one by two bounds.
+"""NUTS on a small exact GP with flat, wide and two-sided priors of the lengthscale.
 
     python benchmarks/evidence.py priors
 
-Thirty noisy points of a function that does not depend on the second of its two columns: that
-lengthscale is long, and the likelihood cannot tell how long. In float64.
+Thirty noisy observations of a function that does not depend on the second of its two inputs, whose
+lengthscale is long and not identified by the likelihood. In float64.
 """
 
 import json
@@ -22,11 +22,11 @@ from numpyro.infer import MCMC, NUTS, init_to_value
 import numpyro_scalegp as sgp
 
 FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "priors.svg"
-THIN = 4  # of the draws, for the figure
+THIN = 4  # the figure shows every fourth draw
 
 
 def points(seed, n=30):
-    """Points of a function of the first column alone, both in (0, 1)."""
+    """Observations of a function of the first input alone; both inputs are in (0, 1)."""
     random = np.random.default_rng(seed)
     X = random.uniform(0.0, 1.0, size=(n, 2))
     y = np.sin(6.0 * X[:, 0]) + 0.2 * random.normal(size=n)
@@ -59,34 +59,34 @@ def collected(mcmc):
 
 @jax.enable_x64(True)
 def record(data, split, seed, method, *, num_samples=400):
-    """The record of a unit: percent of divergent transitions, and of each lengthscale quantiles.
+    """The record of a unit: percent of divergent transitions, and quantiles of the lengthscales.
 
-    `paths` has, of each chain, the other lengthscale's logarithm to base 10, warm-up included.
+    `paths` has log10 of the second lengthscale for each chain, warmup included.
     """
-    given = *points(seed), prior_of(method)
+    data = *points(seed), prior_of(method)
     values = {"lengthscale": np.full(2, 0.5), "variance": 1.0, "noise": 0.1}
     kernel = NUTS(model, init_strategy=init_to_value(values=values), max_tree_depth=8)
     draws = {"num_warmup": num_samples, "num_samples": num_samples, "num_chains": 4}
     mcmc = MCMC(kernel, chain_method="sequential", progress_bar=False, **draws)
     fields = {"extra_fields": ("diverging", "num_steps")}
-    with warnings.catch_warnings(action="ignore"):  # of matrices that are close to singular
-        mcmc.warmup(jax.random.key(seed), *given, collect_warmup=True, **fields)
+    with warnings.catch_warnings(action="ignore"):  # about matrices that are close to singular
+        mcmc.warmup(jax.random.key(seed), *data, collect_warmup=True, **fields)
         before, _ = collected(mcmc)
-        mcmc.run(mcmc.post_warmup_state.rng_key, *given, **fields)
+        mcmc.run(mcmc.post_warmup_state.rng_key, *data, **fields)
     logs, extra = collected(mcmc)
-    found = {"divergent": 100.0 * extra["diverging"].mean(), "steps": extra["num_steps"].mean()}
+    result = {"divergent": 100.0 * extra["diverging"].mean(), "steps": extra["num_steps"].mean()}
     for name, column in zip(("matters", "other"), np.moveaxis(logs, -1, 0), strict=True):
         quantiles = np.exp(np.quantile(column, (0.05, 0.5, 0.95)))
         named = zip(("low", "median", "high"), quantiles, strict=True)
-        found |= {f"{name}_{part}": float(value) for part, value in named}
-        found[f"{name}_draws"] = float(effective_sample_size(column))
-        found[f"{name}_rhat"] = float(split_gelman_rubin(column))
+        result |= {f"{name}_{level}": float(value) for level, value in named}
+        result[f"{name}_draws"] = float(effective_sample_size(column))
+        result[f"{name}_rhat"] = float(split_gelman_rubin(column))
     paths = np.concatenate([before, logs], axis=1)[:, ::THIN, 1] / np.log(10.0)
-    return {**found, "paths": paths.round(2).tolist()}
+    return {**result, "paths": paths.round(2).tolist()}
 
 
 def draw(path):
-    """The chains in the lengthscale of the column that does not matter."""
+    """Draw the chains of the irrelevant input's lengthscale."""
     records = json.loads(path.read_text())["records"]
     figure = Figure(figsize=(10, 3), layout="constrained")
     panels = figure.subplots(1, len(records), squeeze=False)[0]

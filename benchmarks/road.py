@@ -1,12 +1,12 @@
-"""From data to posterior by the defaults: the ten lines of docs/methods/iterative.md on UCI sets.
+"""From data to posterior by the defaults: the ten lines of docs/methods/iterative.md on UCI data.
 
     python benchmarks/evidence.py road road-small road-large road-flights road-exact-peer
 
-RMSE and negative log density on the test rows, in standardized units, and seconds for the
-hyperparameters and for the solve, compilation included. GPyTorch's exact GP has our kernel and its
-own defaults: Adam at 0.1 until our time is spent, then predictions. It holds some eleven n x n
-arrays, 9.5 GiB for 15,000 rows. Sets but the flights need SCALEGP_DATA, the peer needs the `bench`
-extra.
+RMSE and negative log density on test data, in standardized units, and seconds for the
+hyperparameters and for the solve, including compilation. GPyTorch's exact GP has the same kernel
+and its own defaults: Adam with a learning rate of 0.1 for as many seconds as this package takes,
+then predictions. It holds about eleven n x n arrays, 9.5 GiB for 15,000 observations. All data but
+the flights need SCALEGP_DATA; GPyTorch needs the `bench` extra.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ import numpyro_scalegp as sgp
 
 
 def model(X, y=None):
-    """The model of the page: Matern-3/2 with a lengthscale for each column."""
+    """The model of the page: Matern-3/2 with a lengthscale for each input."""
     lengthscale = numpyro.sample(
         "lengthscale", dist.LogNormal(1.0, 1.0).expand([X.shape[1]]).to_event(1)
     )
@@ -38,7 +38,7 @@ def model(X, y=None):
 
 
 def load(name, split, num_rows):
-    """A data set with some of its training rows, in random order."""
+    """A data set with `num_rows` of its training data, in random order."""
     flights = name == "flights"
     data = sgp.datasets.load_flights() if flights else sgp.datasets.load_uci(name, split)
     order = np.random.default_rng(split).permutation(len(data.X_train))[:num_rows]
@@ -50,10 +50,10 @@ QUICK = {"num_refinements": 0, "subset_size": 1000, "num_subsets": 1}
 
 @functools.cache
 def fit(name, split, seed, rows, quick):
-    """The record of one set and split by the road."""
+    """The record of one data set and split with this package."""
     data = load(name, split, rows)
-    parts = data.X_train, data.y_train, data.X_test, data.y_test
-    X, y, X_test, y_test = (jnp.array(part, jnp.float32) for part in parts)
+    arrays = data.X_train, data.y_train, data.X_test, data.y_test
+    X, y, X_test, y_test = (jnp.array(array, jnp.float32) for array in arrays)
     start = time.perf_counter()
     options = QUICK if quick else {}
     values = sgp.infer.initial_hyperparameters(jax.random.key(seed), model, X, y, **options)
@@ -74,13 +74,13 @@ def fit(name, split, seed, rows, quick):
 
 
 def exact_peer(data, seconds):
-    """The record of GPyTorch's exact GP, trained for as long."""
+    """The record of GPyTorch's exact GP, trained for that many seconds."""
     import gpytorch
     import torch
 
     torch.manual_seed(0)
     start, num_steps = time.perf_counter(), 0
-    model, objective = gpytorch_exact(*(np.float32(part) for part in (data.X_train, data.y_train)))
+    model, objective = gpytorch_exact(np.float32(data.X_train), np.float32(data.y_train))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,17 +92,17 @@ def exact_peer(data, seconds):
         model.eval()
         model.likelihood.eval()
         with torch.no_grad(), gpytorch.settings.fast_pred_var():
-            found = model.likelihood(model(torch.tensor(np.float32(data.X_test))))
-            found = score(found.mean.numpy(), found.variance.numpy(), data.y_test)
-    return {**found._asdict(), "seconds": time.perf_counter() - start, "steps": num_steps}
+            predictive = model.likelihood(model(torch.tensor(np.float32(data.X_test))))
+            scores = score(predictive.mean.numpy(), predictive.variance.numpy(), data.y_test)
+    return {**scores._asdict(), "seconds": time.perf_counter() - start, "steps": num_steps}
 
 
 def record(data, split, seed, method, *, rows=None):
-    """The record of a unit, for benchmarks/evidence.py; "road-quick" has shorter settings.
+    """The record of a unit; "road-quick" has shorter settings.
 
-    "gpytorch-exact" trains for as long as the road with its defaults takes.
+    "gpytorch-exact" trains for as long as this package takes with its defaults.
     """
-    found = fit(data, split, seed, rows, method == "road-quick")
+    scores = fit(data, split, seed, rows, method == "road-quick")
     if method == "gpytorch-exact":
-        return exact_peer(load(data, split, rows), found["seconds"])
-    return found
+        return exact_peer(load(data, split, rows), scores["seconds"])
+    return scores

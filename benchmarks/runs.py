@@ -29,7 +29,7 @@ class Run:
     device: str = "cpu"
 
     def on_gpu(self, minutes: float, **changes: Any) -> "Run":
-        """The same run on a GPU, under a name of its own."""
+        """The same run on a GPU, under another name."""
         changes = {"name": f"{self.name}-gpu", "minutes": minutes, "device": "gpu", **changes}
         return dataclasses.replace(self, **changes)
 
@@ -49,6 +49,7 @@ LARGE = ("pol", "elevators", "bike")
 LARGER = ("kin40k", "keggdirected")
 SPLITS = (0, 1, 2)
 SPARSE = ("adam", "natural", "gpytorch")
+RECOMMENDED = (*SPARSE, "gpytorch, its rate", "gpytorch, natural")
 STARTS = tuple(
     f"{kind}, {start}"
     for kind in ("standard", "pathwise")
@@ -145,6 +146,10 @@ ON_CPU = (
     Run("road-exact-peer", "road", 10, ("elevators", "pol"), ("road", "gpytorch-exact")),
     Run("sparse", "sparse", 10, LARGE, SPARSE, SPLITS, options={"epochs": 30}),
     Run("sparse-large", "sparse", 10, LARGER, SPARSE, SPLITS, options={"epochs": 15}),
+    Run(
+        "sparse-recommended", "sparse", 10, ("pol",), RECOMMENDED, SPLITS,
+        options={"epochs": 30},
+    ),
     Run(
         "sparse-small",
         "sparse",
@@ -318,7 +323,10 @@ ON_CPU = (
         "hyperparameters-cost", "hyperparameters", 5, ("elevators",), ESTIMATORS,
         function="record_cost",
     ),
-    Run("flights", "demo", 4, ("flights",), ("sparse GP", "linear regression", "constant")),
+    Run(
+        "flights", "demo", 4, ("flights",), ("sparse GP", "linear regression", "constant"),
+        options={"steps": 4500},
+    ),
     Run("streams", "streams", 8, ("made up",), ("20,000,000 rows",), options={"block": 100}),
     Run("streams-smaller", "streams", 1, ("made up",), ("1,000,000 rows",)),
     Run("first-step", "first_step", 1, ("made up",), ("a new process",)),

@@ -1,11 +1,11 @@
-"""SVGP on UCI data sets beside GPyTorch: accuracy after equal steps and after equal seconds.
+"""SVGP on UCI data, compared with GPyTorch: accuracy after equal steps and equal seconds.
 
     python benchmarks/evidence.py sparse sparse-small sparse-large sparse-equal-seconds
 
 Both use 512 inducing points from the same k-means, an RBF kernel with ARD, float32, mini-batches of
-1024 and Adam with the same learning rate, decayed by a cosine. Beside them stands this package with
-natural gradients for the inducing values. Seconds are those of all steps but the first, so that
-compilation comes on top. Needs SCALEGP_DATA but for made-up rows; the peer needs the `bench` extra.
+1024 and Adam with the same learning rate and cosine decay. A third method is this package with
+natural gradients for the inducing values. Seconds are for all steps but the first, and exclude
+compilation. Needs SCALEGP_DATA except for simulated data; GPyTorch needs the `bench` extra.
 """
 
 import functools
@@ -40,20 +40,20 @@ def score(mean: np.ndarray, variance: np.ndarray, y: np.ndarray) -> Score:
 
 
 def number_in(method):
-    """The number in a method's name, as of "30 neighbors" or "1,000,000 rows"."""
+    """The number in a method's name, such as "30 neighbors" or "1,000,000 rows"."""
     return int("".join(filter(str.isdigit, method)))
 
 
 def score_of(predictive, y):
-    """The same of a posterior's predictive distribution, as parts of a record."""
+    """The score of a predictive distribution, as entries of a record."""
     return {
         "rmse": float(jnp.sqrt(jnp.mean(jnp.square(predictive.mean - y)))),
         "nll": -float(jnp.mean(predictive.log_prob(y))),
     }
 
 
-def made_up(num_rows, num_irrelevant=0):
-    """Rows of a smooth function of three inputs among others, with noise of deviation 0.1."""
+def simulated_data(num_rows, num_irrelevant=0):
+    """A smooth function of three of the inputs, with noise of standard deviation 0.1."""
     generator = np.random.default_rng(0)
     d = 8 + num_irrelevant
     X = generator.normal(size=(num_rows + 10_000, d))
@@ -86,7 +86,7 @@ def model(X, y, batch_size):
 
 
 class Ours:
-    """This package, point estimates of the hyperparameters as in the peer."""
+    """This package, with point estimates of the hyperparameters as in GPyTorch."""
 
     natural = False
 
@@ -105,13 +105,13 @@ class Ours:
         optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, total_steps))
         if self.natural:
             optimizer = sgp.infer.natural_gradients(optimizer)
-        loss = sgp.infer.QuadratureELBO(num_nodes=2)
+        loss = sgp.infer.QuadratureELBO()
         self.svi = SVI(model, self.guide, optimizer, loss)
         init = jax.jit(self.svi.init, static_argnums=3)
         self.state = init(jax.random.key(0), self.X, self.y, batch_size)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def steps(state, X, y, num):  # compiled once for all numbers
+        def steps(state, X, y, num):  # compiled once for every `num`
             step = lambda _, state: self.svi.update(state, X, y, batch_size)[0]  # noqa: E731
             return jax.lax.fori_loop(0, num, step, state)
 
@@ -141,6 +141,8 @@ class Natural(Ours):
 class GPyTorch:
     """GPyTorch's SVGP with a Cholesky variational distribution."""
 
+    distribution = "CholeskyVariationalDistribution"
+
     def __init__(self, data, points, batch_size, total_steps, learning_rate):
         import gpytorch
         import torch
@@ -151,13 +153,14 @@ class GPyTorch:
         self.X = torch.tensor(data.X_train, dtype=torch.float32, device=self.device)
         self.y = torch.tensor(data.y_train, dtype=torch.float32, device=self.device)
         d = self.X.shape[1]
+        distribution = getattr(gpytorch.variational, self.distribution)
 
         class Model(gpytorch.models.ApproximateGP):
             def __init__(self, points):
                 strategy = gpytorch.variational.VariationalStrategy(
                     self,
                     points,
-                    gpytorch.variational.CholeskyVariationalDistribution(points.shape[0]),
+                    distribution(points.shape[0]),
                 )
                 super().__init__(strategy)
                 self.mean_module = gpytorch.means.ZeroMean()
@@ -173,10 +176,19 @@ class GPyTorch:
         self.model = Model(torch.tensor(np.asarray(points))).to(self.device)
         self.likelihood = gpytorch.likelihoods.GaussianLikelihood().to(self.device)
         self.mll = gpytorch.mlls.VariationalELBO(self.likelihood, self.model, self.X.shape[0])
-        parameters = [*self.model.parameters(), *self.likelihood.parameters()]
-        self.optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, total_steps)
+        self.optimizers = self.make_optimizers(learning_rate)
+        self.schedules = self.make_schedules(total_steps)
         self.run(1)
+
+    def make_optimizers(self, learning_rate):
+        """The optimizers of all parameters: Adam at this package's rate."""
+        parameters = [*self.model.parameters(), *self.likelihood.parameters()]
+        return [self.torch.optim.Adam(parameters, lr=learning_rate)]
+
+    def make_schedules(self, total_steps):
+        """The schedules of the optimizers' rates: a cosine."""
+        cosine = self.torch.optim.lr_scheduler.CosineAnnealingLR
+        return [cosine(optimizer, total_steps) for optimizer in self.optimizers]
 
     def run(self, num):
         """Take `num` steps."""
@@ -184,11 +196,12 @@ class GPyTorch:
         self.likelihood.train()
         for _ in range(num):
             index = self.torch.randint(self.X.shape[0], (self.batch_size,), device=self.device)
-            self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
             loss = -self.mll(self.model(self.X[index]), self.y[index])
             loss.backward()
-            self.optimizer.step()
-            self.schedule.step()
+            for stepped in (*self.optimizers, *self.schedules):
+                stepped.step()
         loss.item()  # wait for the device
 
     def score(self):
@@ -197,19 +210,62 @@ class GPyTorch:
         self.likelihood.eval()
         Xs = self.torch.tensor(self.test.X_test, dtype=self.torch.float32, device=self.device)
         with self.torch.no_grad():
-            parts = [self.likelihood(self.model(part)) for part in Xs.split(1024)]
-        mean = np.concatenate([part.mean.cpu().numpy() for part in parts])
-        variance = np.concatenate([part.variance.cpu().numpy() for part in parts])
+            predictives = [self.likelihood(self.model(chunk)) for chunk in Xs.split(1024)]
+        mean = np.concatenate([p.mean.cpu().numpy() for p in predictives])
+        variance = np.concatenate([p.variance.cpu().numpy() for p in predictives])
         return score(mean, variance, self.test.y_test)
+
+
+class GPyTorchAtItsRate(GPyTorch):
+    """GPyTorch with the settings of its tutorial on SVGP: Adam at a constant 0.01."""
+
+    def make_optimizers(self, learning_rate):
+        """Adam at the tutorial's rate."""
+        return super().make_optimizers(0.01)
+
+    def make_schedules(self, total_steps):
+        """None: the rate is constant."""
+        return []
+
+
+class GPyTorchNatural(GPyTorch):
+    """GPyTorch with natural gradients as in its tutorial: NGD at 0.1 beside Adam at 0.01."""
+
+    distribution = "NaturalVariationalDistribution"
+
+    def make_optimizers(self, learning_rate):
+        """NGD for the inducing values, Adam for hyperparameters and points."""
+        import gpytorch
+
+        num_data, values = self.X.shape[0], self.model.variational_parameters()
+        parameters = [*self.model.hyperparameters(), *self.likelihood.parameters()]
+        return [
+            gpytorch.optim.NGD(values, num_data=num_data, lr=0.1),
+            self.torch.optim.Adam(parameters, lr=0.01),
+        ]
+
+    def make_schedules(self, total_steps):
+        """None: the rates are constant."""
+        return []
 
 
 @functools.cache
 def load(data, split, rows=None, irrelevant=0):
-    """A UCI set, or `rows` made-up ones."""
-    return made_up(rows, irrelevant) if data == "made up" else sgp.datasets.load_uci(data, split)
+    """A UCI data set, or simulated data with `rows` observations."""
+    return (
+        simulated_data(rows, irrelevant)
+        if data == "made up"
+        else sgp.datasets.load_uci(data, split)
+    )
 
 
-KINDS = {"adam": Ours, "natural": Natural, "gpytorch": GPyTorch}
+KINDS = {
+    "adam": Ours,
+    "natural": Natural,
+    "gpytorch": GPyTorch,
+    "gpytorch, its rate": GPyTorchAtItsRate,
+    "gpytorch, natural": GPyTorchNatural,
+}
 
 
 def record(
@@ -223,37 +279,37 @@ def record(
     num_inducing=NUM_INDUCING,
     batch_size=BATCH_SIZE,
     learning_rate=LEARNING_RATE,
-    **made,
+    **simulated,
 ):
-    """The record of a unit, for benchmarks/evidence.py: seconds of all steps but one.
+    """The record of a unit: scores, and seconds of all steps but one.
 
-    Made-up rows take their number, and that of columns that say nothing, from `made`.
+    `simulated` has the numbers of observations and of irrelevant inputs of simulated data.
     """
-    loaded = load(data, split, **made)
+    loaded = load(data, split, **simulated)
     X = jnp.asarray(loaded.X_train, jnp.float32)
     total = steps or epochs * -(-len(X) // batch_size)
     num_inducing, batch_size = min(num_inducing, len(X)), min(batch_size, len(X))
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, num_inducing)
-    one = KINDS[method](loaded, points, batch_size, total, learning_rate)
+    fit = KINDS[method](loaded, points, batch_size, total, learning_rate)
     start = time.perf_counter()
-    one.run(total - 1)
+    fit.run(total - 1)
     seconds = time.perf_counter() - start
-    return {**one.score()._asdict(), "seconds": seconds, "steps": total, "rows": len(X)}
+    return {**fit.score()._asdict(), "seconds": seconds, "steps": total, "rows": len(X)}
 
 
-TIMED = 40  # steps that are timed beforehand
+TIMED = 40  # steps of a run that estimates the time per step
 
 
 @functools.cache
 def peer(data, split, seed, epochs):
-    """The record of GPyTorch, whose seconds the others get."""
+    """The record of GPyTorch, whose seconds the other methods get."""
     return record(data, split, seed, "gpytorch", epochs=epochs)
 
 
 def record_equal_seconds(data, split, seed, method, *, epochs):
     """The record of a unit with as many steps as fit into the seconds of GPyTorch's epochs."""
-    found = peer(data, split, seed, epochs[data])
+    reference = peer(data, split, seed, epochs[data])
     if method == "gpytorch":
-        return found
+        return reference
     timed = record(data, split, seed, method, steps=TIMED)["seconds"] / (TIMED - 1)
-    return record(data, split, seed, method, steps=1 + round(found["seconds"] / timed))
+    return record(data, split, seed, method, steps=1 + round(reference["seconds"] / timed))

@@ -1,11 +1,11 @@
-"""Training from a file that is larger than memory: rows a second and memory beside the same steps.
+"""Training from a file larger than memory: rows per second and memory, against data in memory.
 
     python benchmarks/evidence.py streams streams-smaller
 
-Writes a Parquet file of 8 inputs and a target, float32, in order of its first input, and trains a
+Writes a Parquet file of 8 inputs and a target, float32, sorted by the first input, and trains a
 sparse GP on it for one epoch. Blocks of steps on the stream and on batches in memory alternate, so
-that a noisy machine disturbs both alike. Memory is the largest resident above that before the
-stream began, after compilation.
+that noise of the machine disturbs both alike. Memory is the maximum resident memory minus the
+resident memory before the stream starts, after compilation.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from sparse import number_in
 
 import numpyro_scalegp as sgp
 
-SETTLING = 8  # steps after which a block is timed: none is left from before
+SETTLING = 8  # steps after which a block is timed, when earlier steps have ended
 INPUTS = [f"x{column}" for column in range(8)]
 
 
 def write(file, rows, seed, chunk=2**20):
-    """Rows in order of their first input."""
+    """Write data sorted by the first input."""
     generator, writer = np.random.default_rng(seed), None
     for start in range(0, rows, chunk):
         X = generator.uniform(-1, 1, size=(min(chunk, rows - start), 8)).astype(np.float32)
@@ -59,7 +59,7 @@ def model(X, y=None, size=None):
 
 
 class Watch(threading.Thread):
-    """The largest resident memory, looked at every 20 ms."""
+    """Records the maximum resident memory, sampled every 20 ms."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -79,7 +79,7 @@ class InMemory:
         self.step = jax.jit(functools.partial(svi.update, size=size), donate_argnums=0)
 
     def rate(self, steps):
-        """Rows a second, with two steps in the queue as in `run`."""
+        """Rows per second, with two steps in the queue as in `run`."""
         start, losses = time.perf_counter(), []
         for number in range(steps):
             self.state, loss = self.step(self.state, *self.batches[number % len(self.batches)])
@@ -90,7 +90,7 @@ class InMemory:
 
 
 class Alternating:
-    """Puts batches on the device; after each block of them, times a block in memory."""
+    """Puts batches on the device, and times a block in memory after each streamed block."""
 
     def __init__(self, memory, block):
         self.memory, self.block = memory, block
@@ -98,12 +98,12 @@ class Alternating:
         self.streamed, self.in_memory = [], [memory.rate(2), memory.rate(20)][1:]
 
     def __call__(self, X, y):
-        """A batch on the device; in the thread that prefetches."""
+        """Put a batch on the device, in the thread that prefetches."""
         if self.number % self.block == 0:
             seconds = time.perf_counter() - self.began
             if self.number:
                 self.streamed.append((self.block - SETTLING) * len(y) / seconds)
-            time.sleep(2 * SETTLING * len(y) / self.in_memory[-1])  # steps in the queue
+            time.sleep(2 * SETTLING * len(y) / self.in_memory[-1])  # let queued steps end
             self.in_memory.append(self.memory.rate(self.block))
         if self.number % self.block == SETTLING:
             self.began = time.perf_counter()
@@ -112,13 +112,13 @@ class Alternating:
 
 
 def count_waits(waits):
-    """Note how long the training loop waits for each batch that is prefetched."""
+    """Record how long the training loop waits for each prefetched batch."""
     iterator = grain.experimental.ThreadPrefetchDatasetIterator
-    plain = iterator.__next__
+    original = iterator.__next__
 
     def timed(self):
         start = time.perf_counter()
-        batch = plain(self)
+        batch = original(self)
         waits.append(time.perf_counter() - start)
         return batch
 
@@ -126,7 +126,7 @@ def count_waits(waits):
 
 
 def stream_rate(stream, steps):
-    """Rows a second without training."""
+    """Rows per second without training."""
     start = time.perf_counter()
     with contextlib.closing(iter(stream)) as batches:
         for _ in range(steps):
@@ -135,18 +135,18 @@ def stream_rate(stream, steps):
 
 
 def train(file, folder, seed, batch_size, num_inducing, block):
-    """Train for an epoch, and compare; rates are in thousands."""
+    """Train for an epoch, and compare; rates are in thousands of rows per second."""
     stream = sgp.streams.parquet(file, inputs=INPUTS, target="y", batch_size=batch_size, seed=seed)
     size, steps = stream.num_rows, stream.num_rows // batch_size
     with contextlib.closing(iter(stream)) as iterator:
         batches = [jax.device_put(next(iterator)) for _ in range(8)]
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), batches[0][0], num_inducing)
     guide = sgp.guides.AutoSparseGP(model, inducing_points=points)
-    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
+    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO())
     key, options = jax.random.key(seed), {"size": size, "progress_bar": False}
     put = Alternating(InMemory(svi, svi.init(key, *batches[0], size=size), batches, size), block)
 
-    # What a first run compiles and imports is the program's own; it reads another stream.
+    # A first run, on another stream, so that compilation and imports do not count.
     small = sgp.streams.arrays(*map(np.asarray, batches[0]), batch_size=batch_size, seed=0)
     sgp.streams.run(svi, key, 2, small, **options)
     options |= {"checkpoint": folder / "checkpoint.npz", "every": 500, "place": put}
@@ -157,7 +157,7 @@ def train(file, folder, seed, batch_size, num_inducing, block):
     watch.going = False
     around = (np.array(put.in_memory[1:-1]) + np.array(put.in_memory[2:])) / 2
     lower, ratio, upper = np.quantile(np.array(put.streamed) / around, [0.25, 0.5, 0.75])
-    # Without those for blocks in memory.
+    # Without the waits for blocks in memory.
     waits = 1e3 * np.sort(waits[SETTLING:])[: -len(around)]
     return {
         "in_memory": 1e-3 * np.median(around),
@@ -176,7 +176,7 @@ def train(file, folder, seed, batch_size, num_inducing, block):
 
 
 def write_and_train(rows, seed, batch_size=8192, num_inducing=128, block=30):
-    """What a new process does; a block has `block` steps."""
+    """Write a file and train on it, in a new process; a block has `block` steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder / "rows.parquet", rows, seed)
@@ -184,6 +184,6 @@ def write_and_train(rows, seed, batch_size=8192, num_inducing=128, block=30):
 
 
 def record(data, split, seed, method, **options):
-    """The record of a unit, of "1,000,000 rows", in a process whose memory is its own."""
-    found, _ = in_new_process(write_and_train, rows=number_in(method), seed=seed, **options)
-    return found
+    """The record of a unit such as "1,000,000 rows", in a new process to measure its memory."""
+    result, _ = in_new_process(write_and_train, rows=number_in(method), seed=seed, **options)
+    return result

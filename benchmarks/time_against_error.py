@@ -2,10 +2,10 @@
 
     python benchmarks/evidence.py time-against-error
 
-The sparse GP by Adam and GPyTorch's SVGP are those of benchmarks/sparse.py, 512 inducing points for
-50 epochs, scored eight times on the way; their seconds have k-means and compilation, not scoring.
-The exact GP is that of benchmarks/road.py, with its defaults and with the shorter settings of
-the page on evidence: a point each, after hyperparameters and solve.
+The sparse GP with Adam and GPyTorch's SVGP are from benchmarks/sparse.py, with 512 inducing points
+and 50 epochs, scored eight times during training; seconds include k-means and compilation but not
+scoring. The exact GP is from benchmarks/road.py, with its defaults and with shorter settings: one
+point in the figure each, after hyperparameters and solve.
 """
 
 import json
@@ -23,23 +23,23 @@ FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "time_aga
 
 
 def record(data, split, seed, method):
-    """Seconds, RMSE and NLL of a method, with those on the way as `curve`."""
+    """Seconds, RMSE and NLL of a method; `curve` has their values during training."""
     if method.startswith("road"):
-        found = road.record(data, split, seed, method)
-        return found | {"curve": [[found["seconds"], found["rmse"], found["nll"]]]}
+        scores = road.record(data, split, seed, method)
+        return scores | {"curve": [[scores[name] for name in ("seconds", "rmse", "nll")]]}
     loaded = sgp.datasets.load_uci(data, split=split)
     X = jnp.asarray(loaded.X_train, jnp.float32)
     total = sparse.EPOCHS * -(-len(X) // sparse.BATCH_SIZE)
     start = time.perf_counter()
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, sparse.NUM_INDUCING)
     kind = {"sparse": sparse.Ours, "gpytorch": sparse.GPyTorch}[method]
-    one = kind(loaded, points, sparse.BATCH_SIZE, total, sparse.LEARNING_RATE)
+    fit = kind(loaded, points, sparse.BATCH_SIZE, total, sparse.LEARNING_RATE)
     seconds, curve = time.perf_counter() - start, []
     for _ in range(8):
         start = time.perf_counter()
-        one.run(total // 8)
+        fit.run(total // 8)
         seconds += time.perf_counter() - start
-        curve.append([seconds, *one.score()])
+        curve.append([seconds, *fit.score()])
     return {"seconds": seconds, "rmse": curve[-1][1], "nll": curve[-1][2], "curve": curve}
 
 
@@ -52,14 +52,14 @@ LABELS = {
 
 
 def draw(path):
-    """The figure, from stored results."""
+    """Draw the figure from stored results."""
     from matplotlib import pyplot as plt
 
     records = json.loads(path.read_text())["records"]
     figure, axes = plt.subplots(figsize=(5.6, 4.0))
-    for one in records:
-        label, style = LABELS[one["method"]]
-        seconds, errors, _ = zip(*one["curve"], strict=True)
+    for record in records:
+        label, style = LABELS[record["method"]]
+        seconds, errors, _ = zip(*record["curve"], strict=True)
         axes.plot(seconds, errors, style, label=label)
     axes.set(xscale="log", xlabel="seconds of training", ylabel="test RMSE, standardized")
     axes.set_ylim(bottom=0)
@@ -67,7 +67,7 @@ def draw(path):
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.minorticks_off()
     axes.legend(fontsize=12)
-    # README is shown on pages of any color.
+    # README is shown on dark and light pages.
     figure.savefig(FIGURE, metadata={"Date": None}, transparent=False, facecolor="white")
 
 

@@ -1,15 +1,15 @@
-"""Russian-roulette conjugate gradients beside exact gradients and beside a plain cut.
+"""Russian-roulette conjugate gradients, compared with exact gradients and plain truncation.
 
     python benchmarks/evidence.py truncation-bias truncation-lengthscale truncation-errors
     python benchmarks/evidence.py truncation-training truncation-cut truncation-step
 
-The first two are biases of log|H| and y'H^-1 y by the audit, and the lengthscale that each
-estimator learns, both for y = x sin(5 pi x) + noise, as in the paper. The next two train an RBF
-kernel with ARD by 100 steps of Adam from hyperparameters of 1.0: test errors in float32, from a
-posterior by Cholesky, as in tables S1 and S2 of Potapczynski et al. (2021); and in float64 the
-exact log marginal likelihood at the hyperparameters that are reached, also with more probes and
-with textbook iterations, in which right-hand sides share no Krylov space. The last is the time of a
-gradient. All but the first two need SCALEGP_DATA.
+The first two runs measure the biases of log|H| and y'H^-1 y with the audit, and the lengthscale
+that each estimator learns, for y = x sin(5 pi x) + noise, as in the paper. The next runs train an
+RBF kernel with ARD by 100 steps of Adam from hyperparameters of 1.0. They measure test errors in
+float32, from a posterior by Cholesky, as in tables S1 and S2 of Potapczynski et al. (2021), and in
+float64 the exact log marginal likelihood at the fitted hyperparameters, also with more probes and
+with textbook iterations, in which right-hand sides do not share a Krylov space. The last run
+measures the time of a gradient. All but the first two need SCALEGP_DATA.
 """
 
 import functools
@@ -26,28 +26,29 @@ from matplotlib.figure import Figure
 from sparse import score_of
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.estimators.audit import TERMS, Audit, AuditRow
+from numpyro_scalegp.integrated.audit import TERMS, Audit, AuditRow
+from numpyro_scalegp.integrated.truncated import stopping
 
 EXACT = "exact gradients"
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 
 
 def parts_of(method):
-    """The kind and the numbers by name, of "cut, 37 iterations, textbook" and the like."""
-    kind, *rest = method.split(", ")
-    counts = [part.split() for part in rest if part != "textbook"]
+    """The kind and the numbers by name of a method such as "cut, 37 iterations, textbook"."""
+    kind, *options = method.split(", ")
+    counts = [option.split() for option in options if option != "textbook"]
     return kind, {name: int(number) for number, name in counts}
 
 
 def estimator_of(method, n):
-    """The estimator of a name: "roulette" is `with_mean` but for the share, "cut" plain CG."""
+    """The estimator of a name: "roulette" is Russian-roulette CG, "cut" truncated CG."""
     kind, numbers = parts_of(method)
     if kind == EXACT:
         return sgp.estimators.Cholesky()
     group_size, share = (1, 0.5) if "textbook" in method else (128, 0.8)
     preconditioner, iterations = sgp.preconditioners.PivotedCholesky(100), numbers["iterations"]
     if kind == "roulette":
-        start = sgp.solvers.stopping.decay_and_minimum(iterations, n, share=share)
+        start = stopping.decay_and_minimum(iterations, n, share=share)
         solver = sgp.solvers.RussianRouletteCG(*start, n, preconditioner, group_size)
     else:
         solver = sgp.solvers.ConjugateGradients(0.0, iterations, preconditioner, group_size)
@@ -55,12 +56,12 @@ def estimator_of(method, n):
 
 
 def objective(estimator, X, y):
-    """The loss per row of unconstrained hyperparameters and a key, and a solve's iterations."""
+    """The loss per observation as a function of unconstrained values and key, with iterations."""
 
     def loss(raw, key):
         values = jax.tree.map(jax.nn.softplus, raw)
         kernel = sgp.kernels.RBF(values["lengthscale"], values["variance"])
-        # What `log_prob` of a GaussianProcess calls, with the solution beside it.
+        # As in `GaussianProcess.log_prob`, but with the solution.
         operator = sgp.solvers.KernelOperator(kernel, X, values["noise"])
         value, solution = estimator.evaluate(operator, y, key=key)
         return -value / len(y), 0.0 if solution is None else solution.epochs
@@ -69,7 +70,7 @@ def objective(estimator, X, y):
 
 
 def unconstrained(d, noise=1.0):
-    """Hyperparameters of 1.0, but for the noise, before the softplus."""
+    """Inverse softplus of hyperparameters of 1.0 and of the noise."""
     values = {"lengthscale": jnp.ones(d), "variance": 1.0, "noise": noise}
     return jax.tree.map(lambda value: jnp.log(jnp.expm1(value)), values)
 
@@ -98,7 +99,7 @@ def train(X, y, estimator, steps):
 
 @functools.cache
 def training(data, split, seed, method, n, steps):
-    """The exact log marginal likelihood after every ten steps, and iterations in the mean."""
+    """The exact log marginal likelihood after every ten steps, and the mean of iterations."""
     X, y, *_ = load(data, split, n)
     path, epochs = train(X, y, estimator_of(method, len(y)), steps)(jax.random.key(seed))
     exact = objective(sgp.estimators.Cholesky(), X, y)
@@ -109,16 +110,16 @@ def training(data, split, seed, method, n, steps):
 
 @jax.enable_x64(True)
 def record_training(data, split, seed, method, *, n=2000, steps=100):
-    """The exact log marginal likelihood that a method's training ends at, in float64.
+    """The exact log marginal likelihood at the end of a method's training, in float64.
 
-    `below` is how far that is below the end of as many steps of exact gradients, in percent.
+    `below` is the difference to training with exact gradients, in percent.
     """
     curve, iterations = training(data, split, seed, method, n, steps)
-    found = {"end": curve[-1], "curve": curve}
+    result = {"end": curve[-1], "curve": curve}
     if method == EXACT:
-        return found
+        return result
     best = training(data, split, 0, EXACT, n, steps)[0][-1]
-    return {**found, "below": 100 * (best - curve[-1]) / abs(best), "iterations": iterations}
+    return {**result, "below": 100 * (best - curve[-1]) / abs(best), "iterations": iterations}
 
 
 def record_errors(data, split, seed, method, *, expected=20, n=2000, steps=100):
@@ -146,11 +147,11 @@ def record_errors(data, split, seed, method, *, expected=20, n=2000, steps=100):
 
 
 def record_step(data, split, seed, method, *, n=5000, repeats=7):
-    """Seconds of a value with its gradient, of "30 iterations, 64 probes", in float32.
+    """Seconds of a value with its gradient, such as "30 iterations, 64 probes", in float32.
 
-    Medians over keys, in turn with plain CG of as many iterations as the roulette's in the mean;
-    the ratio is that of an iteration. One of the iterations, as in all records, is the product for
-    the residual at the end.
+    Medians over keys, alternating with plain CG with the mean number of iterations of the roulette;
+    the ratio is per iteration. As in all records, one of the iterations is the product for the
+    final residual.
     """
     X, y, *_ = load(data, split, n)
     raw = unconstrained(X.shape[1], noise=0.01)
@@ -161,21 +162,21 @@ def record_step(data, split, seed, method, *, n=5000, repeats=7):
         return jax.jit(loss).lower(raw, keys[0]).compile()
 
     roulette = compiled(f"roulette, {method}")
-    made = np.array([float(roulette(raw, key)[0][1]) for key in keys])
+    iterations = np.array([float(roulette(raw, key)[0][1]) for key in keys])
     probes = method.split(", ")[1]
-    plain = compiled(f"cut, {round(made.mean()) - 1} iterations, {probes}")
-    plain_made = float(plain(raw, keys[0])[0][1])
-    both = [
-        [seconds(one, raw, key, repeats=1, warm=True)[0] for one in (roulette, plain)]
+    plain = compiled(f"cut, {round(iterations.mean()) - 1} iterations, {probes}")
+    plain_iterations = float(plain(raw, keys[0])[0][1])
+    times = [
+        [seconds(run, raw, key, repeats=1, warm=True)[0] for run in (roulette, plain)]
         for key in keys
     ]
-    ours, theirs = np.array(both).T
+    ours, theirs = np.array(times).T
     return {
-        "iterations": float(made.mean()),
-        "plain_iterations": plain_made,
+        "iterations": float(iterations.mean()),
+        "plain_iterations": plain_iterations,
         "seconds": float(np.median(ours)),
         "plain_seconds": float(np.median(theirs)),
-        "plain_ratio": float(np.median(ours / made) / np.median(theirs / plain_made)),
+        "plain_ratio": float(np.median(ours / iterations) / np.median(theirs / plain_iterations)),
     }
 
 
@@ -187,13 +188,13 @@ def toy_data():
 
 
 def toy_roulette(expected):
-    """Textbook iterations, without a preconditioner; after 16 of them nothing is left here."""
-    decay, minimum = sgp.solvers.stopping.decay_and_minimum(expected, 16, share=0.17)
+    """Textbook iterations without a preconditioner; they have converged after 16 iterations."""
+    decay, minimum = stopping.decay_and_minimum(expected, 16, share=0.17)
     return sgp.solvers.RussianRouletteCG(decay, minimum, 16, group_size=1)
 
 
 def toy_truncated(iterations):
-    """Textbook conjugate gradients cut short."""
+    """Truncated textbook conjugate gradients."""
     identity = sgp.preconditioners.Identity()
     return sgp.solvers.ConjugateGradients(0.0, iterations, identity, group_size=1)
 
@@ -212,9 +213,9 @@ def toy_estimator(method, num_probes, num_logdet_probes):
 
 @jax.enable_x64(True)
 def record_bias(data, split, seed, method, *, draws):
-    """Biases of log|H| and y'H^-1 y by the audit, on the made-up data, with standard errors.
+    """Biases of log|H| and y'H^-1 y by the audit, on simulated data, with standard errors.
 
-    "SS-RFF m" has m features at least; `features` says how many in the mean.
+    "SS-RFF m" has at least m features; `features` is the mean number.
     """
     X, y, variance, noise = toy_data()
     estimator = toy_estimator(method, 1, 1)
@@ -223,19 +224,19 @@ def record_bias(data, split, seed, method, *, draws):
         {method: estimator}, kernel, X, y, noise, key=key, num_draws=draws
     )
     rows = [row for row in result.rows if row.quantity in TERMS]
-    found = {row.quantity: [row.bias, row.standard_error] for row in rows}
-    found |= {f"{row.quantity}_exact": row.exact for row in rows}
+    biases = {row.quantity: [row.bias, row.standard_error] for row in rows}
+    biases |= {f"{row.quantity}_exact": row.exact for row in rows}
     if method.startswith("SS-RFF"):
         sizes = np.append(estimator.sizes(len(y))[1:], len(y))
-        found["features"] = float(sizes @ np.asarray(estimator.distribution(len(y)).probabilities))
-    return {**found, "audit": [row._asdict() for row in rows]}
+        biases["features"] = float(sizes @ np.asarray(estimator.distribution(len(y)).probabilities))
+    return {**biases, "audit": [row._asdict() for row in rows]}
 
 
 @jax.enable_x64(True)
 def record_lengthscale(data, split, seed, method, *, draws):
-    """The lengthscale that a method learns on the made-up data, over that of exact gradients.
+    """The lengthscale that a method learns on simulated data, and its ratio to the exact one.
 
-    Russian roulette takes `draws` steps, the others 1,000.
+    Russian roulette takes `draws` steps, other methods take 1,000.
     """
     X, y, variance, noise = toy_data()
 
@@ -245,8 +246,8 @@ def record_lengthscale(data, split, seed, method, *, draws):
             gp = sgp.GaussianProcess(kernel, X, noise, estimator=estimator, key=key)
             return -gp.log_prob(y) / len(y)
 
-        # Steps that fall as 1 / t end where the mean of the gradient is zero; Adam would not, since
-        # it divides by the size of noise that is not symmetric.
+        # Step sizes proportional to 1 / t converge to a zero of the mean gradient. Adam does not,
+        # since it divides by the size of the noise, which is not symmetric.
         def step(raw, scan):
             t, key = scan
             raw = raw - 4.0 / (t + steps // 40) * jax.grad(loss)(raw, key)
@@ -262,7 +263,7 @@ def record_lengthscale(data, split, seed, method, *, draws):
 
 
 def draw(path):
-    """The figure of a stored run: biases, the lengthscales learned, or training on pol."""
+    """Draw the figure of a stored run: biases, learned lengthscales, or training on pol."""
     run = json.loads(path.read_text())
     if run["name"] == "truncation-bias":
         rows, costs = [], {}
@@ -289,7 +290,7 @@ def draw(path):
             panel.legend()
         panels[0].set_ylabel("lengthscale learned / exact")
         figure.savefig(FIGURES / "truncation_toy.svg", metadata={"Date": None})
-    if run["name"] == "truncation-cut":  # beside the roulette, which ran before
+    if run["name"] == "truncation-cut":  # with the stored results of the roulette
         roulette = json.loads(path.with_stem("truncation-training").read_text())["records"]
         figure = Figure(figsize=(9.0, 3.5), layout="constrained")
         panels = dict(zip((20, 30, 40), figure.subplots(1, 3, sharey=True), strict=True))

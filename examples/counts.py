@@ -1,13 +1,14 @@
-"""Visits to a doctor: a GP for counts in mini-batches, with two likelihoods.
+"""Visits to a doctor: a GP for counts with mini-batches and two likelihoods.
 
-The RAND health insurance experiment (20,190 person-years, shipped with statsmodels) counts visits
+The RAND health insurance experiment (20,190 person-years, included in statsmodels) recorded visits
 to a doctor; nine inputs describe the insurance plan and the person's health. The log rate is a GP
-of these inputs. `QuadratureELBO` takes any likelihood: the Poisson, and the negative binomial,
-which lets counts of equal rate vary more. Both are compared on held-out people with generalized
-linear models, whose log rate is linear in the inputs.
+of these inputs. `QuadratureELBO` works with any likelihood: here the Poisson, and the negative
+binomial, whose variance exceeds its mean. On held-out people, both models are compared with
+generalized linear models, in which the log rate is linear in the inputs.
 
-The likelihood matters more than the function here: with the right one, a linear log rate predicts
-as well as the GP. The figure shows why the Poisson fails: it has too few people without a visit.
+Here the likelihood matters more than the shape of the log rate: with the negative binomial, a
+linear log rate predicts as well as the GP. The figure shows why the Poisson model fails: it
+predicts too few people without a visit.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def load(num_rows):
     data = sm.datasets.randhie.load_pandas()
     X, y = data.exog.to_numpy(float), data.endog.to_numpy(int)
     rng = np.random.default_rng(0)
-    # Rows with equal inputs are mostly one person in several years: hold out whole groups of them.
+    # Rows with equal inputs are mostly the same person in several years: hold out whole groups.
     group = np.unique(X, axis=0, return_inverse=True)[1].ravel()
     test = (rng.permutation(group.max() + 1) % 5 == 0)[group]
     X = (X - X[~test].mean(0)) / X[~test].std(0)
@@ -61,7 +62,7 @@ def model(X, y=None, batch_size=None, *, negative_binomial):
 
 
 def fit_and_predict(model, train, test, num_inducing, num_steps):
-    """Mean log p(y | training data) over the test rows, and replicates of them."""
+    """Mean log predictive density of the test data, and replicates of the test data."""
     points = sgp.features.kmeans_points(jax.random.key(0), train[0], num_inducing)
     guide = sgp.guides.AutoSparseGP(model, inducing_points=points)
     svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=10))

@@ -1,12 +1,12 @@
-"""A jump and a fast wave: a network bends the inputs of an RBF kernel.
+"""A jump and a fast wave: a neural network transforms the inputs of an RBF kernel.
 
-The function, with made-up data, is smooth on the left, jumps, and oscillates fast on the right: no
+The simulated function is smooth on the left, jumps, and oscillates fast on the right, so that no
 single lengthscale fits it. A small Flax network g maps the inputs, the kernel is k(g(x), g(z)), and
-network, inducing points and hyperparameters are trained together. A comment in the model shows what
-changes for Equinox.
+the network, the inducing points and the hyperparameters are trained together. A comment in the
+model shows what to change for an Equinox network.
 
-A plain RBF kernel is trained in the same way. Look at the jump: the plain kernel rounds it off and
-overshoots, the deep one follows it, and its band is wide at this one place only.
+For comparison, a plain RBF kernel is trained in the same way. At the jump, the plain kernel smooths
+and overshoots; the deep kernel follows the jump, and its band is wide only there.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 
 
 class Network(nnx.Module):
-    """One hidden layer added to the input itself: at the start the map is nearly the identity."""
+    """The input itself, and two outputs of a network with one hidden layer."""
 
     def __init__(self, width=32, *, rngs):
         self.hidden = nnx.Linear(1, width, rngs=rngs)
@@ -75,8 +75,8 @@ def main(num_rows=2000, num_inducing=40, num_steps=2000, folder="outputs/deep_ke
         kernel_model = functools.partial(model, deep=name == "deep")
         points = sgp.features.kmeans_points(guide_key, X, num_inducing)
         guide = sgp.guides.AutoSparseGP(kernel_model, inducing_points=points)
-        # The rate decays: at a constant one the network still jumps when training ends. Gradients
-        # are clipped, since a rare one that is very large throws the network off for good.
+        # The step size decays: at a constant one the network still fluctuates when training ends.
+        # Gradients are clipped, since a rare, very large one would ruin the network for good.
         rate = optax.cosine_decay_schedule(0.03, num_steps)
         optimizer = optax.chain(optax.clip_by_global_norm(1000.0), optax.adam(rate))
         svi = SVI(kernel_model, guide, optimizer, sgp.infer.QuadratureELBO(num_nodes=2))

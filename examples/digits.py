@@ -1,11 +1,12 @@
-"""Odd or even: digits classified with 100,000 random Fourier features.
+"""Odd or even digits: classification with 100,000 random Fourier features.
 
-A step of `QuadruplyStochasticELBO` takes 256 of the images and 4,000 of the features, so its cost
-does not depend on how many there are of either. The logistic likelihood has no unbiased estimate,
-but is log-concave: the `"plug_in"` bound does for it.
+A step of `QuadruplyStochasticELBO` uses 256 of the images and 4,000 of the features, so that its
+cost does not depend on their total numbers. With a logistic likelihood, a subset of the features
+yields no unbiased estimate of the ELBO; since the log likelihood is concave, the approximation
+`bound="plug_in"` can be used instead.
 
-Printed are accuracy and mean negative log probability on held-out images. The figure shows the
-images that the model gets most wrong, with the probability that it gives to an odd digit.
+The script prints accuracy and mean negative log probability on held-out images. The figure shows
+the images with the worst predictions and their predicted probability of an odd digit.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import matplotlib.pyplot as plt
 
 
 def load():
-    """Images of 64 pixels between 0 and 1, and whether they are odd: for training, for testing."""
+    """Training and test data: images of 64 pixels in [0, 1], and whether the digit is odd."""
     images, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     X, y = jnp.asarray(images[order] / 16.0, jnp.float32), jnp.asarray(digits[order] % 2)
@@ -38,7 +39,7 @@ def load():
 def make_model(X, num_features):
     """The model; it learns the kernel's lengthscale and variance with the weights."""
     guess = 0.6 * sgp.infer.median_distance(X)
-    # Frequencies for 64 columns are dear to draw: keep them, and give the kernel in the model.
+    # Frequencies in 64 dimensions are expensive to draw: store them, and pass the kernel later.
     features = sgp.features.RandomFourier(sgp.kernels.RBF(1.0), num_features, seed=0)
     features = features.stored(X.shape[1])
 

@@ -1,14 +1,14 @@
-"""Ten classes of digits: ten sparse GPs in a plate, and a softmax of them.
+"""Ten classes of digits: ten sparse GPs in a plate and a softmax likelihood.
 
-Ten functions share their kernel and their inducing points; `dist.Categorical(logits=f.T)` turns
-their values at an image into probabilities of the ten digits. The softmax combines ten functions at
-each row, which no product of quadrature rules could follow: `QuadratureELBO` takes 64 points of a
-shifted Sobol' sequence.
+Ten functions share their kernel and inducing points; `dist.Categorical(logits=f.T)` turns their
+values at an image into probabilities of the ten digits. The softmax depends on ten functions at
+once, too many for a product of one-dimensional quadrature rules, so `QuadratureELBO` uses 64 points
+of a shifted Sobol' sequence.
 
-Printed are accuracy and mean negative log probability on held-out images, and what a step takes
-beside a step of a single function: ten functions cost less than ten times one, since they share
-their kernel matrix. The figure shows the images that the model gets most wrong: the digit and its
-probability above, what it was taken for below.
+The script prints accuracy and mean negative log probability on held-out images, and the time of a
+step for ten functions and for a single one: ten functions take less than ten times as long, since
+they share their kernel matrix. The figure shows the images with the worst predictions: the true
+digit and its probability above, the predicted digit below.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import matplotlib.pyplot as plt
 
 
 def load():
-    """Images of 64 pixels between 0 and 1 and what they show: for training, for testing."""
+    """Training and test data: images of 64 pixels in [0, 1], and their digits."""
     images, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     X, y = jnp.asarray(images[order] / 16.0, jnp.float32), jnp.asarray(digits[order])
@@ -58,7 +58,7 @@ def model(X, y=None, batch_size=None):
 
 
 def one_class(X, y=None, batch_size=None):
-    """Zero or not: what the steps of ten functions are measured by."""
+    """Zero or not: a single function, to compare the time of a step."""
     rows = sgp.plate("rows", len(X), batch_size)
     X, y = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(kernel(), X))
@@ -67,7 +67,7 @@ def one_class(X, y=None, batch_size=None):
 
 
 def train(model, data, points, num_steps, batch_size=256, seed=0):
-    """The guide, what SVI found, and how long a step took."""
+    """The guide, the fitted parameters, and the seconds that a step takes."""
     guide = sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=points)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.02, num_steps))
     svi = SVI(model, guide, optimizer, sgp.infer.QuadratureELBO())
@@ -91,7 +91,7 @@ def main(num_inducing=100, num_steps=1500, num_draws=200, folder="outputs/digits
     data, (X_test, y_test) = load()
     points = sgp.features.kmeans_points(jax.random.key(1), data[0], num_inducing)
     guide, params, seconds = train(model, data, points, num_steps)
-    *_, of_one = train(one_class, data, points, max(num_steps // 10, 10))
+    *_, single = train(one_class, data, points, max(num_steps // 10, 10))
 
     f = sgp.posterior(model, guide, params, *data).sample(jax.random.key(2), X_test, num_draws)
     probabilities = np.asarray(jax.nn.softmax(f, axis=1).mean(axis=0)).T
@@ -99,19 +99,22 @@ def main(num_inducing=100, num_steps=1500, num_draws=200, folder="outputs/digits
     scores = {
         "accuracy": np.mean(probabilities.argmax(axis=1) == y_test),
         "mnlp": -np.mean(np.log(right)),
-        "ratio": seconds / (10 * of_one),
+        "ratio": seconds / (10 * single),
     }
     print(f"{len(y_test)} test images, ten functions of {num_inducing} inducing points:")
     print("  accuracy {accuracy:.4f}, mean negative log probability {mnlp:.4f}".format(**scores))
-    print(f"  a step takes {1e3 * seconds:.1f} ms, that of one function {1e3 * of_one:.1f} ms")
+    print(f"  a step takes {1e3 * seconds:.1f} ms, a step of one function {1e3 * single:.1f} ms")
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(2, 6, figsize=(8, 3.4), layout="constrained")
     for ax, i in zip(axes.ravel(), np.argsort(right), strict=False):
         ax.imshow(X_test[i].reshape(8, 8), cmap="gray_r")
-        found = probabilities[i].argmax()
+        predicted = probabilities[i].argmax()
         ax.set(
-            xticks=[], yticks=[], title=f"{y_test[i]}: {right[i]:.2f}", xlabel=f"taken for {found}"
+            xticks=[],
+            yticks=[],
+            title=f"{y_test[i]}: {right[i]:.2f}",
+            xlabel=f"taken for {predicted}",
         )
     figure.savefig(Path(folder) / "most_wrong.svg")
     return {name: float(score) for name, score in scores.items()}

@@ -1,14 +1,15 @@
-"""Thousands of rows, exactly: from data to posterior by the defaults.
+"""An exact GP on 10,000 observations: from data to posterior with the defaults.
 
-An exact GP with a Matern-3/2 kernel and a lengthscale for each column, on made-up rows of eight
-columns, of which three matter, or, where the environment variable `SCALEGP_DATA` names a folder of
-UCI data sets, on kin40k. No matrix of all rows is stored. Hyperparameters come from exact fits of
-parts of the data and some steps on all of it, the posterior from one iterative solve; rows that
-arrive later go on from its solution.
+The GP has a Matern-3/2 kernel with a lengthscale for each of eight input dimensions. The data are
+simulated, with five irrelevant inputs, or, if the environment variable `SCALEGP_DATA` names a
+folder of UCI data sets, kin40k. No n x n matrix is stored. The hyperparameters are estimated by
+exact fits to subsets of the data, followed by a few steps on all data; one iterative solve then
+yields the posterior. When more observations arrive, the solver starts from the previous solution.
 
-Printed are a report of how the hyperparameters were found, what the last solve says of itself, and
-errors before and after the later rows. The figure is a slice through the posterior along the column
-with the shortest lengthscale. The posterior is saved to a file, which predicts without a solve.
+The script prints a report on the estimation of the hyperparameters, diagnostics of the last solve,
+and test errors before and after more observations arrive. The figure is a slice through the
+posterior along the input with the shortest lengthscale. The posterior is saved to a file, from
+which it predicts without another solve.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def model(X, y=None):
 
 
 def load_data(num_rows):
-    """Training and test rows, standardized."""
+    """Name of the data set, and standardized training and test data."""
     if "SCALEGP_DATA" in os.environ:
         data = sgp.datasets.load_uci("kin40k")
         rows = np.random.default_rng(0).permutation(len(data.X_train))[:num_rows]
@@ -62,7 +63,7 @@ def scores_of(posterior, X, y):
 
 
 def plot(folder, X, posterior, column):
-    # Through the middle of the data, along the column with the shortest lengthscale.
+    # A slice through the median of the data, along one input.
     grid = jnp.linspace(*np.quantile(X[:, column], [0.02, 0.98]), 200)
     slice_ = jnp.broadcast_to(jnp.median(X, axis=0), (200, X.shape[1])).at[:, column].set(grid)
     paths = posterior.sample(jax.random.key(3), slice_, 8)
@@ -78,7 +79,7 @@ def plot(folder, X, posterior, column):
 
 
 def main(num_rows=10_000, num_later=500, folder="outputs/exact_large", **options):
-    """Run it all; returns the test scores before and after the later rows, and the posterior."""
+    """Run it all; returns test scores before and after the later data, and the posterior."""
     name, X, y, X_test, y_test = load_data(num_rows)
     first = len(X) - num_later
     values = sgp.infer.initial_hyperparameters(
@@ -88,7 +89,7 @@ def main(num_rows=10_000, num_later=500, folder="outputs/exact_large", **options
     posterior = sgp.posterior(model, values, X[:first], y[:first])
     scores = {"first": scores_of(posterior, X_test, y_test)}
 
-    # The later rows' solution starts at zero, the others' where it is.
+    # The solve starts from the previous solution, and from zero for the later observations.
     posterior = sgp.posterior(model, values, X, y, start=posterior)
     scores["all"] = scores_of(posterior, X_test, y_test)
     scores["rmse of the mean"] = float(jnp.std(y_test))

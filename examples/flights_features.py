@@ -1,12 +1,13 @@
-"""Flights with random features: a step sees 2,000 of 100,000 features.
+"""Flights with random features: a step uses two sets of 2,000 features out of 100,000.
 
-The flights of New York in 2013 under a Matern-3/2 kernel and a normal likelihood. A step takes
-1,000 of 295,000 flights and two random sets of 2,000 features, so that its cost depends on the
-number of neither; a control variate keeps the variance down. The hyperparameters wait for the
-weights, then train with them.
+The delays of flights from New York in 2013 are modeled with a Matern-3/2 kernel and a normal
+likelihood. A step uses 1,000 of 295,000 flights and two random sets of 2,000 features, so that its
+cost does not depend on their total numbers; a control variate (a term with mean zero) reduces the
+variance of the estimated objective. The hyperparameters stay fixed during the warmup steps and are
+then trained together with the weights.
 
-Printed is the error on test flights beside that of linear regression; the figure has the mean delay
-over the hours of a day.
+The script prints the errors of the GP and of linear regression on test flights. The figure shows
+the mean delay over the hours of a day.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import matplotlib.pyplot as plt
 
 
 def model(X, y, features, batch_size=None):
-    """A GP in weight space with normal noise; the kernel's lengthscales show what matters."""
+    """A GP in weight space with normal noise; lengthscales show which inputs matter."""
     prior = dist.LogNormal(jnp.log(3.0), 1.0).expand([X.shape[1]]).to_event(1)
     lengthscale = numpyro.sample("lengthscale", prior)
     variance = numpyro.sample("variance", dist.LogNormal(-0.7, 1.0))
@@ -46,7 +47,7 @@ def model(X, y, features, batch_size=None):
 
 
 def main(num_steps=10_000, num_features=100_000, rows=None, folder="outputs/flights_features"):
-    """Train, score and draw; returns the error and that of linear regression, in minutes."""
+    """Train, score and draw; returns the errors of GP and linear regression, in minutes."""
     data = sgp.datasets.load_flights()
     X, y = jnp.asarray(data.X_train[:rows], jnp.float32), jnp.asarray(data.y_train[:rows])
     X_test, y_test = jnp.asarray(data.X_test[:rows], jnp.float32), data.y_test[:rows]
@@ -55,8 +56,8 @@ def main(num_steps=10_000, num_features=100_000, rows=None, folder="outputs/flig
     features = sgp.features.RandomFourier(sgp.kernels.Matern32(1.0), num_features, seed=0).stored(d)
 
     values = {"lengthscale": jnp.full(d, 2.0), "variance": 0.3, "noise": 0.9}
-    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=values))
-    guide = sgp.guides.AutoChevronGP(model, rest=rest, rank=0)
+    hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=values))
+    guide = sgp.guides.AutoChevronGP(model, rest=hyperparameter_guide, rank=0)
     loss = sgp.infer.QuadruplyStochasticELBO(num_features=2000, control_variate_rank=500)
     svi = sgp.infer.RowSVI(
         model,

@@ -5,58 +5,56 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+import numpyro.distributions as dist
+
+import numpyro_scalegp as sgp
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-LEVELS = np.array([0.5, 0.9])
+LEVELS = (0.5, 0.9)
 
 
 class Score(NamedTuple):
-    """Errors at the test rows; RMSE in minutes, log density a row in standardized units."""
+    """Scores at the test flights."""
 
     name: str
-    rmse: float
-    log_density: float
-    coverage: np.ndarray  # of the central 50 % and 90 % intervals
+    rmse: float  # minutes
+    crps: float  # minutes
+    log_density: float  # mean over flights, of standardized delays
+    coverage: tuple[float, ...]  # of the central 50 % and 90 % intervals
 
 
-def score(name, data, replicates, log_density, rows=None):
-    """Score draws of the predictive distribution, shape (draws, rows)."""
-    y = data.y_test[:rows]
-    low, high = (np.quantile(replicates, 0.5 + side * LEVELS / 2, axis=0) for side in (-1, 1))
-    coverage = np.mean((low <= y) & (y <= high), axis=1)
-    rmse = data.y_scale * np.sqrt(np.mean((replicates.mean(axis=0) - y) ** 2))
-    return Score(name, float(rmse), float(log_density.mean()), coverage)
+def score(name, data, predictive, mean, log_density, rows=None):
+    """Score a predictive distribution, or draws of it, of shape (draws, flights)."""
+    y = jnp.asarray(data.y_test[:rows], jnp.float32)
+    rmse = data.y_scale * jnp.sqrt(jnp.mean(jnp.square(mean - y)))
+    crps = data.y_scale * sgp.scores.crps(predictive, y).mean()
+    coverage = tuple(float(sgp.scores.coverage(predictive, y, level=level)) for level in LEVELS)
+    return Score(name, float(rmse), float(crps), float(log_density.mean()), coverage)
 
 
 def baselines(data, rows=None):
     """Linear regression and the constant predictor, each with Gaussian noise."""
     scores = []
+    y = jnp.asarray(data.y_test[:rows], jnp.float32)
     for name, width in (("linear regression", data.X_train.shape[1]), ("constant", 0)):
         X, Xs = (np.c_[np.ones(len(A)), A[:, :width]] for A in (data.X_train, data.X_test[:rows]))
         weights, *_ = np.linalg.lstsq(X, data.y_train, rcond=None)
-        sd = np.std(data.y_train - X @ weights)
-        error = (data.y_test[:rows] - Xs @ weights) / sd
-        half_widths = np.array([0.67449, 1.64485])  # central 50 % and 90 % of a normal
-        scores.append(
-            Score(
-                name,
-                float(data.y_scale * sd * np.sqrt(np.mean(error**2))),
-                float(np.mean(-0.5 * error**2 - np.log(sd * np.sqrt(2 * np.pi)))),
-                np.mean(np.abs(error) <= half_widths[:, None], axis=1),
-            )
-        )
+        noise = np.std(data.y_train - X @ weights)
+        normal = dist.Normal(jnp.asarray(Xs @ weights, jnp.float32), float(noise))
+        scores.append(score(name, data, normal, normal.loc, normal.log_prob(y), rows))
     return scores
 
 
 def print_scores(scores):
     """Print a table."""
-    print(f"{'':18s} {'RMSE [min]':>10s} {'log density':>12s} {'in 50 %':>8s} {'in 90 %':>8s}")
-    for s in scores:
+    print()
+    print(f"{'':18s} {'RMSE':>10s} {'CRPS':>11s} {'log density':>12s} {'in 90 % interval':>17s}")
+    for row in scores:
         print(
-            f"{s.name:18s} {s.rmse:10.2f} {s.log_density:12.3f} "
-            f"{100 * s.coverage[0]:7.1f}% {100 * s.coverage[1]:7.1f}%"
+            f"{row.name:18s} {row.rmse:6.2f} min {row.crps:7.2f} min "
+            f"{row.log_density:12.3f} {100 * row.coverage[1]:15.1f} %"
         )
 
 

@@ -1,12 +1,13 @@
-"""Noise that grows with income: two GPs in one model, a mean and a log scale.
+"""Noise that grows with income: two GPs in one model, for a mean and a log scale.
 
-Engel's data (235 Belgian households, shipped with statsmodels): food expenditure spreads more the
-higher the income. One GP is the mean, the other one the log scale of the noise. Two GP sites stand
-in the model, so two guides are nested: the outer one owns the site `f` and takes everything else
-from the inner one, which owns `g`.
+In Engel's data (235 Belgian households, included in statsmodels), the spread of food expenditure
+grows with income. One GP is the mean, the other the log scale of the noise. Since the model has two
+GP sites, two guides are nested: the outer guide handles the site `f`, the inner guide the site `g`
+and all other sites.
 
-A model with one noise level is compared on held-out households. Its band is too wide where incomes
-are low and too narrow where they are high; that of the two sites follows the data.
+For comparison, a model with constant noise predicts the same held-out households. Its band is too
+wide for low incomes and too narrow for high incomes; the band of the model with two GPs follows the
+data.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import matplotlib.pyplot as plt
 
 
 def load():
-    """Log income and food expenditure in thousands of francs, every fourth row for testing."""
+    """Log income and food expenditure in 1,000 francs; every fourth household is for testing."""
     data = sm.datasets.engel.load_pandas().data.sort_values("income").to_numpy() / 1000.0
     X, y = jnp.asarray(np.log(data[:, :1])), jnp.asarray(data[:, 1])
     test = jnp.arange(len(y)) % 4 == 3
@@ -53,7 +54,7 @@ def model(X, y=None, *, two_sites):
 
 
 def main(num_inducing=20, num_steps=2000, num_draws=500, folder="outputs/heteroscedastic"):
-    """Run it all; returns the mean log predictive density of the test rows for both models."""
+    """Run it all; returns the mean log predictive density of the test data for both models."""
     train, test = load()
     points = sgp.features.kmeans_points(jax.random.key(0), train[0], num_inducing)
     inner = functools.partial(AutoSparseGP, site="g", inducing_points=points)

@@ -1,11 +1,13 @@
-"""Inputs that are unknown: a map of 150 irises, and a curve with noisy inputs.
+"""Unknown inputs: a map of 150 irises, and a curve with noisy inputs.
 
 The first model is a GP latent variable model: each of four measurements is an independent function
-of a flower's place in a plane, which is unknown. It knows nothing of the species, which color the
-picture; neighbors on its map are of one species more often than among principal components, where
-it starts. In the second one the inputs of a curve were measured with a known error, which NUTS
-takes into account; a GP that believes the measured inputs takes that error for noise. Gray lines
-in the last panel lead from a measured input to its posterior mean.
+of a flower's unknown position in a plane. The model does not use the species, which only color the
+figure. Nearest neighbors on its map are of the same species more often than in the plane of the
+first two principal components, from which the optimization starts.
+
+In the second model, the inputs of a curve were measured with a known error, which NUTS takes into
+account. A GP that treats the measured inputs as exact attributes their error to noise. Gray lines
+in the last panel lead from each measured input to its posterior mean.
 """
 
 import argparse
@@ -28,7 +30,7 @@ import matplotlib.pyplot as plt
 
 
 def map_model(Y):
-    """Columns of Y as functions of places Z, of which a standard normal is the unit."""
+    """The columns of Y are functions of unknown positions Z with standard normal priors."""
     n, num_outputs = Y.shape
     Z = numpyro.sample("Z", dist.Normal(0.0, 1.0).expand([n, 2]).to_event(2))
     prior = sgp.infer.lengthscale_prior(0.3, 10.0).expand([2]).to_event(1)
@@ -41,7 +43,7 @@ def map_model(Y):
 
 
 def curve_model(x, y, error):
-    """A curve whose inputs x were measured with a known error; none for exact ones."""
+    """A curve whose inputs x were measured with a known error, zero if they are exact."""
     X = x
     if error:
         X = numpyro.sample("X", dist.Normal(x, error).to_event(1))
@@ -53,18 +55,18 @@ def curve_model(x, y, error):
 
 
 def neighbors_agree(Z, labels):
-    """The share of rows whose nearest other row has the same label."""
+    """The share of points whose nearest neighbor has the same label."""
     distances = np.linalg.norm(Z[:, None] - Z, axis=-1) + np.diag(np.full(len(Z), np.inf))
     return float(np.mean(labels[distances.argmin(axis=1)] == labels))
 
 
 def main(num_steps=1000, num_draws=300, folder="outputs/latent_inputs"):
-    """Fit both; returns how well neighbors agree, and noise deviations of the curve."""
+    """Fit both models; returns the agreement of neighbors, and the noise of the curve."""
     iris = load_iris()
     Y = (iris.data - iris.data.mean(axis=0)) / iris.data.std(axis=0)
     linear = Y @ np.linalg.svd(Y, full_matrices=False)[2][:2].T
     linear = linear / linear.std(axis=0)
-    # From equal places nothing tells them apart: principal components are the start.
+    # At equal positions the gradient would be zero: start from principal components.
     start = init_to_value(values={"Z": linear, "lengthscale": np.full(2, 2.0), "noise": 0.1})
     guide = AutoNormal(map_model, init_loc_fn=start, init_scale=0.05)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.03, num_steps))
@@ -80,30 +82,30 @@ def main(num_steps=1000, num_draws=300, folder="outputs/latent_inputs"):
     truth = random.uniform(-3.0, 3.0, size=40)
     x = truth + error * random.normal(size=40)
     y = np.sin(2.0 * truth) + 0.1 * random.normal(size=40)
-    noises, moved = {}, x
-    for name, given in (("exact inputs", 0.0), ("noisy inputs", error)):
+    noises, inferred = {}, x
+    for name, assumed_error in (("exact inputs", 0.0), ("noisy inputs", error)):
         kernel = NUTS(curve_model, init_strategy=init_to_median)
         mcmc = MCMC(kernel, num_warmup=num_draws, num_samples=num_draws, progress_bar=False)
-        mcmc.run(jax.random.key(1), x, y, given)
+        mcmc.run(jax.random.key(1), x, y, assumed_error)
         draws = mcmc.get_samples()
         noises[name] = float(np.sqrt(np.median(draws["noise"])))
         print(f"{name}: noise {noises[name]:.2f} (it is 0.10)")
-        moved = np.mean(draws.get("X", x[None]), axis=0)
-    before, after = (np.sqrt(np.mean((one - truth) ** 2)) for one in (x, moved))
+        inferred = np.mean(draws.get("X", x[None]), axis=0)
+    before, after = (np.sqrt(np.mean((inputs - truth) ** 2)) for inputs in (x, inferred))
     print(f"RMSE of the inputs: measured {before:.2f}, posterior mean {after:.2f}")
-    draw(folder, maps, iris.target, x, moved, y)
+    draw(folder, maps, iris.target, x, inferred, y)
     return scores, noises
 
 
-def draw(folder, maps, species, x, moved, y):
-    """Both maps, and where the curve's points go."""
+def draw(folder, maps, species, x, inferred, y):
+    """Draw both maps, and the points of the curve at measured and inferred inputs."""
     figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
     for (name, points), axes in zip(maps.items(), panels, strict=False):
         axes.scatter(*points.T, c=species, s=8)
         axes.set(title=name, xlabel="first", ylabel="second")
-    panels[2].plot(np.stack([x, moved]), np.stack([y, y]), "0.7", linewidth=0.8)
+    panels[2].plot(np.stack([x, inferred]), np.stack([y, y]), "0.7", linewidth=0.8)
     panels[2].plot(x, y, ".", color="0.6", label="as measured")
-    panels[2].plot(moved, y, "C0.", label="posterior mean")
+    panels[2].plot(inferred, y, "C0.", label="posterior mean")
     panels[2].set(title="noisy inputs", xlabel="x", ylabel="y")
     panels[2].legend(loc="lower left")
     Path(folder).mkdir(parents=True, exist_ok=True)

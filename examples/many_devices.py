@@ -1,11 +1,11 @@
 """Several devices: an exact and a sparse GP on a mesh, compared with one device.
 
-The model is the same everywhere: its data are put on a mesh of devices, and that is all. The
-devices are virtual ones on a CPU, or real ones. With `--processes 2` there are two processes on
-this host instead, each of which reads its own part of the data.
+The model is the same for any number of devices; only the data are placed on a mesh of devices.
+These are real devices, or virtual devices on a CPU. With `--processes 2`, the script instead starts
+two processes on this host, each of which reads its own part of the data.
 
-Printed is how far values, gradients and posteriors are from those of one device; the script ends
-with an error if that is more than 1e-8.
+The script prints the differences between the results on the mesh and on one device, for values,
+gradients and posteriors, and ends with an error if a difference exceeds 1e-8.
 """
 
 import argparse
@@ -22,23 +22,23 @@ TOLERANCE = 1e-8
 
 
 def write_data(rows, parts, folder):
-    """Rows of a noisy function of three inputs, in as many files as there are processes."""
+    """Write noisy observations of a function of three inputs, in a file for each process."""
     generator = np.random.default_rng(0)
     X = generator.uniform(-2, 2, size=(rows, 3))
     y = np.sin(2 * X[:, 0]) * X[:, 1] + 0.2 * generator.normal(size=rows)
     edges = np.linspace(0, rows, parts + 1).astype(int)
-    for part, (start, end) in enumerate(itertools.pairwise(edges)):
-        np.savez(Path(folder) / f"part_{part}.npz", X=X[start:end], y=y[start:end])
+    for index, (start, end) in enumerate(itertools.pairwise(edges)):
+        np.savez(Path(folder) / f"part_{index}.npz", X=X[start:end], y=y[start:end])
 
 
 def read_data(parts, folder):
-    """The rows of some parts, one after the other."""
-    files = [np.load(Path(folder) / f"part_{part}.npz") for part in parts]
+    """The observations of several parts, concatenated."""
+    files = [np.load(Path(folder) / f"part_{index}.npz") for index in parts]
     return tuple(np.concatenate([file[name] for file in files]) for name in ("X", "y"))
 
 
 def results(X, y):
-    """Values, a gradient and posteriors, as arrays of NumPy by name."""
+    """Values, a gradient and posteriors, as NumPy arrays by name."""
     import jax
     import jax.numpy as jnp
     import numpyro
@@ -67,29 +67,29 @@ def results(X, y):
 
     @jax.jit
     def value_and_gradient(lengthscale, X, y):
-        return jax.value_and_grad(lambda one: exact(one, X).log_prob(y))(lengthscale)
+        return jax.value_and_grad(lambda value: exact(value, X).log_prob(y))(lengthscale)
 
-    found = {}
+    arrays = {}
     lengthscale = jnp.array([0.8, 1.0, 3.0])
-    found["log density"], found["its gradient"] = value_and_gradient(lengthscale, X, y)
+    arrays["log density"], arrays["its gradient"] = value_and_gradient(lengthscale, X, y)
     posterior = exact(lengthscale, X).condition(y, progress_bar=False)
-    found["posterior mean"], found["posterior variance"] = (
+    arrays["posterior mean"], arrays["posterior variance"] = (
         posterior.mean(Xs),
         posterior.variance(Xs),
     )
-    found["posterior draws"] = posterior.sample(jax.random.key(1), Xs, 4)
+    arrays["posterior draws"] = posterior.sample(jax.random.key(1), Xs, 4)
 
     points = np.random.default_rng(2).uniform(-2, 2, size=(30, 3))
     guide = sgp.guides.AutoSparseGP(sparse, inducing_points=points)
     svi = SVI(sparse, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(num_nodes=2))
     result = svi.run(jax.random.key(0), 20, X, y, progress_bar=False)
-    found["losses of SVI"] = result.losses
-    found["its posterior mean"] = sgp.posterior(sparse, guide, result, X, y).mean(Xs)
-    return {name: np.asarray(value) for name, value in found.items()}
+    arrays["losses of SVI"] = result.losses
+    arrays["its posterior mean"] = sgp.posterior(sparse, guide, result, X, y).mean(Xs)
+    return {name: np.asarray(value) for name, value in arrays.items()}
 
 
 def on_mesh(parts, folder):
-    """The results on all devices there are, from this process's part of the rows."""
+    """The results on a mesh of all devices, from this process's parts of the data."""
     import jax
 
     import numpyro_scalegp as sgp
@@ -99,18 +99,18 @@ def on_mesh(parts, folder):
 
 
 def work(place, processes, address, folder):
-    """What each of several processes does."""
+    """Run one of several processes."""
     import jax
 
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(address, processes, place)
-    found = on_mesh([place], folder)
+    arrays = on_mesh([place], folder)
     if place == 0:
-        np.savez(Path(folder) / "found.npz", **found)
+        np.savez(Path(folder) / "found.npz", **arrays)
 
 
 def start_workers(processes, folder):
-    """Run this script in several processes; an error if one of them fails."""
+    """Run this script in several processes; raise an error if one of them fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -128,24 +128,24 @@ def start_workers(processes, folder):
 
 
 def main(devices=8, processes=None, rows=603, output="outputs/many_devices"):
-    """Compare; the largest differences by name."""
+    """Compare the results; returns the largest differences by name."""
     Path(output).mkdir(parents=True, exist_ok=True)
     parts = processes or 1
     write_data(rows, parts, output)
-    # LAPACK's threads would wait for each other, one set of them for each virtual device.
+    # Each virtual device has its own LAPACK threads, which would wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     flag = f"--xla_force_host_platform_device_count={devices}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    found = start_workers(processes, output) if processes else None
+    actual = start_workers(processes, output) if processes else None
 
     import jax
 
     jax.config.update("jax_enable_x64", True)
     expected = results(*read_data(range(parts), output))
-    if found is None:
+    if actual is None:
         print(f"{jax.device_count()} devices: {jax.devices()}")
-        found = on_mesh(range(parts), output)
-    differences = {name: float(np.max(np.abs(found[name] - expected[name]))) for name in expected}
+        actual = on_mesh(range(parts), output)
+    differences = {name: float(np.max(np.abs(actual[name] - expected[name]))) for name in expected}
     for name, difference in differences.items():
         print(f"{name:20s} {difference:.1e}")
     if not max(differences.values()) < TOLERANCE:

@@ -1,10 +1,10 @@
-"""A file larger than memory: training that is killed, resumed, and predicts.
+"""A file larger than memory: training that is killed and resumed, and predictions.
 
 The script writes a Parquet file of eight inputs and a target, sorted by the first input, and trains
-a sparse GP on it for one epoch, in mini-batches that are read while steps run. A process that
-trains is killed in the middle by SIGKILL; training goes on from its last checkpoint, and the
-parameters are compared with those of a training without interruption. Then predictions for all rows
-are written to another file. Memory does not depend on `--rows`, so that the file may be larger. It
+a sparse GP on it for one epoch, with mini-batches that are read while steps run. A training process
+is killed by SIGKILL; training resumes from its last checkpoint, and the parameters are compared
+with the parameters of an uninterrupted run. Then predictions for all rows are written to another
+file. Memory use does not depend on `--rows`, so the file may be larger than memory. The example
 needs the extra `streams`.
 """
 
@@ -35,7 +35,7 @@ def function(X):
 
 
 def write(file, rows, chunk=2**18):
-    """Write noisy rows, a chunk at a time, sorted by the first input."""
+    """Write noisy observations, a chunk at a time, sorted by the first input."""
     generator = np.random.default_rng(0)
     schema = pa.schema([(name, pa.float32()) for name in [*INPUTS, "y"]])
     with pq.ParquetWriter(file, schema) as writer:
@@ -48,7 +48,7 @@ def write(file, rows, chunk=2**18):
 
 
 def model(X, y=None, size=None):
-    """A GP regression on one batch of `size` rows."""
+    """A GP regression on one batch of a data set of `size` rows."""
     scales = dist.LogNormal(0.0, 1.0).expand([X.shape[1]]).to_event(1)
     lengthscale = numpyro.sample("lengthscale", scales)
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
@@ -58,11 +58,11 @@ def model(X, y=None, size=None):
 
 
 def train(folder, batch_size, every, checkpoint=None):
-    """Train for an epoch, from the checkpoint if there is one; the guide, its result and data."""
+    """Train for an epoch, from the checkpoint if any; returns guide, result, stream and a batch."""
     stream = sgp.streams.parquet(
         folder / "rows.parquet", inputs=INPUTS, target="y", batch_size=batch_size, seed=0
     )
-    # The first batch has rows from all of the file: enough for inducing points, or for scales.
+    # The first batch has rows from all parts of the file, so that it can give inducing points.
     X, y = next(iter(stream))
     points = sgp.features.kmeans_points(jax.random.key(1), X, 64)
     guide = sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=points)
@@ -81,14 +81,14 @@ def kill(folder, batch_size, every):
     with subprocess.Popen(command) as training:
         while training.poll() is None and not (folder / "checkpoint.npz").exists():
             time.sleep(0.02)
-        training.kill()  # SIGKILL: the process can do nothing about it
+        training.kill()  # SIGKILL, which the process cannot catch
     done = len(sgp.load(folder / "checkpoint.npz").losses)
     print(f"killed; the checkpoint has {done} steps")
     return done
 
 
 def errors(folder, chunk=2**16):
-    """The root mean squared error of the written means to the function, chunk by chunk."""
+    """The RMSE of the predicted means against the function, computed in chunks."""
     total, rows = 0.0, pq.ParquetFile(folder / "rows.parquet")
     means = pq.ParquetFile(folder / "predictions.parquet").iter_batches(chunk, columns=["mean"])
     for batch, mean in zip(rows.iter_batches(chunk, columns=INPUTS), means, strict=True):
@@ -98,16 +98,17 @@ def errors(folder, chunk=2**16):
 
 
 def main(rows=300_000, batch_size=2048, every=20, output="outputs/more_than_memory"):
-    """Kill a training, go on, compare and predict; whether all is the same, and the error."""
+    """Kill, resume, compare and predict; returns whether the parameters agree, and the error."""
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint.npz").unlink(missing_ok=True)
     write(folder / "rows.parquet", rows)
     kill(folder, batch_size, every)
     guide, resumed, stream, batch = train(folder, batch_size, every, folder / "checkpoint.npz")
-    through = train(folder, batch_size, every)[1]
+    uninterrupted = train(folder, batch_size, every)[1]
     same = all(
-        np.array_equal(resumed.params[name], through.params[name]) for name in through.params
+        np.array_equal(resumed.params[name], uninterrupted.params[name])
+        for name in uninterrupted.params
     )
     print("as without interruption, to the last bit:", same)
     posterior = sgp.posterior(model, guide, resumed, *batch, size=stream.num_rows)

@@ -1,13 +1,13 @@
-"""Features of a network: a deep kernel in mini-batches of 32.
+"""Features of a network: a deep kernel without inducing points, in mini-batches of 32.
 
-The last layer of a network gives 128 features, and the GP's kernel is their inner product: there
-are no inducing points. Network, noise and the posterior mean of the weights are trained by the log
-marginal likelihood of all rows, from 32 of them at a time; then one pass gives the exact posterior
-under the features found. Real data where `SCALEGP_DATA` names a folder of UCI data sets (`--data
-bike`), a made-up function of eight inputs otherwise.
+The last layer of a neural network has 128 outputs, and the GP's kernel is their inner product, so
+that no inducing points are needed. The network, the noise and the posterior mean of the weights are
+trained on the log marginal likelihood of all data, from mini-batches of 32; then one pass over the
+data yields the exact posterior under the learned features. The data are simulated from a function
+of eight inputs or, if `SCALEGP_DATA` names a folder of UCI data sets, real (`--data bike`).
 
-Printed are time, and error and log density on test rows, in standardized units. The figure is the
-estimate of the log marginal likelihood as training goes on.
+The script prints the training time, and the error and log density on test data in standardized
+units. The figure shows the estimated log marginal likelihood during training.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def load(name):
 
 def main(data="bike", epochs=30, folder="outputs/network_features"):
     """Train, condition and score; returns the error in standardized units."""
-    X, y, X_test, y_test = (jnp.asarray(part, jnp.float32) for part in load(data))
+    X, y, X_test, y_test = (jnp.asarray(array, jnp.float32) for array in load(data))
     batch_size, logdet = 32, sgp.log_determinants.Variational()
     num_steps = epochs * len(X) // batch_size
     svi = SVI(
@@ -89,7 +89,7 @@ def main(data="bike", epochs=30, folder="outputs/network_features"):
     result = svi.run(jax.random.key(0), num_steps, *args, progress_bar=False)
     print(f"{len(X):,} rows, {num_steps:,} steps: {time.perf_counter() - began:.0f} s")
 
-    posterior = sgp.posterior(model, guide, result, X, y, None, logdet)  # of all rows
+    posterior = sgp.posterior(model, guide, result, X, y, None, logdet)  # given all data
     predicted = posterior.predictive(X_test)
     error = float(jnp.sqrt(jnp.mean(jnp.square(predicted.mean - y_test))))
     print(f"test RMSE {error:.3f}, log density {float(predicted.log_prob(y_test).mean()):.3f}")

@@ -1,11 +1,11 @@
-"""A relevance vector machine: a noisy sinc from a dozen of 500 functions.
+"""A relevance vector machine: a noisy sinc function from a dozen of 500 basis functions.
 
-There is a kernel function at each of 500 rows, and its weight has a prior precision of its own,
-learned with the rest: most go to infinity, which switches their functions off. A step takes 100 of
-the rows and all functions.
+The basis has a kernel function centered at each of 500 data points. The weight of each function has
+its own prior precision, which is learned. Most precisions go to infinity, so that the weights
+become zero and the functions drop out. A step uses 100 of the data points and all basis functions.
 
-Printed are how many functions are left, and how far the posterior mean is from the true function.
-Large dots in the figure are the rows whose functions are left.
+The script prints the number of remaining functions and the error of the posterior mean. Large dots
+in the figure are the relevance vectors: the data points whose functions remain.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def data(num_rows, seed):
 
 
 def model(X, y, batch_size):
-    """Kernel functions centered on all rows, with independent weights."""
+    """Kernel functions centered at all data points, with independent weights."""
     features = sgp.features.InducingPoints(sgp.kernels.RBF(1.5), X)
     start = jnp.full(len(X), 1e3)
     precision = numpyro.param("precision", start, constraint=constraints.positive, rows=True)

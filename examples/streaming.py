@@ -1,12 +1,12 @@
-"""Batches without end: a GP whose mean takes up a thousand points as they come.
+"""An infinite stream: a GP that adds points for its mean as batches arrive.
 
-A function of two inputs with much detail, seen through noise in batches that are never kept for
-long. Each batch trains the covariance by one step of SVI and adds points for the mean, up to 1,024
-of them. The last 40 batches are held, and now and then the mean is solved for on them; older ones
-are forgotten.
+The target is a function of two inputs with fine detail, observed with noise in batches. Each batch
+trains the covariance by one step of SVI and adds inducing points for the mean, up to 1,024. Only
+the last 40 batches are stored, and after every 40 batches a linear solve with them computes the
+mean.
 
-Look at the test error as the stream goes on: that of a sparse GP with the same 64 inducing points
-falls slowly and stays far above, since 64 points hold little of the function.
+Compare the test errors: with the same 64 inducing points, the error of a sparse GP decreases slowly
+and stays far larger, since 64 points cannot represent the function.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from numpyro.infer.initialization import init_to_value
 
 import numpyro_scalegp as sgp
 
-ROWS = 1_000_000  # expected in all: what each batch stands for
+ROWS = 1_000_000  # expected in total, which each batch represents
 
 
 def function(X):
-    """A function of two inputs with much detail."""
+    """A function of two inputs with fine detail."""
     return np.sin(6 * X[:, 0] * X[:, 1]) + 0.5 * np.cos(12 * X[:, 0]) * np.sin(9 * X[:, 1])
 
 
 def stream(seed, batch_size=512):
-    """Noisy batches without end."""
+    """An infinite stream of noisy batches."""
     generator = np.random.default_rng(seed)
     while True:
         X = generator.uniform(-1, 1, size=(batch_size, 2)).astype(np.float32)
@@ -44,7 +44,7 @@ def stream(seed, batch_size=512):
 
 
 def hyperparameters():
-    """Priors; a lengthscale for both inputs."""
+    """The kernel and the noise, with their priors; both inputs have the same lengthscale."""
     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(-1.0, 1.0))
     variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
@@ -52,7 +52,7 @@ def hyperparameters():
 
 
 def exact_model(X, y):
-    """An exact GP regression, for the first batch alone."""
+    """An exact GP regression on the first batch."""
     kernel, noise = hyperparameters()
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, noise**2), obs=y)
 
@@ -66,7 +66,7 @@ def model(X, y=None, size=ROWS):
 
 
 def follow(guide, batches, every, held):
-    """Train on a stream; the test errors on the way."""
+    """Train on a stream; returns the test errors during training."""
     svi = SVI(guide.model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(num_nodes=2))
     update = jax.jit(svi.update)
 
@@ -74,7 +74,7 @@ def follow(guide, batches, every, held):
     def solve(params, X, y):
         if not hasattr(guide, "solve_mean"):
             return params
-        # The rows that are held count once here: as all rows there are, they would be overfitted.
+        # Each observation counts once: weighted as all `ROWS`, they would be overfitted.
         return guide.solve_mean(params, X, y, size=len(X)).params
 
     X_test = next(stream(seed=1, batch_size=4000))[0]
@@ -84,7 +84,7 @@ def follow(guide, batches, every, held):
         state, _ = update(state, X, y)
         recent.append((X, y))
         if step % every == 0:
-            # The points that have been taken up are mutable state, not parameters.
+            # The points added to the mean are mutable state, not parameters.
             fitted = {**svi.get_params(state), **(state.mutable_state or {})}
             fitted = solve(fitted, *map(np.concatenate, zip(*recent, strict=True)))
             state = sgp.infer.replace_params(svi, state, fitted)
@@ -97,17 +97,17 @@ def follow(guide, batches, every, held):
 def main(
     batches=400, every=40, held=40, num_inducing=64, num_residual=1024, output="outputs/streaming"
 ):
-    """Follow the stream with both guides, and draw their errors."""
+    """Train on the stream with both guides, and draw their errors."""
     X, y = next(stream(seed=0))
-    # 64 points cannot fit a short lengthscale, nor little noise; the first batch, fitted exactly,
-    # can.
+    # 64 points are too few to learn a short lengthscale and small noise. An exact fit to the first
+    # batch can.
     start = sgp.infer.initial_hyperparameters(
         jax.random.key(0), exact_model, X, y, num_subsets=1, subset_size=len(y)
     )
     print("first batch:", {name: round(float(value), 3) for name, value in start.items()})
-    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=start))
+    hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=start))
     points = sgp.features.kmeans_points(jax.random.key(1), X, num_inducing)
-    sparse = sgp.guides.AutoSparseGP(model, rest=rest, inducing_points=points)
+    sparse = sgp.guides.AutoSparseGP(model, rest=hyperparameter_guide, inducing_points=points)
     hybrid = sgp.guides.AutoHybridGP(
         numpyro.handlers.condition(model, data=start),
         rest=AutoDelta, inducing_points=points, num_residual=num_residual, growth=128,

@@ -1,16 +1,17 @@
-"""A map with clouds: land surface temperatures where a satellite saw none.
+"""A map with clouds: land surface temperatures where a satellite saw only clouds.
 
-A Gaussian process with a rough Matern-1/2 kernel on a grid of which clouds hide a part. Its density
-is that of each cell given its thirty nearest ones before it (Vecchia's approximation), so that
-hyperparameters come from mini-batches of cells, and predictions from the cells around.
+A Gaussian process with a rough Matern-1/2 kernel models the temperatures on a grid that is partly
+hidden by clouds. Vecchia's approximation conditions each cell on the thirty nearest cells that
+precede it in an ordering, so that the hyperparameters can be trained on mini-batches of cells, and
+predictions use nearby cells.
 
-Without data the map is made up, with 20,000 cells. Where the environment variable `SCALEGP_DATA`
-names a folder that has it, the map is that of the competition of Heaton et al. (2019), with 105,569
-cells to learn from and 42,740 to predict, and scores are theirs, in degrees.
+The map is simulated, with 22,500 cells. If the environment variable `SCALEGP_DATA` names a folder
+that contains them, the data are instead from the competition of Heaton et al. (2019), with 105,569
+cells for training and 42,740 for testing, and the script prints the competition's scores, in
+degrees.
 """
 
 import argparse
-import math
 import os
 import time
 from pathlib import Path
@@ -32,18 +33,18 @@ import matplotlib.pyplot as plt
 
 
 def load(side):
-    """Cells that were seen and their temperatures, those of cells that were not, and the scale."""
+    """Visible cells and their temperatures, hidden ones and theirs, and mean and scale."""
     if "SCALEGP_DATA" in os.environ:
         data = sgp.datasets.load_uci("satellite", 0)
-        seen, hidden = (data.X_train, data.y_train), (data.X_test, data.y_test)
-        return *seen, *hidden, float(data.y_mean), float(data.y_scale)
+        visible, hidden = (data.X_train, data.y_train), (data.X_test, data.y_test)
+        return *visible, *hidden, float(data.y_mean), float(data.y_scale)
     axis = np.linspace(-1.7, 1.7, side)
     X = np.stack(np.meshgrid(axis, axis), axis=-1).reshape(-1, 2)
     kernel = sgp.kernels.Matern12(0.5)
     functions = sgp.GaussianProcess(kernel, X[:1], 1.0).condition(jnp.zeros(1))
     f = functions.sample_functions(jax.random.key(0), 2, num_features=4000)(X)
     y = np.asarray(f[0]) + 0.1 * np.random.default_rng(0).normal(size=len(X))
-    hidden = np.asarray(f[1]) > 0.6  # another function's heights are the clouds
+    hidden = np.asarray(f[1]) > 0.6  # clouds are where a second function is large
     return X[~hidden], y[~hidden], X[hidden], y[hidden], 0.0, 1.0
 
 
@@ -61,7 +62,7 @@ def model(X, y=None, *, estimator, batch_size=None):
 
 
 def fit(X, y, steps, batch_size):
-    """The posterior, from two runs: the second with neighbors in the first one's lengthscales."""
+    """The posterior, from two runs: the second finds neighbors by the fitted lengthscales."""
     estimator, start = sgp.estimators.Vecchia(num_neighbors=30), init_to_median()
     kernel = None
     for number in (steps // 4, steps):
@@ -69,8 +70,8 @@ def fit(X, y, steps, batch_size):
         guide = AutoDelta(model, init_loc_fn=start)
         optimizer = optax.adam(optax.cosine_decay_schedule(0.03, number))
         svi = SVI(model, guide, optimizer, Trace_ELBO())
-        given = {"estimator": estimator, "batch_size": batch_size}
-        result = svi.run(jax.random.key(0), number, X, y, progress_bar=False, **given)
+        options = {"estimator": estimator, "batch_size": batch_size}
+        result = svi.run(jax.random.key(0), number, X, y, progress_bar=False, **options)
         median = guide.median(result.params)
         kernel, start = sgp.kernels.Matern12(median["lengthscale"]), init_to_value(values=median)
     print({name: np.round(np.asarray(value), 3).tolist() for name, value in median.items()})
@@ -78,25 +79,21 @@ def fit(X, y, steps, batch_size):
 
 
 def score(predictive, y, scale):
-    """Mean absolute error, RMSE, CRPS, interval score and coverage of 95 %."""
-    mean, deviation = np.asarray(predictive.mean), np.sqrt(np.asarray(predictive.variance))
-    error = y - mean
-    normal = dist.Normal(0.0, 1.0)
-    z = error / deviation
-    density, cdf = np.exp(np.asarray(normal.log_prob(z))), np.asarray(normal.cdf(z))
-    crps = deviation * (z * (2.0 * cdf - 1.0) + 2.0 * density - 1.0 / math.sqrt(math.pi))
-    beyond = np.maximum(np.abs(error) - 1.96 * deviation, 0.0)
+    """Mean absolute error, RMSE, CRPS, and score and coverage of 95 % intervals."""
+    y = jnp.asarray(y, jnp.float32)
+    error = jnp.abs(y - predictive.mean)
+    interval = sgp.scores.interval_score(predictive, y, level=0.95)
     return {
-        "MAE": scale * float(np.abs(error).mean()),
-        "RMSE": scale * float(np.sqrt(np.square(error).mean())),
-        "CRPS": scale * float(crps.mean()),
-        "interval score": scale * float((3.92 * deviation + 40.0 * beyond).mean()),
-        "coverage": float((beyond == 0.0).mean()),
+        "MAE": scale * float(error.mean()),
+        "RMSE": scale * float(jnp.sqrt(jnp.square(error).mean())),
+        "CRPS": scale * float(sgp.scores.crps(predictive, y).mean()),
+        "interval score": scale * float(interval.mean()),
+        "coverage": float(sgp.scores.coverage(predictive, y, level=0.95)),
     }
 
 
 def main(steps=400, batch_size=128, side=150, folder="outputs/temperatures"):
-    """Fit, predict, score, draw; returns the scores."""
+    """Fit, predict, score and draw; returns the scores."""
     X, y, X_hidden, y_hidden, middle, scale = load(side)
     X, X_hidden = jnp.asarray(X, jnp.float32), jnp.asarray(X_hidden, jnp.float32)
     print(f"{len(X)} cells that were seen, {len(X_hidden)} behind clouds")
@@ -107,24 +104,30 @@ def main(steps=400, batch_size=128, side=150, folder="outputs/temperatures"):
     scores["deviation"] = scale * float(np.std(y_hidden))
     print(f"{time.perf_counter() - start:.0f} s to fit and predict; behind clouds")
     print(", ".join(f"{name} {value:.3f}" for name, value in scores.items()))
-    seen, hidden = middle + scale * y, middle + scale * np.asarray(predictive.mean)
+    visible, hidden = middle + scale * y, middle + scale * np.asarray(predictive.mean)
     deviation = scale * np.sqrt(np.asarray(predictive.variance))
-    draw(folder, X, X_hidden, seen, hidden, deviation)
+    draw(folder, X, X_hidden, visible, hidden, deviation)
     return scores
 
 
-def draw(folder, X, X_hidden, seen, hidden, deviation):
-    """What was seen, what is predicted behind clouds, and how well that is known."""
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3.4), sharex=True, sharey=True)
-    figure.set_layout_engine("constrained")
-    options = {"s": 1.5, "marker": "s", "linewidths": 0.0, "rasterized": True}
-    limits = {"vmin": np.min(seen), "vmax": np.max(seen)}
-    both = np.concatenate([X, X_hidden]), np.concatenate([seen, hidden])
-    panels[0].scatter(*np.asarray(X).T, c=seen, **limits, **options)
-    points = panels[1].scatter(*both[0].T, c=both[1], **limits, **options)
-    spread = panels[2].scatter(*np.asarray(X_hidden).T, c=deviation, cmap="magma", **options)
-    figure.colorbar(points, ax=list(panels[:2]), label="temperature")
-    figure.colorbar(spread, ax=panels[2], label="standard deviation")
+def draw(folder, X, X_hidden, visible, hidden, deviation):
+    """Draw visible temperatures, predictions behind clouds, and their uncertainty."""
+    cells = np.concatenate([X, X_hidden])
+    (columns, column), (rows, row) = (np.unique(x, return_inverse=True) for x in cells.T)
+
+    def on_grid(of_visible, of_hidden):
+        grid = np.full((len(rows), len(columns)), np.nan)
+        grid[row, column] = np.concatenate([of_visible, of_hidden])
+        return grid
+
+    figure, panels = plt.subplots(1, 3, figsize=(10, 3.0), layout="constrained")
+    limits = {"vmin": np.min(visible), "vmax": np.max(visible)}
+    no_visible, no_hidden = np.full(len(X), np.nan), np.full(len(X_hidden), np.nan)
+    panels[0].imshow(on_grid(visible, no_hidden), origin="lower", **limits)
+    completed = panels[1].imshow(on_grid(visible, hidden), origin="lower", **limits)
+    spread = panels[2].imshow(on_grid(no_visible, deviation), origin="lower", cmap="magma")
+    figure.colorbar(completed, ax=list(panels[:2]), label="temperature", shrink=0.85)
+    figure.colorbar(spread, ax=panels[2], label="standard deviation", shrink=0.85)
     for panel, title in zip(panels, ("seen", "with predictions", "uncertainty"), strict=True):
         panel.set(title=title, xticks=[], yticks=[])
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -135,5 +138,5 @@ def draw(folder, X, X_hidden, seen, hidden, deviation):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--side", type=int, default=150, help="cells of a side of a made-up map")
+    parser.add_argument("--side", type=int, default=150, help="cells of a side of a simulated map")
     main(**vars(parser.parse_args()))

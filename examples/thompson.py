@@ -1,12 +1,13 @@
-"""Thompson sampling: the next experiments are where posterior draws are largest.
+"""Thompson sampling: the next experiments are at the maxima of posterior draws.
 
-The yield of a made-up process with two settings, measured with noise. In every round four functions
-are drawn from the posterior given all experiments so far; each is maximized by gradient ascent from
-the best of many random settings, and the next four experiments are at the maxima. Where the yield
-is uncertain, the functions disagree and explore; where it is known to be low, none has its maximum.
+The simulated yield of a process with two settings is measured with noise. In each round, four
+functions are drawn from the posterior given all experiments so far. Each function is maximized by
+gradient ascent from the best of many random settings, and the next four experiments are at the
+maxima. Where the yield is uncertain, the functions differ, so that some have their maximum there;
+where the yield is known to be low, no function has its maximum.
 
-The lines printed are the yields measured in each round: they explore both hills, then stay on the
-higher one. Dots of the figure are experiments, darker the later they were made.
+The script prints the yields measured in each round: they explore both hills, then stay on the
+higher one. Dots in the figure are experiments; later ones are darker.
 """
 
 import argparse
@@ -43,11 +44,11 @@ def model(X, y=None):
 
 @jax.jit
 def maxima(key, functions):
-    """Where each of the functions is largest in the unit square, shape (num_samples, 2)."""
+    """The maximizer of each function in the unit square, shape (num_samples, 2)."""
     starts = jax.random.uniform(key, (2000, 2))
     best = starts[jnp.argmax(functions(starts), axis=1)]
 
-    def total(X):  # each function at its own row
+    def total(X):  # the sum of each function at its row of X
         return jnp.trace(functions(X))
 
     def climb(X, _):
@@ -57,7 +58,7 @@ def maxima(key, functions):
 
 
 def main(num_rounds=8, num_functions=4, num_first=16, folder="outputs/thompson"):
-    """Run it all; returns the true yield at the settings of the best mean, and the largest one."""
+    """Run it all; returns the yield where the posterior mean is largest, and the largest yield."""
     keys = iter(jax.random.split(jax.random.key(0), 3 * num_rounds + 3))
 
     def experiment(X):
@@ -71,13 +72,13 @@ def main(num_rounds=8, num_functions=4, num_first=16, folder="outputs/thompson")
         functions = posterior.sample_functions(next(keys), num_functions)
         new = maxima(next(keys), functions)
         X, y = jnp.concatenate([X, new]), jnp.concatenate([y, experiment(new)])
-        print(f"round {number + 1}:", *[f"{one:.2f}" for one in y[-num_functions:]])
+        print(f"round {number + 1}:", *[f"{value:.2f}" for value in y[-num_functions:]])
 
     side = jnp.linspace(0.0, 1.0, 101)
     grid = jnp.stack(jnp.meshgrid(side, side), axis=-1).reshape(-1, 2)
     truth, mean = true_yield(grid), sgp.posterior(model, values, X, y).mean(grid)
-    found, largest = float(truth[jnp.argmax(mean)]), float(truth.max())
-    print(f"after {len(y)} experiments: yield {found:.2f}; the largest is {largest:.2f}")
+    best, largest = float(truth[jnp.argmax(mean)]), float(truth.max())
+    print(f"after {len(y)} experiments: yield {best:.2f}; the largest is {largest:.2f}")
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
     panels = [("true yield", truth), ("one function of the last round", functions(grid)[0])]
@@ -91,7 +92,7 @@ def main(num_rounds=8, num_functions=4, num_first=16, folder="outputs/thompson")
     axes[0].set_ylabel("second setting")
     Path(folder).mkdir(parents=True, exist_ok=True)
     figure.savefig(Path(folder) / "yield.svg")
-    return found, largest
+    return best, largest
 
 
 if __name__ == "__main__":

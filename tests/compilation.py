@@ -1,4 +1,4 @@
-"""What tests ask of compilation: its optimizations, how often there is one, and sizes of arrays."""
+"""Compiler options for tests, counts of compilations, and sizes of arrays in programs."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ optimized = functools.partial(
 
 
 class Programs:
-    """How many programs were compiled."""
+    """The number of compiled programs."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -32,7 +32,7 @@ programs = Programs()
 
 
 def assert_compiled_once(call: Callable[[float], Any]) -> None:
-    """The third call, with other values of the same shapes, compiles nothing."""
+    """Assert that the third call, with other values of the same shapes, compiles nothing."""
     call(1.0)
     call(1.1)
     before = programs.number

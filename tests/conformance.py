@@ -1,4 +1,4 @@
-"""What the conformance tests share."""
+"""Helpers of the conformance tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +24,13 @@ def inputs(n: int = 6, seed: int = 0, kernel: AbstractKernel | None = None) -> A
     Columns where a kernel has categories hold some of these.
     """
     X = np.random.default_rng(seed).normal(size=(n, NUM_COLUMNS))
-    for column, known in {} if kernel is None else kernel.categories(NUM_COLUMNS).items():
-        X[:, column] = np.resize(known, n)
+    for column, categories in {} if kernel is None else kernel.categories(NUM_COLUMNS).items():
+        X[:, column] = np.resize(categories, n)
     return jnp.array(np.concatenate([X, X[:1]]))
 
 
 def with_neighbors(estimator: Any, X: Array) -> Any:
-    """An estimator that knows the neighbors of the rows of X, where it needs these."""
+    """The estimator, with the neighbors of the rows of X if it needs them."""
     return estimator.find_neighbors(X) if hasattr(estimator, "find_neighbors") else estimator
 
 
@@ -48,14 +48,14 @@ def assert_round_trip(tree: Any) -> None:
     assert type(again) is type(tree)
     leaves_again, structure_again = jax.tree.flatten(again)
     assert structure_again == structure
-    for one, other in zip(leaves, leaves_again, strict=True):
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        np.testing.assert_array_equal(one, other)
+    for leaf, leaf_again in zip(leaves, leaves_again, strict=True):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, leaf_again = jax.random.key_data(leaf), jax.random.key_data(leaf_again)
+        np.testing.assert_array_equal(leaf, leaf_again)
 
 
 def tolerance(*matrices: Array) -> float:
-    """What rounding may add to an entry of gram matrices."""
+    """A bound on rounding errors in the entries of Gram matrices."""
     largest = max(float(jnp.max(jnp.abs(matrix))) for matrix in matrices)
     return 50 * float(jnp.finfo(matrices[0].dtype).eps) * max(1.0, largest)
 

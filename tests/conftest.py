@@ -1,4 +1,4 @@
-"""Set-up and fixtures that every test can use."""
+"""Setup and fixtures for all tests."""
 
 import functools
 import gc
@@ -12,12 +12,12 @@ from importlib.metadata import version
 from typing import Any
 
 # Two processes whose thread pools both span all cores wait for each other: with several workers,
-# each keeps to a core of its own. XLA sizes its pools by the affinity it finds.
+# each keeps to its own core. XLA sizes its pools by the affinity it finds.
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if worker and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-# LAPACK's threads do so as well, and those of several devices wait for each other.
+# LAPACK's threads do so as well, and threads of several devices wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # On a GPU every worker would otherwise claim most of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -26,10 +26,9 @@ flags = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",  # there is one core for each process
-    "--xla_force_host_platform_device_count=8",  # for meshes; what lies on none is on the first
+    "--xla_force_host_platform_device_count=8",  # for meshes; other arrays are on the first device
 ]
-# The emitters that take long, too, can still be done without on JAX 0.10; newer lines end the
-# process at an unknown flag.
+# JAX 0.10 can also disable the slow emitters; later versions end the process at an unknown flag.
 if version("jaxlib").startswith("0.10."):
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
@@ -79,7 +78,7 @@ jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
 
 def pytest_sessionfinish() -> None:
-    """Remove what this process has compiled."""
+    """Remove the compiled programs of this process."""
     shutil.rmtree(compiled_programs, ignore_errors=True)
 
 
@@ -99,7 +98,7 @@ jax.monitoring.register_event_duration_secs_listener(count_compiled)
 
 
 class MonkeyPatch(pytest.MonkeyPatch):  # type: ignore[misc]
-    """One that leaves no compiled program of what it replaces, nor of what it put there."""
+    """A `monkeypatch` that clears compiled programs before and after its replacements."""
 
     def setattr(self, *args: Any, **kwargs: Any) -> None:
         super().setattr(*args, **kwargs)
@@ -114,14 +113,14 @@ class MonkeyPatch(pytest.MonkeyPatch):  # type: ignore[misc]
 
 @pytest.fixture
 def monkeypatch() -> Iterator[MonkeyPatch]:
-    """In place of pytest's own."""
+    """Replaces pytest's fixture."""
     patch = MonkeyPatch()
     yield patch
     patch.undo()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave long tests out after the time that TEST_UNTIL says, in seconds since 1970."""
+    """Skip long tests after the time TEST_UNTIL, in seconds since 1970."""
     until = float(os.environ.get("TEST_UNTIL", "inf"))
     long = {"slow", "monte_carlo", "one_interpreter"}
     if time.time() > until and long & {mark.name for mark in item.iter_markers()}:
@@ -145,12 +144,12 @@ seconds_by_file: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up what each file takes: what is slow may be many tests."""
+    """Sum the durations of each file, since many fast tests can be slow together."""
     seconds_by_file[report.nodeid.partition("::")[0]] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which files took longest, where the slowest tests are asked for."""
+    """Report the slowest files if the slowest tests are requested."""
     if terminalreporter.config.getoption("durations"):
         terminalreporter.section("slowest files")
         for name, seconds in seconds_by_file.most_common(30):

@@ -8,9 +8,9 @@ BLOCKS = blocks("docs/develop/extending.md")
 
 
 def _run() -> dict[str, Any]:
-    found: dict[str, Any] = {"__name__": __name__}
-    exec("\n".join(BLOCKS), found)
-    return found
+    namespace: dict[str, Any] = {"__name__": __name__}
+    exec("\n".join(BLOCKS), namespace)
+    return namespace
 
 
 CLASSES = _run()

@@ -9,7 +9,7 @@ N, D, BATCH = 300, 20, 16
 
 
 def data(n: int = N) -> tuple[Array, Array]:
-    """Inputs, and observations that six of twenty features explain."""
+    """Inputs, and observations that depend on six of twenty features."""
     rng = np.random.default_rng(0)
     X, weights = rng.normal(size=(n, 3)), rng.normal(size=6)
     phase = np.random.default_rng(1).normal(size=(3, D))
@@ -18,7 +18,7 @@ def data(n: int = N) -> tuple[Array, Array]:
 
 
 def features(log_scale: Array, X: Array) -> Array:
-    """One scale for each feature: the log-determinant is what keeps those without use small."""
+    """One scale for each feature; the log-determinant shrinks the scales of irrelevant features."""
     phase = jnp.array(np.random.default_rng(1).normal(size=(3, D)))
     return jnp.sqrt(2.0) * jnp.exp(log_scale) * jnp.cos(X @ phase)
 

@@ -1,4 +1,4 @@
-"""Files of the repository beside the package: scripts as modules, and the code of pages."""
+"""Scripts of the repository as modules, and the code of its pages."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(path: str) -> ModuleType:
-    """A script as a module, which its classes can find under its name."""
+    """A script as a module, registered under its name so that its classes find it."""
     name = path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None
@@ -29,5 +29,5 @@ def blocks(page: str) -> list[str]:
         cells = json.loads((ROOT / page).read_text())["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     fenced = r"^( *)```python\n(.*?)^\1```"
-    found = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
-    return [textwrap.dedent(block) for _, block in found]
+    matches = re.findall(fenced, (ROOT / page).read_text(), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in matches]

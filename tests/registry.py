@@ -18,23 +18,25 @@ from numpyro.distributions import Distribution
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.estimators import AbstractEstimator
-from numpyro_scalegp.families.natural import NaturalSparseGP
-from numpyro_scalegp.families.sparse import SparsePosterior
 from numpyro_scalegp.features import AbstractFeatures
 from numpyro_scalegp.guides import AbstractGPGuide
+from numpyro_scalegp.integrated.finite_rkhs.log_determinant import AbstractLogDeterminant
 from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.log_determinants.log_determinant import AbstractLogDeterminant
-from numpyro_scalegp.posteriors.mixture import MixturePosterior
-from numpyro_scalegp.posteriors.outputs import OutputsPosterior
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.likelihoods.elbo import AbstractParticleELBO
+from numpyro_scalegp.linear.preconditioners import AbstractPreconditioner
+from numpyro_scalegp.processes.expansion import ExpansionPosterior, WhitenedNormal
+from numpyro_scalegp.processes.mixture import MixturePosterior
+from numpyro_scalegp.processes.outputs import OutputsPosterior
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.programs.functions import constant_function
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
-from numpyro_scalegp.solvers.preconditioners import AbstractPreconditioner
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO
+from numpyro_scalegp.variational.shifted import ShiftedGP
+from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
 from tests.extending import CLASSES
 
 # Input columns that the kernels below expect.
 NUM_COLUMNS = 4
-# Draws of posteriors, of which the moments are looked at.
+# Number of posterior draws for tests of moments.
 NUM_DRAWS = 400
 ARD = (0.7, 1.1, 1.6, 2.3)
 
@@ -95,6 +97,10 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ("rational_quadratic", lambda s: sgp.kernels.RationalQuadratic(s, alpha=0.8)),
     ("rational_quadratic_ard", lambda s: sgp.kernels.RationalQuadratic(_ard(s), s, 1.5)),
     ("periodic", lambda s: sgp.kernels.Periodic(1.2, period=s)),
+    (
+        "periodic_without_constant",
+        lambda s: sgp.kernels.Periodic(1.2, period=s, constant=False).on((0,)),
+    ),
     ("periodic_ard", lambda s: sgp.kernels.Periodic(_ard(s), 2.0 * _ard(1.0), 0.6)),
     ("multiscale", lambda s: sgp.kernels.MultiscaleRBF(jnp.array([s, 2.0]), 1.5)),
     ("constant", lambda s: sgp.kernels.Constant(s)),
@@ -151,7 +157,7 @@ OPERATORS: list[tuple[str, Callable[[AbstractKernel, Array], KernelOperator]]] =
     ),
 ]
 
-# preconditioner = factory(): approximate inverses of an operator with a handful of rows.
+# preconditioner = factory(): approximate inverses of an operator with few rows.
 PRECONDITIONERS: list[tuple[str, Callable[[], AbstractPreconditioner]]] = [
     ("identity", sgp.preconditioners.Identity),
     ("pivoted_cholesky", lambda: sgp.preconditioners.PivotedCholesky(3)),
@@ -161,7 +167,7 @@ PRECONDITIONERS: list[tuple[str, Callable[[], AbstractPreconditioner]]] = [
     ("own", CLASSES["Jacobi"]),
 ]
 
-# solver = factory(): solutions of linear systems with a handful of rows.
+# solver = factory(): solutions of linear systems with few rows.
 SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
     ("cholesky", lambda: sgp.solvers.Cholesky(1e-3)),
     (
@@ -195,7 +201,7 @@ SOLVERS: list[tuple[str, Callable[[], AbstractSolver]]] = [
 
 
 def _tight() -> AbstractSolver:
-    # Within reach of float32.
+    # A tolerance that float32 can reach.
     return sgp.solvers.ConjugateGradients(1e-5, 50, sgp.preconditioners.PivotedCholesky(4))
 
 
@@ -363,13 +369,14 @@ def _of_outputs(kernel: AbstractKernel, X: Array, observed: Any = None) -> Abstr
     return _outputs(kernel, X, observed=observed).condition(jnp.sin(X[:, :3]))
 
 
-# distribution = factory(kernel, X): distributions that are no variational family.
+# distribution = factory(kernel, X): distributions other than variational families.
 DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("gaussian_process", lambda kernel, X: _observed(kernel, X, sgp.estimators.Cholesky())),
     ("multi_output", _outputs),
     ("feature_space", _feature_space),
     ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _heavier, mean=0.3)),
     ("latent", sgp.LatentGP),
+    ("latent_with_mean", functools.partial(sgp.LatentGP, mean=0.3)),
     (
         "nearest_neighbors",  # with all rows before each, its variances are the kernel's
         lambda kernel, X: sgp.NearestNeighborGP(
@@ -395,13 +402,13 @@ def _of_sum(kernel: AbstractKernel, X: Array) -> AbstractPosterior:
 
 
 def _of_groups(kernel: AbstractKernel, X: Array, observed: Array | None = None) -> Any:
-    """Two functions with variances, rows and means of their own."""
-    own = jnp.array([1.0, 0.5], X.dtype) * kernel
+    """Two functions with different variances, data points and means."""
+    kernels = jnp.array([1.0, 0.5], X.dtype) * kernel
     if observed is not None:
         observed = jnp.stack([observed, ~observed])
     means = jnp.array([0.3, -0.2], X.dtype)
     rows = jnp.stack([X, 0.5 * X])
-    gp = sgp.GaussianProcess(own, rows, 0.1, mean=means, observed=observed)
+    gp = sgp.GaussianProcess(kernels, rows, 0.1, mean=means, observed=observed)
     return gp.condition(jnp.sin(rows[..., 0]))
 
 
@@ -412,6 +419,10 @@ def _lower_half(X: Array) -> Array:
 
 # Draws of a hyperparameter, as from a sampler.
 NOISES = (0.1, 0.2)
+
+
+def _two_normals() -> WhitenedNormal:
+    return WhitenedNormal(jnp.eye(2, 3), jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)]))
 
 
 class _GivenNoise(eqx.Module):
@@ -456,6 +467,12 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         ),
     ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
+    (
+        "with_mean",
+        lambda kernel, X: ShiftedGP(
+            _sparse(kernel, X), constant_function(jnp.array(0.3))
+        ).posterior(),
+    ),
     ("natural", lambda kernel, X: _natural(kernel, X).posterior()),
     # With all inducing values and inputs for neighbors, its samples have its moments.
     (
@@ -466,9 +483,7 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ),
     (
         "sparse_batch",
-        lambda kernel, X: SparsePosterior(
-            kernel, X[:3], jnp.eye(2, 3), jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)])
-        ),
+        lambda kernel, X: ExpansionPosterior.of_inducing_values(kernel, X[:3], _two_normals()),
     ),
     ("component", lambda kernel, X: _of_sum(kernel, X).component(lambda total: total.left)),
     (
@@ -488,11 +503,8 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ("multi_output_with_gaps", lambda kernel, X: _of_outputs(kernel, X, observed=X[:, :3] < 1.0)),
     (
         "sparse_with_own_kernels",
-        lambda kernel, X: SparsePosterior(
-            jnp.ones(2, X.dtype) * kernel,
-            jnp.stack([X[:3], X[1:4]]),
-            jnp.eye(2, 3),
-            jnp.stack([0.5 * jnp.eye(3), 0.2 * jnp.eye(3)]),
+        lambda kernel, X: ExpansionPosterior.of_inducing_values(
+            jnp.ones(2, X.dtype) * kernel, jnp.stack([X[:3], X[1:4]]), _two_normals()
         ),
     ),
     ("hybrid", lambda kernel, X: _hybrid(kernel, X).posterior()),

@@ -1,4 +1,4 @@
-"""The errors of every public name for arguments that it cannot take: a table of calls and messages.
+"""The errors of every public name for invalid arguments: a table of calls and messages.
 
 A row is a name, a call and a pattern that its message must match, with the argument in backticks.
 The calls run nothing: a check comes before any work.
@@ -18,9 +18,9 @@ import pandas as pd
 import pytest
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.core.linalg import Factor
+from numpyro_scalegp.integrated.truncated import stopping as truncation
 from numpyro_scalegp.kernels import kernel as C
-from numpyro_scalegp.solvers import stopping as truncation
+from numpyro_scalegp.numerics.linalg import Factor
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -626,7 +626,7 @@ COLLAPSED: list[Row] = [
     (
         "state of Cholesky",
         lambda: gp(X, 1.0, state="solver"),
-        "`Cholesky` keeps nothing from one step to the next: leave `state` out",
+        "`Cholesky` is not one: leave `state` out",
     ),
     ("no key for probes", lambda: gp(X, 1.0, estimator=E.Pathwise(CG)).log_prob(y), "a `key=`"),
     ("y text", lambda: gp(X, 1.0).log_prob("a"), "`y` must be a number or an array of numbers"),
@@ -920,7 +920,7 @@ LATENT: list[Row] = [
     ),
     ("no mesh", lambda: sgp.shard_rows("rows", X), "`mesh` must be a mesh of devices"),
     ("rows apart", lambda: sgp.shard_rows(mesh(), X, y[:5]), "same number of rows.*(6, 1).*(5,)"),
-    ("no rows", lambda: sgp.shard_rows(mesh(), 1.0), "must have rows.*a number by itself"),
+    ("no rows", lambda: sgp.shard_rows(mesh(), 1.0), "must have rows.*a single number"),
     ("a list", lambda: sgp.shard_rows(mesh(), [1.0, 2.0], y), "same number of rows.*(2,).*(6,)"),
     ("few rows", lambda: sgp.shard_rows(mesh(8), X), "6 rows are too few for a mesh of 8 devices"),
     ("explicit", lambda: Operator(rbf, explicit(), 0.1), "with explicit axes.*`X, y = sgp.shard_"),
@@ -1042,7 +1042,7 @@ GUIDES: list[Row] = [
     (
         "both",
         lambda: G.AutoHybridGP(model, residual_points=Z, growth=2),
-        "`residual_points` are there from the start: give no `growth`",
+        "`growth` must be None where `residual_points` are given",
     ),
     ("rank", lambda: G.AutoChevronGP(model, rank=-1), "`rank` must be at least 0, got -1"),
     ("rank float", lambda: G.AutoChevronGP(model, rank=1.0), "`rank` must be an integer, got 1.0"),
@@ -1132,7 +1132,7 @@ INFER: list[Row] = [
     (
         "start batch",
         lambda: I.initial_hyperparameters(KEY, model, np.stack([X, X]), y),
-        "`X` must have shape .* rows of one member",
+        "`X` must have shape .* inputs of one member",
     ),
     ("start nan", lambda: I.initial_hyperparameters(KEY, model, X, y + nan), "`y` must be finite"),
     ("median X", lambda: I.median_distance(y), r"`X` must have shape \(n, d\), got \(6,\)"),

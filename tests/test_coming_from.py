@@ -29,7 +29,7 @@ generator = np.random.default_rng(0)
 X, Z = generator.uniform(-1.0, 1.0, (6, 3)), generator.uniform(-1.0, 1.0, (4, 3))
 y = np.sin(3.0 * X[:, 0]) + 0.1 * generator.normal(size=6)
 Xs, ys = generator.uniform(-1.0, 1.0, (2, 3)), np.array([0.3, -0.4])
-# Of hyperparameters, by the names that rows have for them.
+# Values of hyperparameters, by their names in the rows.
 ELL, VARIANCE, PERIOD, ALPHA, SIGMA, JITTER = 0.7, 1.7, 1.4, 0.8, 0.3, 1e-8
 ARD = np.array([0.5, 0.8, 1.3])
 W, KAPPA = generator.normal(size=(3, 2)), np.array([0.2, 0.5, 0.1])
@@ -49,19 +49,19 @@ def spans(cell: str) -> list[str]:
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """The page, the word of the other package and those of this one, for each row."""
-    found = []
+    """The page, the name in the other package and the names in this one, for each row."""
+    entries = []
     for page in sorted((ROOT / "docs").glob("**/coming_from*/*.md")):
         table = page.read_text(encoding="utf-8").partition("\n## Words\n")[2].partition("\n## ")[0]
         lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
-        found += [
+        entries += [
             (page.stem, *(cell.strip() for cell in line.strip("|").split(" | "))) for line in lines
         ]
-    return found
+    return entries
 
 
 def evaluated(cell: str, place: int = 0, **names: Any) -> Any:
-    """A span of code in a cell as a value."""
+    """The value of a span of code in a cell."""
     return eval(spans(cell)[place], {**NAMES, **names})
 
 
@@ -98,7 +98,7 @@ def density(residual: np.ndarray, covariance: np.ndarray) -> float:
 
 
 def moments(noise: Any, kernel: Callable[..., np.ndarray] = rbf) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance of f at new rows."""
+    """Mean and variance of f at new inputs."""
     H = kernel(X, X) + np.diag(np.broadcast_to(noise, 6))
     weights = np.linalg.solve(H, kernel(X, Xs))
     return weights.T @ y, 1.0 - np.sum(kernel(X, Xs) * weights, axis=0)
@@ -113,7 +113,7 @@ def of_marginal(cell: str) -> Numbers:
 
 
 def of_titsias(cell: str) -> Numbers:
-    """The bound of 2009, which is that of GPflow's `SGPR` and PyMC's "VFE"."""
+    """The bound of Titsias (2009), as in GPflow's `SGPR` and PyMC's "VFE"."""
     code = re.search(r"estimator=(sgp\.estimators\.SGPR\(.*?\))", cell)
     assert code is not None
     Q = rbf(X, Z) @ np.linalg.solve(rbf(Z, Z), rbf(Z, X))
@@ -157,7 +157,7 @@ def of_moments(cell: str) -> Numbers:
 
 
 def of_values(cell: str) -> Numbers:
-    """By `sgp.posterior` under single values."""
+    """By `sgp.posterior` with fixed hyperparameters."""
 
     def model(X: Any, y: Any = None) -> None:
         ls = numpyro.sample("ls", dist.LogNormal())
@@ -178,19 +178,19 @@ def of_parts(cell: str) -> Numbers:
     """The conditional of one of two independent processes given the sum of both."""
     noise, total = SIGMA**2, lambda A, B: rbf(A, B) + matern(1.5, A, B)
     posterior = sgp.GaussianProcess(K.RBF(ELL) + K.Matern32(ELL), X, noise).condition(y)
-    part = posterior.component(lambda kernel: kernel.left)
+    component = posterior.component(lambda kernel: kernel.left)
     weights = np.linalg.solve(total(X, X) + noise * np.eye(6), rbf(X, Xs))
     theirs = weights.T @ y, 1.0 - np.sum(rbf(X, Xs) * weights, axis=0)
-    return (part.mean(Xs), part.variance(Xs)), theirs
+    return (component.mean(Xs), component.variance(Xs)), theirs
 
 
 def of_noise(noise: Any, place: int | None = None) -> Callable[[str], Numbers]:
-    """A noise that the other package adds, and the same here or what a span of code makes of it."""
+    """The density with the other package's noise, and with a noise or a span of code here."""
 
     def numbers(cell: str) -> Numbers:
-        given = noise if place is None else evaluated(cell, place)
+        variance = noise if place is None else evaluated(cell, place)
         matrix = rbf(X, X) + np.diag(np.broadcast_to(noise, 6))
-        return gaussian_process(given).log_prob(y), density(y, matrix)
+        return gaussian_process(variance).log_prob(y), density(y, matrix)
 
     return numbers
 
@@ -202,11 +202,11 @@ def of_active(cell: str) -> Numbers:
 
 
 def of_kernels(*theirs: Any, options: dict[str, Any] | None = None) -> Callable[[str], Numbers]:
-    """The kernels of a cell, classes with a lengthscale of their own, and the others' matrices."""
+    """Kernel matrices of a cell, where classes get the lengthscale ELL, and their expectations."""
 
     def numbers(cell: str) -> Numbers:
-        found = [evaluated(cell, place) for place in range(len(theirs))]
-        kernels = [one(ELL) if isinstance(one, type) else one for one in found]
+        values = [evaluated(cell, place) for place in range(len(theirs))]
+        kernels = [kernel(ELL) if isinstance(kernel, type) else kernel for kernel in values]
         return [kernel(X, Z) for kernel in kernels], theirs
 
     return numbers
@@ -291,7 +291,7 @@ def of_two_sites(cell: str) -> Numbers:
 
 
 def of_basis(cell: str) -> Numbers:
-    """PyMC's HSGP: sines on [-L, L] around the middle, amplitudes from its spectral density."""
+    """PyMC's HSGP: a sine basis for [-L, L] around the middle, scaled by the spectral density."""
     phi = evaluated(cell, kernel=K.RBF(ELL)).features
     L, x = 2.5, X[:, 0] - 0.5
     w = np.arange(1, 6) * np.pi / (2.0 * L)
@@ -322,7 +322,7 @@ def covariance_of(function: Callable[..., Any], m: int) -> np.ndarray:
 
 
 def of_hsgp(name: str, kernel: Callable[[], Any], **options: Any) -> Callable[[str], Numbers]:
-    """By sines on [-2.5, 2.5], half width and number as the page says."""
+    """By a sine basis for [-2.5, 2.5], with the half width and number on the page."""
 
     def numbers(cell: str) -> Numbers:
         phi = sgp.features.HilbertSpace(kernel(), 5, np.array([[-2.5], [2.5]]))
@@ -384,7 +384,7 @@ CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
         "`VGP`": of_laplace_and_latent,
         "`GPMC`": of_latent,
         "`SquaredExponential`": of_kernels(RBF),
-        "`lengthscales=`, one or one for each column": of_ard,
+        "`lengthscales=`, a scalar or one for each column": of_ard,
         "`kernel.variance`, `likelihood.variance`": of_noise(VARIANCE),
         "`active_dims=`": of_active,
         "`Periodic(SquaredExponential(variance, lengthscales), period)`": of_kernels(
@@ -416,7 +416,7 @@ CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
         ),
         "`model.eval()` and `model(X_new)`": of_moments,
         "`likelihood(model(X_new))`": of_predictive,
-        "`settings.cholesky_jitter`, added as it is": of_jitter,
+        "`settings.cholesky_jitter`, an absolute value": of_jitter,
     },
     "pymc": {
         "`pm.gp.Marginal`": of_marginal,
@@ -453,7 +453,7 @@ CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
     },
 }  # fmt: skip
 
-# Rows that name a way to work, of which there is no number.
+# Rows without a number, since they describe a way of working.
 WORDS = {
     "gpflow": {
         "`GPLVM`", "`gpflow.Parameter`, transforms, `.prior`", "`set_trainable(parameter, False)`",
@@ -470,7 +470,7 @@ WORDS = {
     },
     "hsgp": {"`Predictive` at new `x`", "the weights `beta`", "a rule for `ell` and `m`"},
 }  # fmt: skip
-# What says that a row has a number.
+# Patterns of rows that have a number.
 HAS_NUMBER = re.compile(
     r"[Kk]ernel|[Ll]ikelihood|[Nn]oise|[Ll]engthscale|variance|" + "|".join(K.__all__)
 )
@@ -479,8 +479,8 @@ HAS_NUMBER = re.compile(
 def test_each_row_has_a_check() -> None:
     expected = {(page, row) for page, checks in CHECKS.items() for row in checks}
     words = {(page, row) for page, names in WORDS.items() for row in names}
-    found = {(page, theirs) for page, theirs, _ in rows()}
-    assert found == expected | words
+    on_page = {(page, theirs) for page, theirs, _ in rows()}
+    assert on_page == expected | words
     assert not expected & words
     for page, theirs, ours in rows():
         assert (page, theirs) in expected or not HAS_NUMBER.search(theirs + ours), (page, theirs)
@@ -490,8 +490,8 @@ def test_each_name_of_here_exists() -> None:
     for page, _, ours in rows():
         for name in re.findall(r"\bsgp(?:\.\w+)+", ours):
             value: Any = sgp
-            for part in name.split(".")[1:]:
-                value = getattr(value, part)
+            for attribute in name.split(".")[1:]:
+                value = getattr(value, attribute)
                 assert value is not None, (page, name)
         for span in spans(ours):
             for name in re.findall(r"(?<![\w.])([A-Z][a-z]\w+)\(", span):
@@ -504,9 +504,9 @@ def test_each_name_of_here_exists() -> None:
 @pytest.mark.parametrize("row", [row for row in rows() if row[1] in CHECKS[row[0]]], ids=str)
 def test_a_row_is_the_number_of_the_other_package(row: tuple[str, str, str]) -> None:
     page, theirs, ours = row
-    found, expected = CHECKS[page][theirs](ours)
-    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert np.all(np.isfinite(other))
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    actual, expected = CHECKS[page][theirs](ours)
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert np.all(np.isfinite(b))
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)

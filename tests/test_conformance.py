@@ -17,10 +17,10 @@ from numpyro.distributions.kl import kl_divergence
 from numpyro.infer import SVI, TraceMeanField_ELBO
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.families.natural import NaturalSparseGP
 from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import KernelOperator, StopReason
 from numpyro_scalegp.tracing.runs import mutable_values
+from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
 from tests.conformance import (
     Compiled,
     assert_all_finite,
@@ -100,9 +100,9 @@ def test_kernel_has_finite_derivatives(kernel):
 
     gradient, product = derivatives(k, X, X)
     assert_all_finite((gradient, product))
-    for leaf, other in zip(jax.tree.leaves(k), jax.tree.leaves(gradient[0]), strict=True):
-        assert leaf.shape == other.shape
-        assert np.any(other != 0)
+    for leaf, derivative in zip(jax.tree.leaves(k), jax.tree.leaves(gradient[0]), strict=True):
+        assert leaf.shape == derivative.shape
+        assert np.any(derivative != 0)
 
 
 @each("kernel", KERNELS)
@@ -155,7 +155,7 @@ def system(lengthscale: float = 1.0) -> tuple[KernelOperator, Array]:
 
 @each("solver", SOLVERS)
 def test_solver_goes_through_transformations(solver, dtype):
-    # A solver is structure alone, unless it holds something with arrays.
+    # A solver has no leaves, unless it holds an object with arrays.
     leaves, structure = jax.tree.flatten(solver())
     assert jax.tree.unflatten(structure, leaves) == solver()
     assert hash(solver()) == hash(solver())
@@ -204,13 +204,13 @@ def test_solver_promotes_no_types(solver, dtype):
 
 
 def nearly_singular() -> list[Array]:
-    """Inputs that all come twice, and one row many times."""
+    """Inputs with every row twice, and one row many times."""
     X = inputs()
     return [jnp.concatenate([X, X]), jnp.broadcast_to(X[0], (14, NUM_COLUMNS))]
 
 
 def assert_honest(solver: Any) -> None:
-    """In float32 with little noise, what is reported is what the solution is worth."""
+    """In float32 with little noise, the reported residual is the true one."""
     B = jnp.stack([jnp.sin(jnp.arange(14.0)), jnp.ones(14)], axis=1)
     kernel = sgp.kernels.Matern32(1.0, 1.5)
     compiled = Compiled(lambda solver, H: solver.solve(H, B, key=jax.random.key(0)))
@@ -251,25 +251,25 @@ def collapsed(estimator: Any, lengthscale: float = 1.0) -> sgp.GaussianProcess:
 
 
 def gradient_of(gp: sgp.GaussianProcess, y: Array) -> sgp.GaussianProcess:
-    """The derivatives of the log marginal likelihood; None for the key, which has none."""
-    parameters, rest = eqx.partition(gp, eqx.is_inexact_array)
-    return jax.jit(jax.grad(lambda p: eqx.combine(p, rest).log_prob(y)))(parameters)
+    """The derivatives of the log marginal likelihood; None for the key, which is discrete."""
+    parameters, static = eqx.partition(gp, eqx.is_inexact_array)
+    return jax.jit(jax.grad(lambda p: eqx.combine(p, static).log_prob(y)))(parameters)
 
 
 @each("estimator", ESTIMATORS)
 def test_estimator_goes_through_transformations(estimator, dtype):
-    gp, other = collapsed(estimator()), collapsed(estimator(), 1.4)
+    gp, scaled = collapsed(estimator()), collapsed(estimator(), 1.4)
     y = jnp.sin(jnp.arange(7.0))
     assert_round_trip(gp)
     compiled = Compiled(lambda gp: gp.log_prob(y))
     # Rounding may decide whether an iterative solve takes one step more.
     rtol = 0.01 if gp.estimator.is_stochastic else 100 * jnp.finfo(dtype).eps
     close = functools.partial(np.testing.assert_allclose, rtol=rtol)
-    expected = jnp.stack([compiled(gp), compiled(other)])
+    expected = jnp.stack([compiled(gp), compiled(scaled)])
     assert compiled.traces == 1
     assert expected.dtype == dtype
     assert expected[0] != expected[1]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), gp, other)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), gp, scaled)
     batch = jax.jit(jax.vmap(lambda gp: gp.log_prob(y)))(stacked)
     close(batch, expected)
 
@@ -295,17 +295,17 @@ def test_estimator_promotes_no_types(estimator, dtype):
 
 
 def small(estimator: Any) -> Any:
-    """The estimator with few probes and features, where it has any."""
+    """The estimator with few probes and features, if it has such fields."""
     sizes = {"num_probes": 2, "num_features": 4, "num_logdet_probes": 2}
-    known = {field.name for field in dataclasses.fields(estimator)}
-    return dataclasses.replace(estimator, **{k: v for k, v in sizes.items() if k in known})
+    fields = {field.name for field in dataclasses.fields(estimator)}
+    return dataclasses.replace(estimator, **{k: v for k, v in sizes.items() if k in fields})
 
 
 def estimators_and_solvers() -> list[Any]:
-    found = []
+    params = []
     for name, factory in ESTIMATORS:
         if not hasattr(factory(), "solver"):
-            found.append(pytest.param(factory, id=name))
+            params.append(pytest.param(factory, id=name))
             continue
         for solver_name, solver in SOLVERS:
             with_solver = functools.partial(
@@ -313,8 +313,8 @@ def estimators_and_solvers() -> list[Any]:
                 factory,
                 solver,
             )
-            found.append(pytest.param(with_solver, id=f"{name}-{solver_name}"))
-    return found
+            params.append(pytest.param(with_solver, id=f"{name}-{solver_name}"))
+    return params
 
 
 @pytest.mark.one_interpreter
@@ -351,7 +351,7 @@ def test_bad_hyperparameters_under_jit_give_nan(factory):
         broken = good[name].at[(3,) * good[name].ndim].set(number)
         (value, after), gradient = evaluate({**good, name: broken}, state)
         assert np.isnan(value), (name, number)
-        # Of the inputs and the observations, an estimator may evaluate the finite ones.
+        # An estimator may evaluate the finite inputs and observations.
         for leaf in ("lengthscale", "variance", "noise", name):
             assert np.isnan(gradient[leaf]).any(), (name, number, leaf)
         if site is not None:
@@ -370,15 +370,15 @@ def test_features_go_through_transformations(features, dtype):
     phi = features(sgp.kernels.RBF(1.0), X)
     assert_round_trip(phi)
     compiled = Compiled(lambda phi, X: (phi(X), phi.columns(X, index)))
-    whole, columns = compiled(phi, X)
-    assert whole.shape == (7, phi.size(X))
-    assert whole.dtype == columns.dtype == dtype
-    np.testing.assert_allclose(columns, whole[:, index], rtol=0, atol=tolerance(whole))
+    values, columns = compiled(phi, X)
+    assert values.shape == (7, phi.size(X))
+    assert values.dtype == columns.dtype == dtype
+    np.testing.assert_allclose(columns, values[:, index], rtol=0, atol=tolerance(values))
     again = compiled(features(sgp.kernels.RBF(1.4), X), X)[0]
     assert compiled.traces == 1
-    assert not np.allclose(whole, again)
+    assert not np.allclose(values, again)
     moved = phi.with_hyperparameters(features(sgp.kernels.RBF(1.4), X).hyperparameters())
-    np.testing.assert_allclose(moved(X), again, rtol=0, atol=tolerance(whole))
+    np.testing.assert_allclose(moved(X), again, rtol=0, atol=tolerance(values))
     gradient = eqx.filter_grad(lambda phi: jnp.sum(jnp.sin(phi.columns(X, index))))(phi)
     assert_all_finite(gradient)
 
@@ -397,8 +397,8 @@ def test_log_determinants_go_through_transformations(factory, dtype):
         numpyro.sample("y", gp, obs=y)
 
     def loss(log_scale: Array, mutable: Any) -> tuple[Array, Any]:
-        given = numpyro.handlers.substitute(model, data=mutable)
-        trace = numpyro.handlers.trace(given).get_trace(log_scale)
+        substituted = numpyro.handlers.substitute(model, data=mutable)
+        trace = numpyro.handlers.trace(substituted).get_trace(log_scale)
         return trace["y"]["fn"].log_prob(y), mutable_values(trace)
 
     step = Compiled(jax.value_and_grad(loss, has_aux=True))
@@ -445,8 +445,8 @@ def test_family_has_a_divergence_with_finite_derivatives(family, dtype):
     def objective(q: Any, prior: Any) -> Array:
         # Raises where no rule for the pair is registered.
         is_natural = isinstance(q, NaturalSparseGP)  # without derivatives of draws
-        found = jnp.stack(q.marginals()) if is_natural else q.sample(jax.random.key(0))
-        return kl_divergence(q, prior) + jnp.sum(jnp.square(found))
+        values = jnp.stack(q.marginals()) if is_natural else q.sample(jax.random.key(0))
+        return kl_divergence(q, prior) + jnp.sum(jnp.square(values))
 
     prior, q = prior_and_family(family)
     assert kl_divergence(q, prior) > 0
@@ -492,7 +492,7 @@ def test_guide_takes_part_in_svi(guide, dtype):
     optimizer, objective = optax.adam(0.01), TraceMeanField_ELBO()
     if getattr(guide, "natural", False):
         optimizer = sgp.infer.natural_gradients(optimizer)
-        objective = sgp.infer.QuadratureELBO(2)
+        objective = sgp.infer.QuadratureELBO()
     svi = SVI(model, guide, optimizer, objective)
     state = svi.init(jax.random.key(0), X, y)
     state, loss = jax.jit(svi.update)(state, X, y)
@@ -517,11 +517,11 @@ def test_guide_takes_part_in_svi(guide, dtype):
 
 @each("guide", GUIDES)
 def test_guide_names_the_parameter_that_is_missing(guide):
-    """In each entry that takes parameters, whether a key asks for a draw or not."""
+    """In each method that takes parameters, with or without a key for a draw."""
     X, y, key = inputs(), jnp.sin(jnp.arange(7.0)), jax.random.key(0)
     model = model_of(guide)
     guide = guide(model)
-    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO(2))
+    svi = SVI(model, guide, optax.adam(0.01), sgp.infer.QuadratureELBO())
     params = svi.get_params(svi.init(key, X, y))
     of_rest = {name for name in params if name.startswith("lengthscale")}
     of_median = {name for name in of_rest if not name.endswith("scale")}
@@ -542,7 +542,7 @@ def test_guide_names_the_parameter_that_is_missing(guide):
         (set(params), predicted),
     ]
     for name in params.keys() - training_alone:
-        less = {other: value for other, value in params.items() if other != name}
+        less = {site: value for site, value in params.items() if site != name}
         for names, entry in entries:
             if name in names:
                 with pytest.raises(ValueError, match=f"`params` lacks `{name}`: give all"):

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.processes.posterior import AbstractPosterior
 from tests.conformance import (
     Compiled,
     assert_all_finite,
@@ -44,7 +44,7 @@ def kernel(lengthscale: Array) -> sgp.kernels.Matern52:
 
 
 def evaluate(function: Any, *args: Any, promotion: str = "strict") -> list[Any]:
-    """The results at both lengthscales, of one compilation."""
+    """The results at both lengthscales, from one compilation."""
     compiled = Compiled(function)
     with jax.numpy_dtype_promotion(promotion):
         results = [compiled(jnp.asarray(value), *args) for value in LENGTHSCALES]
@@ -154,10 +154,10 @@ def test_distribution_is_one_of_numpyro(factory, dtype):
     def everything(lengthscale: Array) -> Any:
         d = factory(kernel(lengthscale), X)
         value = jnp.sin(jnp.arange(float(np.prod(d.event_shape)))).reshape(d.event_shape)
-        parameters, rest = eqx.partition(d, eqx.is_inexact_array)
+        parameters, static = eqx.partition(d, eqx.is_inexact_array)
 
         def log_prob(parameters: Any, value: Array) -> Array:
-            return eqx.combine(parameters, rest).log_prob(value)
+            return eqx.combine(parameters, static).log_prob(value)
 
         density, gradient = jax.value_and_grad(log_prob, argnums=(0, 1))(parameters, value)
         densities = d.log_prob(jnp.stack([value, value]))
@@ -180,12 +180,12 @@ def test_distribution_is_one_of_numpyro(factory, dtype):
 
 
 def jitter(dtype: Any) -> float:
-    """What factorizations may have added to variances of order one."""
+    """A bound on the added jitter in variances of order one."""
     return 1000 * float(jnp.finfo(dtype).eps)
 
 
 def posteriors_with(method: str) -> dict[str, bool]:
-    """What the table of docs/howto/inspecting.md says of each class."""
+    """The entries of the table in docs/howto/inspecting.md for each class."""
     page = (ROOT / "docs/howto/inspecting.md").read_text(encoding="utf-8")
     lines = page[page.index("| posterior | of |") :].partition("\n\n")[0].splitlines()
     header, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
@@ -211,22 +211,22 @@ def assert_covariance(
 
 
 ABSENT = {
-    "covariance": "has no `covariance`: each input has neighbors",
+    "covariance": "has no `covariance`: each input has separate neighbors",
     "leave_one_out": "leave_one_out",
-    "cavity": "has no `cavity`: that is of `LaplaceGP",
+    "cavity": "has no `cavity`: only `LaplaceGP",
 }
 
 
 @each("factory", POSTERIORS)
 def test_posterior_has_what_the_page_says(factory):
-    """Or says what to take instead."""
+    """A posterior has the method, or its error names an alternative."""
     X, names = inputs(), []
 
     def call(method: str) -> Any:
         posterior = factory(kernel(jnp.asarray(1.2)), X)
         names.append(type(posterior).__name__)
-        found = getattr(posterior, method)
-        return found(X) if method == "covariance" else found()
+        attribute = getattr(posterior, method)
+        return attribute(X) if method == "covariance" else attribute()
 
     for method, message in ABSENT.items():
         try:
@@ -243,7 +243,7 @@ def test_the_page_has_every_posterior() -> None:
     for _, factory in POSTERIORS:
         made = lambda factory=factory: classes.add(type(factory(kernel(1.2), X)))  # noqa: E731
         jax.eval_shape(made)
-    assert {one.__name__ for one in classes} == set(posteriors_with("covariance"))
+    assert {cls.__name__ for cls in classes} == set(posteriors_with("covariance"))
 
 
 @each("factory", POSTERIORS)
@@ -309,8 +309,8 @@ def both_terms(kernel: Any) -> tuple[Any, Any]:
     return inner.left, inner.right
 
 
-# A mixture and functions of a plate condition at each call, so that one is held at a time; in the
-# others each input has neighbors of its own.
+# A mixture and functions in a plate condition at each call, to hold one posterior at a time; in
+# the other posteriors each input has its own neighbors.
 FACTORIZES_AT_EACH_CALL = ("mixture", "outputs", "vecchia", "full_scale", "nearest_neighbors")
 
 
@@ -343,17 +343,17 @@ def test_posterior_draws_functions(factory):
         functions = posterior.sample_functions(key, NUM_DRAWS, num_features=32)
         parts = [posterior.component(lambda k, i=i: both_terms(k)[i]) for i in (0, 1)]
         shares = [
-            (part.sample_functions(key, NUM_DRAWS, num_features=32)(Xs), part.mean(Xs))
-            for part in parts
+            (component.sample_functions(key, NUM_DRAWS, num_features=32)(Xs), component.mean(Xs))
+            for component in parts
         ]
 
         def values(Xs: Array) -> tuple[Array, Array]:
-            found = functions(Xs)
-            return jnp.sum(found), found
+            drawn = functions(Xs)
+            return jnp.sum(drawn), drawn
 
-        gradient, found = jax.grad(values, has_aux=True)(Xs)
+        gradient, drawn = jax.grad(values, has_aux=True)(Xs)
         moments = posterior.mean(Xs), posterior.variance(Xs)
-        return functions, found, gradient, moments, shares
+        return functions, drawn, gradient, moments, shares
 
     args = jnp.asarray(LENGTHSCALES[0]), X, Xs
     with jax.numpy_dtype_promotion("strict"):

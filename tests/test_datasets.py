@@ -37,7 +37,7 @@ def write(file: Path, values: np.ndarray, fmt: str = "%.18g") -> None:
 
 
 def check_standardized(data: datasets.Dataset) -> None:
-    """What every loader promises of shapes, dtypes and training statistics."""
+    """Shapes, dtypes and training statistics of every loader."""
     n, d = data.X_train.shape
     m = len(data.y_test)
     shapes = {"X_train": (n, d), "y_train": (n,), "X_test": (m, d), "y_test": (m,)}
@@ -197,12 +197,12 @@ def test_flight_inputs_of_one_flight(flights: datasets.Dataset) -> None:
     """1 January, UA 1545, Newark 5:15 to Houston 8:19 (an hour behind), 11 minutes late."""
     rows = flights.unstandardize_X(np.concatenate([flights.X_train, flights.X_test]))
     inputs = dict(zip(flights.columns, rows.T, strict=True))
-    found = np.flatnonzero(
+    index = np.flatnonzero(
         (inputs["day_of_year"].round() == 1)
         & np.isclose(inputs["scheduled_departure"], 5.25)
         & np.isclose(inputs["distance"], 1400.0)
     )
-    assert len(found) == 1
+    assert len(index) == 1
     expected = {
         "day_of_week": 1.0,
         "scheduled_duration": 4.0 + 4.0 / 60.0,
@@ -210,16 +210,16 @@ def test_flight_inputs_of_one_flight(flights: datasets.Dataset) -> None:
         "destination_longitude": -95.341442,
     }
     for name, value in expected.items():
-        np.testing.assert_allclose(inputs[name][found[0]], value, err_msg=name)
+        np.testing.assert_allclose(inputs[name][index[0]], value, err_msg=name)
     delay = flights.unstandardize_y(np.concatenate([flights.y_train, flights.y_test]))
-    np.testing.assert_allclose(delay[found[0]], 11.0)
+    np.testing.assert_allclose(delay[index[0]], 11.0)
 
 
 def test_flights_split_follows_the_seed(flights: datasets.Dataset) -> None:
     again = datasets.load_flights()
     np.testing.assert_array_equal(again.X_test, flights.X_test)
-    other = datasets.load_flights(test_fraction=0.5, seed=1)
-    assert len(other.y_test) == len(other.y_train) == 163_673
+    halves = datasets.load_flights(test_fraction=0.5, seed=1)
+    assert len(halves.y_test) == len(halves.y_train) == 163_673
 
 
 def test_co2() -> None:

@@ -1,4 +1,4 @@
-"""Functions and classes of users, edited between saving and loading: other values are an error."""
+"""Users' functions and classes that are edited after saving: other values are an error."""
 
 import sys
 import types
@@ -56,7 +56,7 @@ class Kernel(sgp.kernels.RBF):
 
 
 def module(a: float = 1.0, b: float = 0.0, c: float = 1.0, X: str = "X") -> Any:
-    """Users' code, as it is after an edit."""
+    """Users' code with these constants."""
     edited = types.ModuleType("edited_code")
     sys.modules["edited_code"] = edited
     code = SOURCE.format(a=a, b=b, c=c, X=X)
@@ -80,7 +80,7 @@ def mapped(code: Any) -> Any:
     return sgp.kernels.FeatureMapped(RBF, code.features)
 
 
-# How to make the object, what to edit, what not, and the name in the error.
+# How to make the object, edits that change it, edits that do not, and the name in the error.
 MEMBERS: list[tuple[str, Callable[[Any], Any], str, str, str]] = [
     ("model", lambda code: sgp.posterior(code.collapsed, DRAWS, X, y), "ab", "c", "collapsed"),
     (
@@ -119,9 +119,9 @@ MEMBERS: list[tuple[str, Callable[[Any], Any], str, str, str]] = [
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("make", "edits", "others", "name"), [pytest.param(*one, id=name) for name, *one in MEMBERS]
+    ("make", "edits", "unused", "name"), [pytest.param(*case, id=name) for name, *case in MEMBERS]
 )
-def test_edited_code(make: Any, edits: str, others: str, name: str, tmp_path: Any) -> None:
+def test_edited_code(make: Any, edits: str, unused: str, name: str, tmp_path: Any) -> None:
     file = tmp_path / "fitted.npz"
     sgp.save(file, make(module()))
     edited = {letter: 1.05 if letter != "b" else 0.1 for letter in "abc"}
@@ -132,8 +132,8 @@ def test_edited_code(make: Any, edits: str, others: str, name: str, tmp_path: An
                 ValueError, match=rf"fitted.npz`: .*other values than .*`edited_code:{name}`"
             ):
                 sgp.load(file, **options)
-    # What gives the same values is the same code.
-    for letters in (others, ""):
+    # Edits that leave the values unchanged are no error.
+    for letters in (unused, ""):
         module(**{letter: edited[letter] for letter in letters})
         sgp.load(file, trusted=("edited_code",))
 
@@ -144,9 +144,9 @@ def test_a_closure_with_other_code(tmp_path: Any) -> None:
 
     sgp.save(tmp_path / "fitted.npz", posterior(1.0))
     sgp.load(tmp_path / "fitted.npz", like=posterior(2.0))  # whose scale comes from the file
-    other = sgp.GaussianProcess(RBF, X, 0.1, mean=_with_cosines(1.0))
+    with_cosines = sgp.GaussianProcess(RBF, X, 0.1, mean=_with_cosines(1.0))
     with pytest.raises(ValueError, match=r"`fitted.mean_function`.* other values .*<lambda>"):
-        sgp.load(tmp_path / "fitted.npz", like=other)
+        sgp.load(tmp_path / "fitted.npz", like=with_cosines)
 
 
 def _with_cosines(scale: float) -> Callable[[Any], Any]:
@@ -173,8 +173,8 @@ def test_models_of_rows_that_change(tmp_path: Any) -> None:
 
 
 def test_code_of_packages_is_not_computed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from numpyro_scalegp.saving import answers
+    from numpyro_scalegp.saving import recorded_values
 
-    monkeypatch.setattr(answers, "recorded", None)
+    monkeypatch.setattr(recorded_values, "record", None)
     kernel = sgp.kernels.FeatureMapped(RBF, jnp.tanh)
     sgp.save(tmp_path / "fitted.npz", sgp.GaussianProcess(kernel, X, 0.1, mean=0.5).condition(y))

@@ -14,11 +14,11 @@ import pytest
 import scipy.stats
 from jaxtyping import Array
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer.autoguide import AutoDelta, AutoNormal
 
 import numpyro_scalegp as sgp
 
-# A sampler that warms up tries hyperparameters for which nothing can be factorized.
+# During warmup a sampler tries hyperparameters for which the Cholesky factorization fails.
 pytestmark = pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
 
 N, CHAINS, DRAWS = 10, 2, 30
@@ -90,6 +90,25 @@ def values(data: Any, group: str, name: str) -> np.ndarray:
 KINDS = ["collapsed", "latent", "svi"]
 
 
+def test_says_where_draws_of_hyperparameters_vary_too_little():
+    X, y = data()
+
+    def attribute(**options: Any) -> str:
+        guide = sgp.guides.AutoSparseGP(latent, inducing_points=X[::2], **options)
+        optimizer = optax.adam(0.05)
+        if guide.natural:
+            optimizer = sgp.infer.natural_gradients(optimizer)
+        svi = SVI(latent, guide, optimizer, sgp.infer.QuadratureELBO(2))
+        result = svi.run(KEY, 1, X, y, progress_bar=False)
+        args = {"model_args": (X, y), "num_samples": 2}
+        exported_data = sgp.to_arviz(result, latent, guide, key=KEY, **args)
+        return str(exported_data["posterior"].attrs.get("hyperparameters", ""))
+
+    assert "vary too little, often by a factor of several: the function of Auto" in attribute()
+    assert attribute(natural=True) == attribute(rest=AutoDelta) == ""
+    assert "hyperparameters" not in exported("collapsed")["posterior"].attrs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_shapes_and_dimensions(kind):
     exported_data = exported(kind)
@@ -128,8 +147,8 @@ def test_groups_shapes_and_dimensions(kind):
 def test_posterior_is_that_of_the_sampler(kind):
     mcmc = sampled({"collapsed": collapsed, "latent": latent}[kind])
     for name, chains in mcmc.get_samples(group_by_chain=True).items():
-        found = values(exported(kind), "posterior", name)
-        np.testing.assert_allclose(found, chains, rtol=1e-6, atol=1e-7, err_msg=name)
+        draws = values(exported(kind), "posterior", name)
+        np.testing.assert_allclose(draws, chains, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_statistics_of_the_sampler():
@@ -182,9 +201,9 @@ def test_pointwise_log_likelihood_of_a_collapsed_site(chain):
     H = np.exp(-0.5 * (X - X.T) ** 2 / lengthscale**2) + NOISE * np.eye(N)
     pointwise = values(exported("collapsed"), "log_likelihood", "y")[chain, 5]
     for i in range(N):
-        rest = np.arange(N) != i
-        gain = np.linalg.solve(H[np.ix_(rest, rest)], H[rest, i])
-        held_out = scipy.stats.norm(gain @ y[rest], np.sqrt(H[i, i] - gain @ H[rest, i]))
+        train = np.arange(N) != i
+        gain = np.linalg.solve(H[np.ix_(train, train)], H[train, i])
+        held_out = scipy.stats.norm(gain @ y[train], np.sqrt(H[i, i] - gain @ H[train, i]))
         np.testing.assert_allclose(pointwise[i], held_out.logpdf(y[i]), rtol=2e-3)
 
 
@@ -216,16 +235,17 @@ def iterative(X: Array, y: Array) -> None:
     numpyro.sample("y", gp, obs=y)
 
 
+@pytest.mark.slow
 def test_iterative_estimator_with_a_state():
     """Records of each step of the fit, and of the solve of each draw."""
     guide = AutoNormal(iterative)
     svi = SVI(iterative, guide, optax.adam(0.05), Trace_ELBO())
     result = svi.run(KEY, STEPS, *data(), progress_bar=False)
-    found = sgp.to_arviz(
+    tree = sgp.to_arviz(
         result, iterative, guide, key=jax.random.key(1), model_args=data(), num_samples=5
     )
     history = result.state.mutable_state["solver"].history()
-    statistics = found["sample_stats"]
+    statistics = tree["sample_stats"]
     assert statistics["loss"].shape == (1, STEPS)
     for name in ("residual", "probe_residual", "epochs", "converged", "standard_error"):
         assert statistics[name].dims == ("chain", "solver_step")
@@ -237,22 +257,22 @@ def test_iterative_estimator_with_a_state():
         assert statistics[f"draw_{name}"].dims == ("chain", "draw")
         assert statistics[f"draw_{name}"].shape == (1, 5)
     assert np.asarray(statistics["draw_converged"]).all()
-    # Each draw has a lengthscale of its own, and takes a solve.
+    # Each draw has its own lengthscale, and takes a solve.
     assert np.all(np.asarray(statistics["draw_epochs"]) >= 1)
-    assert np.all(values(found, "sample_stats", "draw_residual") <= 1e-3)
+    assert np.all(values(tree, "sample_stats", "draw_residual") <= 1e-3)
     for group in ("log_likelihood", "posterior_predictive"):
-        assert values(found, group, "y").shape == (1, 5, N)
-        assert np.isfinite(values(found, group, "y")).all()
-    np.testing.assert_array_equal(values(found, "observed_data", "y"), data()[1])
-    assert {str(name) for name in found["posterior"].data_vars} == {"lengthscale"}
+        assert values(tree, group, "y").shape == (1, 5, N)
+        assert np.isfinite(values(tree, group, "y")).all()
+    np.testing.assert_array_equal(values(tree, "observed_data", "y"), data()[1])
+    assert {str(name) for name in tree["posterior"].data_vars} == {"lengthscale"}
 
 
 def test_sites_to_keep():
     guide, result = trained()
     options = {"key": KEY, "model_args": data(), "num_samples": 3}
-    kept = sgp.to_arviz(result.params, latent, guide, sites=["lengthscale"], **options)
-    assert {str(name) for name in kept["posterior"].data_vars} == {"lengthscale"}
-    assert "sample_stats" not in groups(kept)  # parameters alone have no losses
+    tree = sgp.to_arviz(result.params, latent, guide, sites=["lengthscale"], **options)
+    assert {str(name) for name in tree["posterior"].data_vars} == {"lengthscale"}
+    assert "sample_stats" not in groups(tree)  # parameters alone have no losses
     with pytest.raises(ValueError, match=r"`sites` has \['g'\], the model has \['f', 'length"):
         sgp.to_arviz(result, latent, guide, sites=["g", "f"], **options)
 
@@ -320,7 +340,7 @@ def test_labels_in_every_family(family):
     loss = Trace_ELBO() if is_collapsed else sgp.infer.QuadratureELBO(2)
     result = SVI(model, guide, optax.adam(0.01), loss).run(KEY, 1, X, y, progress_bar=False)
     labels = [f"station {i}" for i in range(N)]
-    found = sgp.to_arviz(
+    tree = sgp.to_arviz(
         result,
         model,
         guide,
@@ -332,70 +352,75 @@ def test_labels_in_every_family(family):
         dims={"y": ["row"], "X": ["row", None]} | ({} if is_collapsed else {"f": ["row"]}),
     )
     for group in ("posterior_predictive", "log_likelihood"):
-        assert found[group]["y"].dims == ("chain", "draw", "row")
-        assert list(found[group]["row"].values) == labels
-    assert found["observed_data"]["y"].dims == ("row",)
-    assert found["constant_data"]["X"].dims == ("row", "X_dim_1")
-    assert found["constant_data"].sizes["X_dim_1"] == 1
+        assert tree[group]["y"].dims == ("chain", "draw", "row")
+        assert list(tree[group]["row"].values) == labels
+    assert tree["observed_data"]["y"].dims == ("row",)
+    assert tree["constant_data"]["X"].dims == ("row", "X_dim_1")
+    assert tree["constant_data"].sizes["X_dim_1"] == 1
     if not is_collapsed:
-        assert found["posterior"]["f"].dims == ("chain", "draw", "row")
-        assert list(found["posterior"]["row"].values) == labels
-    loo = arviz.loo(found)
+        assert tree["posterior"]["f"].dims == ("chain", "draw", "row")
+        assert list(tree["posterior"]["row"].values) == labels
+    loo = arviz.loo(tree)
     assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
 
 
-def masked(X: Array, y: Array, kept: Array, way: str) -> None:
+def masked(X: Array, y: Array, observed: Array, way: str) -> None:
     level = numpyro.sample("level", dist.Normal(0.0, 1.0))
     shared = dist.Normal(level + X[:, 0], 0.3)
     if way == "handler":
-        with numpyro.handlers.mask(mask=kept), numpyro.plate("rows", len(X)):
+        with numpyro.handlers.mask(mask=observed), numpyro.plate("rows", len(X)):
             numpyro.sample("y", shared, obs=y)
     elif way == "site":
-        numpyro.sample("y", shared.mask(kept).to_event(0), obs=y)
-    elif way == "table":  # two outputs, of which each has gaps of its own
-        both, seen = jnp.stack([y, y], axis=1), jnp.stack([kept, kept[::-1]], axis=1)
+        numpyro.sample("y", shared.mask(observed).to_event(0), obs=y)
+    elif way == "table":  # two outputs with different gaps
+        table, observed_table = (
+            jnp.stack([y, y], axis=1),
+            jnp.stack([observed, observed[::-1]], axis=1),
+        )
         wide = dist.Normal(level + X, jnp.array([0.3, 0.4]))
-        numpyro.sample("y", wide.mask(seen), obs=both)
+        numpyro.sample("y", wide.mask(observed_table), obs=table)
     else:
-        numpyro.sample("y", shared.mask(kept & False), obs=y)
+        numpyro.sample("y", shared.mask(observed & False), obs=y)
 
 
 @pytest.mark.parametrize("way", ["handler", "site", "table", "all"])
 def test_hidden_rows_are_left_out_of_loo(way):
     X, y = data()
-    kept = jnp.arange(N) % 3 != 1
-    y = jnp.where(kept, y, jnp.nan) if way in ("handler", "site") else y
+    observed = jnp.arange(N) % 3 != 1
+    y = jnp.where(observed, y, jnp.nan) if way in ("handler", "site") else y
     mcmc = MCMC(NUTS(masked), num_warmup=20, num_samples=25, progress_bar=False)
-    mcmc.run(KEY, X, y, kept, way)
+    mcmc.run(KEY, X, y, observed, way)
     options = {"coords": {"row": np.arange(100, 100 + N)}, "dims": {"y": ["row"]}}
-    found = sgp.to_arviz(mcmc, key=KEY, **options)
-    assert found["posterior_predictive"]["y"].shape[:3] == (1, 25, N)
-    assert found["observed_data"]["y"].shape[0] == N
+    tree = sgp.to_arviz(mcmc, key=KEY, **options)
+    assert tree["posterior_predictive"]["y"].shape[:3] == (1, 25, N)
+    assert tree["observed_data"]["y"].shape[0] == N
     if way == "all":
-        assert "log_likelihood" not in groups(found)
+        assert "log_likelihood" not in groups(tree)
         return
-    pointwise = found["log_likelihood"]["y"]
+    pointwise = tree["log_likelihood"]["y"]
     assert pointwise.dims == ("chain", "draw", "y_counted")
-    seen = np.asarray(kept)
-    level = values(found, "posterior", "level")[..., None]
+    observed_mask = np.asarray(observed)
+    level = values(tree, "posterior", "level")[..., None]
     if way == "table":
-        seen = np.stack([seen, seen[::-1]], axis=1)
+        observed_mask = np.stack([observed_mask, observed_mask[::-1]], axis=1)
         mean = level[..., None] + np.asarray(X)
-        expected = scipy.stats.norm(mean, [0.3, 0.4]).logpdf(np.asarray(y)[:, None])[..., seen]
-        np.testing.assert_array_equal(pointwise["y_counted"], np.flatnonzero(seen))
+        expected = scipy.stats.norm(mean, [0.3, 0.4]).logpdf(np.asarray(y)[:, None])[
+            ..., observed_mask
+        ]
+        np.testing.assert_array_equal(pointwise["y_counted"], np.flatnonzero(observed_mask))
     else:
         expected = scipy.stats.norm(level + np.asarray(X[:, 0]), 0.3).logpdf(np.asarray(y))
-        expected = expected[..., seen]
-        np.testing.assert_array_equal(pointwise["y_counted"], 100 + np.flatnonzero(seen))
+        expected = expected[..., observed_mask]
+        np.testing.assert_array_equal(pointwise["y_counted"], 100 + np.flatnonzero(observed_mask))
     np.testing.assert_allclose(pointwise, expected, rtol=1e-3, atol=1e-5)
-    loo = arviz.loo(found)
-    assert loo.n_data_points == seen.sum()
+    loo = arviz.loo(tree)
+    assert loo.n_data_points == observed_mask.sum()
     assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
 
 
 @pytest.mark.parametrize("gaps", [False, True])
 def test_a_batch_has_leave_one_out_densities_of_each_member(gaps):
-    """Rows that have no target in any member are left out of all."""
+    """Rows without a target in any member are left out of all members."""
     X, y = data()
     y = jnp.stack([y, -y, 2.0 * y])
     shown = np.arange(N) % 3 != 1 if gaps else np.ones(N, bool)
@@ -409,8 +434,8 @@ def test_a_batch_has_leave_one_out_densities_of_each_member(gaps):
 
     mcmc = MCMC(NUTS(model), num_warmup=5, num_samples=4, progress_bar=False)
     mcmc.run(KEY)
-    found = sgp.to_arviz(mcmc, key=KEY)
-    assert found["posterior_predictive"]["y"].shape == (1, 4, 3, N)
+    tree = sgp.to_arviz(mcmc, key=KEY)
+    assert tree["posterior_predictive"]["y"].shape == (1, 4, 3, N)
     variance = mcmc.get_samples()["variance"]
     for draw in range(4):
         each = [
@@ -420,7 +445,7 @@ def test_a_batch_has_leave_one_out_densities_of_each_member(gaps):
             .log_prob(y[g, shown])
             for g in range(3)
         ]
-        ours = np.asarray(found["log_likelihood"]["y"])[0, draw].reshape(3, -1)
+        ours = np.asarray(tree["log_likelihood"]["y"])[0, draw].reshape(3, -1)
         np.testing.assert_allclose(ours, each, rtol=1e-3, atol=1e-4)
 
 
@@ -442,7 +467,7 @@ def test_labels_that_do_not_fit():
 
 
 def test_factor_terms_are_left_out():
-    """Of a model with data, and of one whose likelihood is a factor."""
+    """For a model with data, and for a model whose likelihood is a factor."""
 
     def model(X: Array, y: Array) -> None:
         f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
@@ -458,7 +483,7 @@ def test_factor_terms_are_left_out():
         sgp.kernels.RBF(1.0), data()[0], data()[0][::3], jnp.zeros(4), jnp.eye(4)
     )
     for each, names in ((model, {"y"}), (by_factor, set())):
-        found = sgp.to_arviz(
+        tree = sgp.to_arviz(
             {},
             each,
             lambda *_: numpyro.sample("f", process),
@@ -467,5 +492,5 @@ def test_factor_terms_are_left_out():
             num_samples=2,
         )
         for group in ("log_likelihood", "posterior_predictive", "observed_data"):
-            present = set(found[group].data_vars) if group in groups(found) else set()
+            present = set(tree[group].data_vars) if group in groups(tree) else set()
             assert present == names

@@ -32,9 +32,9 @@ def test_kernels_work_in_models(x64):
 
 
 def test_stationary_kernel_without_precisions_raises():
-    own = CLASSES["Cauchy"]
+    Cauchy = CLASSES["Cauchy"]
 
-    class Without(own):  # type: ignore[valid-type, misc]
+    class Without(Cauchy):  # type: ignore[valid-type, misc]
         sample_precisions = sgp.kernels.AbstractStationary.sample_precisions
 
     with pytest.raises(ValueError, match="`Without` does not define how its frequencies are drawn"):
@@ -56,11 +56,11 @@ def test_preconditioner_helps(x64):
 
 
 def replaced(name, method, function):
-    """A class of the page in which one method does something else."""
+    """A class of the page with one method replaced."""
     return type(name, (CLASSES[name],), {method: function})
 
 
-def a_row(self, X, *others):
+def a_row(self, X, *args):
     return X[:, 0]
 
 
@@ -78,6 +78,18 @@ def a_row(self, X, *others):
                 X, X
             ),
             r"`NeuralNetwork.evaluate` must return an array of shape \(4, 4\)",
+        ),
+        (
+            lambda X: sgp.GaussianProcess(
+                sgp.kernels.RBF(1.0) + replaced("NeuralNetwork", "evaluate", a_row)(2.0), X, 0.1
+            ),
+            r"`NeuralNetwork.evaluate` must return an array of shape \(4, 4\)",
+        ),
+        (
+            lambda X: sgp.solvers.KernelOperator(
+                replaced("NeuralNetwork", "evaluate_diag", lambda self, X: X)(2.0).on((0,)), X, 0.1
+            ),
+            r"`NeuralNetwork.evaluate_diag` must return an array of shape \(4,\), got .*\(4, 1\)",
         ),
         (
             lambda X: replaced("NeuralNetwork", "evaluate_diag", lambda self, X: X)(2.0).diag(X),
@@ -117,11 +129,11 @@ def test_a_hook_that_returns_another_shape(use, message):
 
 
 def test_likelihood_is_a_distribution_for_any_objective(x64):
-    own = CLASSES["ContaminatedNormal"]
+    Contaminated = CLASSES["ContaminatedNormal"]
     value = jnp.linspace(-30.0, 30.0, 4001)
-    density = jnp.exp(own(0.3, 0.5, 0.2).log_prob(value))
+    density = jnp.exp(Contaminated(0.3, 0.5, 0.2).log_prob(value))
     np.testing.assert_allclose(jnp.trapezoid(density, value), 1.0, rtol=1e-6)
-    draws = own(jnp.array([0.3, 2.0]), 0.5, 0.2).sample(jax.random.key(0), (20_000,))
+    draws = Contaminated(jnp.array([0.3, 2.0]), 0.5, 0.2).sample(jax.random.key(0), (20_000,))
     np.testing.assert_allclose(draws.mean(axis=0), [0.3, 2.0], atol=0.03)
     np.testing.assert_allclose(draws.var(axis=0), 0.25 * (0.8 + 9.0 * 0.2), rtol=0.1)
 
@@ -143,11 +155,14 @@ def test_likelihood_is_a_distribution_for_any_objective(x64):
         return jax.value_and_grad(lambda p: objective.loss(key, p, *args))(params)
 
     # Without outliers it is a normal distribution.
-    found, wanted = loss(lambda f: own(f, 0.5, 0.0)), loss(lambda f: dist.Normal(f, 0.5))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    actual, expected = (
+        loss(lambda f: Contaminated(f, 0.5, 0.0)),
+        loss(lambda f: dist.Normal(f, 0.5)),
+    )
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match=r"the site `y` combines rows.*JointELBO"):
-        loss(lambda f: own(jnp.cumsum(f), 0.5, 0.2))
+        loss(lambda f: Contaminated(jnp.cumsum(f), 0.5, 0.2))
 
 
 def test_family_without_information_is_the_prior(x64):

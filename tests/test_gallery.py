@@ -1,5 +1,6 @@
-"""The gallery has every example, as it stands today."""
+"""The gallery has every example, as it stands today, and links lead somewhere."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,40 @@ def test_every_script_is_listed_once() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_what_is_kept_is_current(name: str) -> None:
+def test_what_is_stored_is_current(name: str) -> None:
     example = EXAMPLES[name]
     assert gallery.is_current(example), f"examples/{name}.py has changed: run `make gallery`"
-    kept = {path.name for path in (gallery.KEPT / name).iterdir()}
-    assert kept == {"output.txt", "digest.txt", *example.figures}
-    assert (gallery.KEPT / name / "output.txt").read_text().strip()
+    stored = {path.name for path in (gallery.STORED / name).iterdir()}
+    assert stored == {"output.txt", "digest.txt", *example.figures}
+    assert (gallery.STORED / name / "output.txt").read_text().strip()
     for figure in example.figures:
-        assert (gallery.KEPT / name / figure).stat().st_size < 300_000
+        assert (gallery.STORED / name / figure).stat().st_size < 300_000
 
 
-def test_nothing_is_kept_of_other_scripts() -> None:
-    assert {path.name for path in gallery.KEPT.iterdir() if path.is_dir()} == set(EXAMPLES)
+def test_nothing_is_stored_of_other_scripts() -> None:
+    assert {path.name for path in gallery.STORED.iterdir() if path.is_dir()} == set(EXAMPLES)
+
+
+def test_pages_are_current() -> None:
+    for path, text in gallery.pages().items():
+        assert path.read_text() == text, f"{path.name} is behind: make gallery-pages"
+    written = {path.name for path in gallery.STORED.glob("*.md")}
+    assert written == {"index.md", *(f"{name}.md" for name in EXAMPLES)}
+
+
+def test_the_site_shows_the_code_in_place_of_links() -> None:
+    shown = gallery.on_page_markdown(gallery.page(EXAMPLES["flights"]))
+    assert 'python title="examples/flights.py"' in shown
+    assert 'python title="examples/flights_report.py"' in shown
+    assert "../../examples" not in shown
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_links_between_files_work_in_the_repository(page: str) -> None:
+    path = ROOT / page
+    for file in path.rglob("*.md") if path.is_dir() else [path]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", file.read_text()):
+            assert "://" in target or (file.parent / target).exists(), f"{file}: {target}"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -54,7 +77,7 @@ def test_digest_follows_code_and_arguments_only(
     script.write_text('"""A toy: it prints."""\n\nprint(1)\n')
     example = gallery.Example("toy")
     before = gallery.digest(example)
-    script.write_text('"""Toy: it prints one.\n\nWords.\n"""\n\nprint(1)\n')
+    script.write_text('"""Toy: it prints one.\n\nWords.\n"""\n\n# One.\nprint( 1 )\n')
     assert gallery.digest(example) == before
     assert gallery.digest(example._replace(arguments=("--rows", "3"))) != before
     script.write_text('"""A toy: it prints."""\n\nprint(2)\n')

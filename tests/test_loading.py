@@ -1,4 +1,4 @@
-"""Files that are cut short, damaged, killed in the making, or made to run code."""
+"""Files that are truncated, damaged, interrupted while written, or crafted to run code."""
 
 import functools
 import io
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def write(path: Path, structure: Any, **arrays: np.ndarray) -> None:
-    """What an attacker can write: any structure, any arrays."""
+    """Write a file with any structure and arrays, as an attacker could."""
     saved.write(str(path), structure, arrays)
 
 
@@ -109,8 +109,8 @@ def test_forbidden_names_are_refused_and_nothing_is_called(tmp_path, monkeypatch
 
 
 def test_what_is_not_trusted_and_how_to_trust_it(tmp_path, unchecked):
-    path, one = tmp_path / "a.npz", [trend, Network(jnp.eye(2))]
-    sgp.save(path, one)
+    path, fitted = tmp_path / "a.npz", [trend, Network(jnp.eye(2))]
+    sgp.save(path, fitted)
     with pytest.raises(
         ValueError, match=r"a\.npz.*test_loading:trend.*trusted=\('tests',\).*like="
     ):
@@ -164,10 +164,10 @@ def test_fields_that_are_missing_unknown_or_refused(tmp_path):
 def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "broken.npz"
     sgp.save(path, {"a": jnp.arange(1000.0)})
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
+    intact = path.read_bytes()
+    flipped = bytearray(intact)
     flipped[1500] ^= 1
-    for content in (b"", b"text", whole[:10], whole[:2000], whole[:-3], bytes(flipped)):
+    for content in (b"", b"text", intact[:10], intact[:2000], intact[:-3], bytes(flipped)):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"broken\.npz` is damaged, cut short or no file"):
             sgp.load(path)
@@ -182,7 +182,7 @@ def test_a_flipped_bit_is_no_error_of_the_system(tmp_path):
     path = tmp_path / "broken.npz"
     sgp.save(path, [1, np.arange(3)])
     content, refused = path.read_bytes(), 0
-    # The directory of the archive, with places in the file.
+    # The directory of the archive, with offsets in the file.
     for place in range(len(content) - 40, len(content)):
         for bit in range(8):
             flipped = bytearray(content)
@@ -274,7 +274,7 @@ def test_bombs_and_pickles(tmp_path):
     assert sgp.load(path) == 1
 
 
-# A file is whole or not there
+# A file is complete or does not exist
 
 
 @pytest.mark.parametrize("error", [(28, "No space left on device"), ("No space left",)])
@@ -293,13 +293,13 @@ def test_a_failing_save_keeps_the_old_file(fails, error, tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"a\.npz.*No space left|No space left.*a\.npz"):
             sgp.save(path, {"step": 2})
     assert sgp.load(path) == {"step": 1}
-    assert [one.name for one in tmp_path.iterdir()] == ["a.npz"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
 
 
 def test_what_stands_there_already(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a directory: give the name of a file"):
         sgp.save(tmp_path, 1)
-    with pytest.raises(FileNotFoundError, match=r"no folder `.*gone` for .*make it"):
+    with pytest.raises(FileNotFoundError, match=r"no folder `.*gone` for .*create it"):
         sgp.save(tmp_path / "gone" / "a.npz", 1)
     os.mkfifo(tmp_path / "pipe.npz")
     with pytest.raises(OSError, match=r"pipe.npz` is a device or a pipe, which a file would"):
@@ -327,7 +327,7 @@ for step in itertools.count():
 def test_a_killed_save_leaves_a_whole_file(tmp_path):
     path = tmp_path / "a.npz"
     generator = np.random.default_rng(0)
-    # Only what writes files, without the import of JAX.
+    # Only the module that writes files, without importing JAX.
     file = str(ROOT / "numpyro_scalegp" / "saving" / "file.py")
     load = f"import importlib.util as u; s = u.spec_from_file_location('file', {file!r})"
     script = SAVES_FOREVER.replace(

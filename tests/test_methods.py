@@ -1,4 +1,4 @@
-"""NumPyro's own methods on the collapsed and the latent prior: what they find is right."""
+"""NumPyro's inference methods give correct results with the collapsed and the latent prior."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from numpyro.infer.autoguide import (
 
 import numpyro_scalegp as sgp
 
-# A sampler that warms up tries hyperparameters for which nothing can be factorized.
+# During warmup a sampler tries hyperparameters for which the Cholesky factorization fails.
 pytestmark = pytest.mark.filterwarnings("ignore:a covariance matrix:RuntimeWarning")
 
 N = 20

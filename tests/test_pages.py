@@ -22,15 +22,19 @@ DRAWS = 10
 SUBSETS = {"subset_size": 100, "num_subsets": 1, "num_steps": STEPS, "num_scored": 50,
            "num_neighbors": 50, "num_refinements": 1}  # fmt: skip
 
-ALL = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
-# Runs in a process of its own in `test_the_first_page_runs_as_pasted`, as README's example.
+ALL = {
+    str(path.relative_to(ROOT))
+    for place in ("docs", "notebooks")
+    for path in (ROOT / place).rglob("*.md")
+}
+# Runs in a separate process in `test_the_first_page_runs_as_pasted`, as README's example.
 ALL.remove("docs/index.md")
 NOTEBOOK = "notebooks/scalable_gaussian_processes.ipynb"
 PAGES = [*sorted(page for page in ALL if blocks(page)), NOTEBOOK]
 
 
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have training and sampling end after a few steps."""
+    """End training and sampling after a few steps."""
     for kind in (SVI, sgp.infer.RowSVI):
         monkeypatch.setattr(kind, "run", _with_few_steps(vars(kind)["run"]))
     monkeypatch.setattr(sgp.streams, "run", _with_few_steps(sgp.streams.run))
@@ -53,7 +57,7 @@ def _with_few_steps(run: Any) -> Any:
     return few
 
 
-# The first steps of a sampler go far.
+# The first steps of a sampler are large.
 @pytest.mark.filterwarnings("ignore:a covariance matrix was not positive:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:a covariance matrix is not positive:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
@@ -72,6 +76,7 @@ def test_blocks_run_as_pasted(
     try:
         for number, block in enumerate(blocks(page)):
             block = block.replace("n, d = 10_000, 6", "n, d = 300, 6")
+            block = block.replace("length=1000", f"length={STEPS}")
             exec(compile(block, f"{page}, block {number}", "exec"), namespace)
     finally:
         jax.config.update("jax_enable_x64", was_x64)

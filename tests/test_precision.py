@@ -1,4 +1,4 @@
-"""Results in float32 against float64, and what is made of NaN on the way."""
+"""Results in float32 against float64, and with NaN debugging."""
 
 import os
 import subprocess
@@ -82,11 +82,11 @@ def moments(name: str) -> Callable[..., Any]:
     def compute(lengthscale: Any, noise: Any, X: Any, y: Any, Xs: Any) -> Any:
         gp, values = MODELS[name](sgp.kernels.RBF(lengthscale), X, noise, y)
         posterior = gp.condition(values)
-        found = posterior.mean(Xs), posterior.variance(Xs)
+        predicted = posterior.mean(Xs), posterior.variance(Xs)
         if name == "laplace":
-            return *found, *found
+            return *predicted, *predicted
         left_out = posterior.leave_one_out()
-        return *found, left_out.loc, left_out.scale**2
+        return *predicted, left_out.loc, left_out.scale**2
 
     return compute
 
@@ -104,30 +104,30 @@ def test_float32_agrees_with_float64_or_warns(name):
             arguments = np.float32(lengthscale), np.float32(noise), ROWS, y, NEW
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                found = [np.asarray(part, np.float64) for part in single(*arguments)]
+                actual = [np.asarray(array, np.float64) for array in single(*arguments)]
                 jax.effects_barrier()
             label = f"lengthscale {lengthscale}, noise {noise}: {len(caught)} warnings"
             assert not (caught and noise >= 1e-2), label
-            if any(issubclass(one.category, RuntimeWarning) for one in caught):
+            if any(issubclass(warning.category, RuntimeWarning) for warning in caught):
                 continue
             with jax.enable_x64(True), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 wide = [np.asarray(argument, np.float64) for argument in arguments]
-                expected = [np.asarray(part) for part in double(*wide)]
+                expected = [np.asarray(array) for array in double(*wide)]
                 jax.effects_barrier()
             num_silent += 1
             for mean, variance in ((0, 1), (2, 3)):
                 deviation = np.sqrt(expected[variance])
-                error = np.abs(found[mean] - expected[mean]) / deviation
+                error = np.abs(actual[mean] - expected[mean]) / deviation
                 assert error.max() < 0.06, label
-                ratio = np.sqrt(found[variance]) / deviation
+                ratio = np.sqrt(actual[variance]) / deviation
                 np.testing.assert_allclose(ratio, 1.0, atol=0.05, err_msg=label)
-    # Most of the grid is no reason to warn.
+    # Most of the grid gives no warning.
     assert num_silent >= 6
 
 
 def test_density_and_digits(dtype):
-    """What is left of the density is in the diagnostics, too."""
+    """The diagnostics also report the digits of the density."""
     y = observations(1.0, 1e-5).astype(dtype)
     gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), ROWS.astype(dtype), 1e-5)
     with warnings.catch_warnings(record=True) as caught:
@@ -135,7 +135,7 @@ def test_density_and_digits(dtype):
         digits = gp.condition(y).diagnostics["digits"]
         gp.log_prob(y).block_until_ready()
         jax.effects_barrier()
-    few = [one for one in caught if "few digits left" in str(one.message)]
+    few = [warning for warning in caught if "few digits left" in str(warning.message)]
     assert bool(few) == (dtype == jnp.float32)
     assert (digits < 1.0) == (dtype == jnp.float32)
 
@@ -177,7 +177,7 @@ def left_out_mean(posterior: Any) -> Any:
 @pytest.mark.slow
 @each("factory", POSTERIORS)
 def test_posteriors_make_no_nan(factory):
-    """With `jax_debug_nans`, nothing that is healthy stops."""
+    """With `jax_debug_nans`, valid computations raise no error."""
     X = inputs()
 
     def compute(lengthscale: Any) -> Any:
@@ -227,7 +227,7 @@ def test_estimators_make_no_nan(factory):
 TOGETHER = """
 import jax
 import jax.numpy as jnp
-from numpyro_scalegp.core import lapack
+from numpyro_scalegp.numerics import lapack
 
 K = jnp.stack([jnp.eye(300) + 0.001 * i for i in range(16)])
 B = jnp.ones((16, 300, 8))
@@ -246,7 +246,7 @@ print(all(bool(jnp.isfinite(total(1.0 + 0.01 * i))) for i in range(100)))
 
 @pytest.mark.one_interpreter
 def test_batches_in_one_program_do_not_wait_for_each_other():
-    # Without the tests' own options: as many threads as these have devices are enough for all.
+    # Without the XLA options of the tests.
     environment = {**os.environ, "NPROC": "2", "XLA_FLAGS": "", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", "-c", TOGETHER]
     done = subprocess.run(

@@ -54,9 +54,9 @@ def go_on(svi: Any, state: Any, num_steps: int) -> SVIRunResult:
     return SVIRunResult(svi.get_params(state), state, jnp.array(losses))
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         assert jnp.asarray(a).aval == jnp.asarray(b).aval  # the type, weak or not, as well
@@ -75,6 +75,7 @@ sgp.save(sys.argv[2], go_on(svi, loaded, 3))
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     half, end = tmp_path / "half.npz", tmp_path / "end.npz"
     svi, state = warm()

@@ -1,4 +1,4 @@
-"""What a second call does: it compiles nothing, and reads what its functions read now.
+"""A second call compiles nothing, and uses the current values of variables that functions read.
 
 Over the members of `registry.py`, outside of compiled code, as users call them.
 """
@@ -337,9 +337,9 @@ def test_what_a_function_reads_is_what_it_computes_with(make):
         first = leaves(evaluate())
         setting.write(2.0)
         for again in (evaluate, make(setting)):
-            for one, right, other in zip(leaves(again()), expected, first, strict=True):
-                np.testing.assert_allclose(one, right, rtol=1e-4, atol=1e-5)
-                assert not np.allclose(one, other, rtol=1e-3, atol=1e-4)
+            for leaf, right, before in zip(leaves(again()), expected, first, strict=True):
+                np.testing.assert_allclose(leaf, right, rtol=1e-4, atol=1e-5)
+                assert not np.allclose(leaf, before, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_what_a_function_reads_is_what_it_computes_with(make):
     [(way, None) for way in WAYS] + [("attribute", sgp.estimators.Pathwise())],
 )
 def test_a_posterior_refuses_functions_that_have_changed(way, estimator):
-    """Weights of what they gave once do not go with what they give now."""
+    """Weights from earlier function values are not combined with current function values."""
     setting = Setting(way)
     mapped = sgp.kernels.FeatureMapped(kernel(0.5), lambda X: setting.read() * X)
     tilted = lambda X: setting.read() * X[:, 0]  # noqa: E731
@@ -433,7 +433,7 @@ def test_a_posterior_after_nuts_keeps_what_its_model_read():
 
 
 class Owned:
-    """What a user's function holds."""
+    """An object that a user's function holds."""
 
 
 def fit(held: Owned) -> None:
@@ -479,6 +479,7 @@ def average(held: Owned) -> None:
     sgp.infer.Predictive(model, posterior_samples=draws)(KEY, rows, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [fit, condition, approximate, average])
 def test_nothing_that_a_function_holds_stays_alive(use):
     held = Owned()

@@ -1,4 +1,4 @@
-"""Data frames, columns of them and lists in the place of arrays, wherever a model takes data."""
+"""Data frames, their columns, and lists as arrays, wherever a model takes data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ DRAWS = {"scale": jnp.array([0.8, 1.1])}
 
 
 class Table:
-    """What every table of another package is: `__array__`, a length, and no operators."""
+    """A table as in other packages: `__array__`, a length, and no operators."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -38,7 +38,7 @@ class Table:
 
 def pandas_tables() -> tuple[Any, Any]:
     pandas = pytest.importorskip("pandas")
-    index = range(5, 17)  # labels that are no row numbers
+    index = range(5, 17)  # labels other than row numbers
     return pandas.DataFrame(X, columns=["a", "b"], index=index), pandas.Series(y, index=index)
 
 
@@ -111,8 +111,8 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 def test_tables_are_taken_for_arrays(call: str, form: str) -> None:
     tables = FORMS[form]()
     expected = jax.tree.leaves(CALLS[call](X, y))
-    for one, other in zip(jax.tree.leaves(CALLS[call](*tables)), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(CALLS[call](*tables)), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_table_that_a_distribution_of_numpyro_observes() -> None:

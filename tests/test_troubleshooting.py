@@ -1,9 +1,8 @@
-"""The page of warnings and errors has the texts that the package's code has.
+"""The page of warnings and errors quotes the messages in the package's code.
 
-Of every warning the page has the first sentence. Of errors it has the first sentence of those that
-are raised in the layers of `LAYERS`, which models, guides and objectives go through, unless it says
-by itself which argument is wrong and how: "`name` must ...", as a table in test_bad_inputs.py has
-them. What is formatted into a text stands as "..." on the page.
+The page has the first sentence of every warning, and of every error in the layers of `LAYERS`,
+which models, guides and objectives use. Errors that explain themselves, "`name` must ...", are left
+out; test_bad_inputs.py tests them. Formatted values are "..." on the page.
 """
 
 import ast
@@ -18,18 +17,19 @@ from tests.test_layers import ROOT as SOURCE
 
 PAGE = SOURCE.parent / "docs/troubleshooting.md"
 LAYERS = (
-    "posteriors",
-    "estimators",
-    "distributions",
-    "families",
+    "processes",
+    "sites",
     "tracing",
-    "guides",
+    "likelihoods",
+    "integrated",
+    "variational",
+    "neighbors",
     "infer",
 )
 
 
 def template(node: ast.expr) -> str:
-    """The text of an expression, with "..." for what is known at run time only."""
+    """The text of an expression, with "..." for formatted values."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -44,12 +44,12 @@ def first_sentence(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text without what Markdown adds to it."""
+    """Text without Markdown."""
     return " ".join(text.replace("`", "").replace("\\|", "|").split())
 
 
 def texts(path: Path) -> Iterator[tuple[str, str]]:
-    """What a module warns of and raises: "warning" or "error", and the text."""
+    """The kind, "warning" or "error", and the text of each message of a module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
             yield "warning", template(node.args[0])
@@ -63,7 +63,7 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
 
 def sentences(kind: str) -> list[tuple[str, str]]:
     """The file and the first sentence of each text of a kind that the page should have."""
-    found = []
+    entries = []
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
         for of_kind, text in texts(path):
@@ -71,16 +71,16 @@ def sentences(kind: str) -> list[tuple[str, str]]:
             is_listed = kind == "warning" or name.partition("/")[0] in LAYERS
             explains_itself = kind == "error" and re.match(r"`[^`]*` must ", text)
             if of_kind == kind and is_listed and not explains_itself and len(sentence) > 3:
-                found.append((name, sentence))
-    return found
+                entries.append((name, sentence))
+    return entries
 
 
 @pytest.mark.parametrize(("kind", "least"), [("warning", 24), ("error", 60)])
 def test_the_page_has_all_texts(kind: str, least: int) -> None:
     page = plain(PAGE.read_text(encoding="utf-8"))
-    found = sentences(kind)
-    assert len(found) >= least, f"where are the {kind}s of {PACKAGE}?"
-    missing = [f"{name}: {sentence}" for name, sentence in found if sentence not in page]
+    entries = sentences(kind)
+    assert len(entries) >= least, f"where are the {kind}s of {PACKAGE}?"
+    missing = [f"{name}: {sentence}" for name, sentence in entries if sentence not in page]
     assert not missing, "docs/troubleshooting.md lacks:\n" + "\n".join(missing)
 
 

@@ -1,1 +1,1 @@
-"""What every layer stands on: argument checks, jittered factorizations, work in chunks."""
+"""Shared by all subpackages: argument checks, batches, chunks of rows, meshes of devices."""

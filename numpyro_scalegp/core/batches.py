@@ -1,4 +1,4 @@
-"""Functions of one member, applied to each member of a batch."""
+"""Functions of a single member, applied to each member of a batch."""
 
 import math
 from collections.abc import Callable
@@ -12,34 +12,34 @@ from jaxtyping import Array, Float, Int, Key
 
 
 class Batch(NamedTuple):
-    """Members that are alike, side by side along the leading axes of their arrays.
+    """Members with the same structure, stacked along the leading axes of their arrays.
 
-    Fewer leading axes than others have, or some of length one, are shared, as in NumPy's rules.
+    Leading axes broadcast by NumPy's rules.
     """
 
-    tree: Any  # a pytree; what is no array is the same for all
-    leading: Any  # how many leading axes each array has: a number, or a pytree of such
+    tree: Any  # a pytree; leaves that are not arrays are shared by all members
+    leading: Any  # the number of leading axes of each array: an integer, or a pytree of integers
 
 
 def common_shape(message: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the batch that parts with these leading axes make.
+    """The common shape of leading axes.
 
     Args:
-        message: of the error where they do not fit, to which what there is is added.
-        **shapes: leading axes by the names of the parts.
+        message: the beginning of the error message, which ends with the shapes.
+        **shapes: leading axes by name.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if they do not broadcast.
     """
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
-        found = {name: shape for name, shape in shapes.items() if shape}
-        raise ValueError(f"{message}, got {found}.") from None
+        nonempty = {name: shape for name, shape in shapes.items() if shape}
+        raise ValueError(f"{message}, got {nonempty}.") from None
 
 
 def keys(key: Key[Array, ""] | None, batch_shape: tuple[int, ...]) -> Batch:
-    """A key for each member; of a single member the key itself."""
+    """A key for each member; the key itself if there is no batch."""
     if key is None or not batch_shape:
         return Batch(key, 0)
     return Batch(jax.random.split(key, batch_shape), len(batch_shape))
@@ -49,28 +49,29 @@ def shape_of(*batches: Batch) -> tuple[int, ...]:
     """The common shape of the leading axes, () for single members.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if they do not broadcast.
     """
-    found = {leaf.shape[:leading] for batch in batches for leaf, leading in _leaves(batch)}
+    shapes = {leaf.shape[:leading] for batch in batches for leaf, leading in _leaves(batch)}
     try:
-        return np.broadcast_shapes(*found)
+        return np.broadcast_shapes(*shapes)
     except ValueError:
         raise ValueError(
             "the leading axes of a batch must fit together, those before the axes of one kernel, "
-            f"one matrix of inputs or one vector: got {sorted(found - {()})}."
+            f"one matrix of inputs or one vector: got {sorted(shapes - {()})}."
         ) from None
 
 
-def each(function: Callable[..., Any], *batches: Batch, in_turn: bool = False) -> Any:
+def each(function: Callable[..., Any], *batches: Batch, sequential: bool = False) -> Any:
     """Apply `function` to the members of batches that belong together.
 
     Args:
-        function: of one member of each batch, to a pytree.
-        *batches: whose shapes broadcast against each other.
-        in_turn: whether members are worked on one after the other, in the memory of one.
+        function: maps one member of each batch to a pytree.
+        *batches: batches whose shapes broadcast against each other.
+        sequential: whether to work on one member at a time, in the memory of one.
 
     Returns:
-        The results side by side, leading axes the batch's; what is no array is that of one member.
+        The results, stacked along the batch's leading axes; leaves that are not arrays come from
+        one member.
     """
     shape = shape_of(*batches)
     if not shape:
@@ -84,62 +85,77 @@ def each(function: Callable[..., Any], *batches: Batch, in_turn: bool = False) -
             shared = [place for place, axis in enumerate(axes) if leaf.shape[place] != shape[axis]]
             leaves.append(jnp.squeeze(leaf, shared) if shared else leaf)
             mapped.append([axis for place, axis in enumerate(axes) if place not in shared])
-    rest: list[Any] = []
+    static_results: list[Any] = []
 
-    def of_one(*leaves: Array) -> Any:
-        found = function(*eqx.combine(jax.tree.unflatten(structure, leaves), static))
-        arrays, other = eqx.partition(found, eqx.is_array)
-        rest[:] = [other]
+    def apply_to_member(*leaves: Array) -> Any:
+        result = function(*eqx.combine(jax.tree.unflatten(structure, leaves), static))
+        arrays, static_result = eqx.partition(result, eqx.is_array)
+        static_results[:] = [static_result]
         return arrays
 
-    apply: Callable[..., Any] = of_one
+    apply: Callable[..., Any] = apply_to_member
     for axis in reversed(range(len(shape))):
-        apply = _along(apply, [axis in of_leaf for of_leaf in mapped], in_turn)
-    return eqx.combine(apply(*leaves), rest[0])
+        apply = _along_axis(apply, [axis in axes for axes in mapped], sequential)
+    return eqx.combine(apply(*leaves), static_results[0])
+
+
+def mapped(function: Callable[..., Any], *ndims: int) -> Callable[..., Any]:
+    """Map a function of a single member's arrays over leading axes; see `each`.
+
+    Args:
+        function: a function of arrays.
+        *ndims: how many axes each array of a single member has.
+    """
+
+    def apply(*arrays: Array) -> Any:
+        pairs = zip(arrays, ndims, strict=True)
+        return each(function, *[Batch(array, array.ndim - ndim) for array, ndim in pairs])
+
+    return apply
 
 
 def take(batch: Batch, members: Int[np.ndarray, " g"]) -> Batch:
-    """Some members of a batch of one axis."""
+    """The given members of a batch with one leading axis."""
 
-    def of_leaf(leaf: Any, leading: int) -> Any:
-        has_own = eqx.is_array(leaf) and leading > 0 and leaf.shape[0] > 1
-        return leaf[members] if has_own else leaf
+    def take_leaf(leaf: Any, leading: int) -> Any:
+        is_shared = not eqx.is_array(leaf) or leading == 0 or leaf.shape[0] == 1
+        return leaf if is_shared else leaf[members]
 
     leading = batch.leading
     if isinstance(leading, int):
-        return Batch(jax.tree.map(lambda leaf: of_leaf(leaf, leading), batch.tree), leading)
-    return Batch(jax.tree.map(of_leaf, batch.tree, leading), leading)
+        return Batch(jax.tree.map(lambda leaf: take_leaf(leaf, leading), batch.tree), leading)
+    return Batch(jax.tree.map(take_leaf, batch.tree, leading), leading)
 
 
 def samples_last(
     values: Float[Array, "... n"], batch_shape: tuple[int, ...]
 ) -> Float[Array, "... samples n"]:
-    """Values of each member behind its axes, (*batch, S, n), from (*samples, *batch, n)."""
+    """Move sample axes behind the batch: from (*samples, *batch, n) to (*batch, S, n)."""
     samples = values.shape[: max(0, values.ndim - 1 - len(batch_shape))]
     full = jnp.broadcast_to(values, (*samples, *batch_shape, values.shape[-1]))
     flat = full.reshape(math.prod(samples), *batch_shape, values.shape[-1])
     return jnp.moveaxis(flat, 0, -2)
 
 
-def _along(function: Callable[..., Any], is_mapped: list[bool], in_turn: bool) -> Callable:
-    """The function along the leading axes of some of its arguments."""
-    if not in_turn:
-        return jax.vmap(function, in_axes=[0 if one else None for one in is_mapped])
+def _along_axis(function: Callable[..., Any], is_mapped: list[bool], sequential: bool) -> Callable:
+    """Map a function over the first axis of those arguments that `is_mapped` marks."""
+    if not sequential:
+        return jax.vmap(function, in_axes=[0 if has_axis else None for has_axis in is_mapped])
 
     def apply(*leaves: Array) -> Any:
-        def of_one(moving: list[Array]) -> Any:
-            parts = iter(moving)
+        def apply_to_slices(slices: list[Array]) -> Any:
+            remaining = iter(slices)
             pairs = zip(leaves, is_mapped, strict=True)
-            return function(*[next(parts) if one else leaf for leaf, one in pairs])
+            return function(*[next(remaining) if has_axis else leaf for leaf, has_axis in pairs])
 
         pairs = zip(leaves, is_mapped, strict=True)
-        return jax.lax.map(of_one, [leaf for leaf, one in pairs if one])
+        return jax.lax.map(apply_to_slices, [leaf for leaf, has_axis in pairs if has_axis])
 
     return apply
 
 
 def _leaves(batch: Batch) -> list[tuple[Array, int]]:
-    """The arrays of a batch, each with the number of its leading axes."""
+    """The arrays of a batch, each with its number of leading axes."""
     leaves, leading = jax.tree.leaves(batch.tree), batch.leading
     numbers = [leading] * len(leaves) if isinstance(leading, int) else jax.tree.leaves(leading)
     return [pair for pair in zip(leaves, numbers, strict=True) if eqx.is_array(pair[0])]

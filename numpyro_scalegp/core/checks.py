@@ -1,13 +1,14 @@
-"""Checks of arguments that name the argument, what it got and what it expected.
+"""Checks of arguments; an error names the argument, what was expected and what was passed.
 
-An object of the wrong kind raises a `TypeError`, a wrong shape or a value out of range a
-`ValueError`. Kinds, shapes and types are checked always, values only where they are concrete:
+An object of the wrong class raises a `TypeError`, a wrong shape or a value out of range a
+`ValueError`. Classes, shapes and dtypes are always checked, values only if they are concrete:
 inside `jit` a value with the wrong sign gives NaN.
 """
 
 import contextlib
 import functools
 import numbers
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -37,18 +38,15 @@ def is_concrete(value: object) -> bool:
     return True
 
 
-def known_values(*given: object) -> contextlib.AbstractContextManager:
-    """A context in which operations on arrays that are all known are done now, under a trace too.
-
-    In one that is not, nothing changes.
-    """
-    return jax.ensure_compile_time_eval() if is_concrete(given) else contextlib.nullcontext()
+def known_values(*values: object) -> contextlib.AbstractContextManager:
+    """If all values are concrete, a context that evaluates operations now, even within a trace."""
+    return jax.ensure_compile_time_eval() if is_concrete(values) else contextlib.nullcontext()
 
 
 def as_float(value: Any, name: str = "value") -> Float[Array, "..."]:
     """Convert a number, a sequence of numbers or an array to a floating-point array.
 
-    A Python number stays weakly typed, so that it never widens the type of a result. Integers are
+    A Python number stays weakly typed, so it does not promote the dtype of a result. Integers are
     converted; half precision is refused, since it has too few digits for a covariance.
 
     Raises:
@@ -59,33 +57,32 @@ def as_float(value: Any, name: str = "value") -> Float[Array, "..."]:
     if not isinstance(value, jax.Array):
         value = _as_array(value, name)
     if jnp.issubdtype(value.dtype, jnp.integer):
-        # NumPy's on the host: JAX would wrap integers that its default type cannot hold.
+        # Converted by NumPy: JAX would wrap integers that its default dtype cannot hold.
         return jnp.asarray(value.astype(float))
     if value.dtype.name not in ("float32", "float64"):
         raise TypeError(
             f"`{name}` must be of type float32 or float64, got {value.dtype}: convert it, as by "
             '.astype("float32").'
         )
-    if isinstance(value, np.ndarray) and not value.dtype.isnative:  # as files of FITS have
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:  # as in FITS files
         value = value.astype(value.dtype.newbyteorder("="))
     return jnp.asarray(value)
 
 
 def as_positive(value: Any, name: str = "value", *, or_zero: bool = False) -> Float[Array, "..."]:
-    """Convert like `as_float`; a traced entry that is not positive and finite becomes NaN.
+    """Convert like `as_float`; traced entries that are not positive and finite become NaN.
 
-    So does its derivative. With `or_zero`, zero stays zero.
+    So do their derivatives. With `or_zero`, zero is allowed.
     """
     array = as_float(value, name)
-    return _or_nan(array, jnp.greater_equal if or_zero else jnp.greater)
+    compare = jnp.greater_equal if or_zero else jnp.greater
+    return array if is_concrete(array) else _or_nan(array, compare)
 
 
 def _or_nan(
     array: Float[Array, "..."], compare: Callable[[Array, float], Array] | None = None
 ) -> Float[Array, "..."]:
-    """Entries of a traced array that are finite, and compare well with zero; NaN for others."""
-    if is_concrete(array):
-        return array
+    """Replace entries that are not finite, or for which `compare(array, 0)` is false, by NaN."""
     is_good = jnp.isfinite(array)
     if compare is not None:
         is_good &= compare(array, 0)
@@ -93,14 +90,14 @@ def _or_nan(
 
 
 def positive(name: str, value: Array, *, or_zero: bool = False) -> None:
-    """Raise unless every entry of `value` is positive, `or_zero`, and finite."""
+    """Raise unless every entry of `value` is finite and positive, or zero with `or_zero`."""
     if is_concrete(value):
         entries = as_numpy(value)
         if not (
             np.isfinite(entries).all() and (entries > 0 if not or_zero else entries >= 0).all()
         ):
-            wanted = _PHRASES["[0, inf)" if or_zero else "(0, inf)"]
-            raise ValueError(f"`{name}` must be {wanted}, got {_shown(entries)}.")
+            expected = _PHRASES["[0, inf)" if or_zero else "(0, inf)"]
+            raise ValueError(f"`{name}` must be {expected}, got {_shown(entries)}.")
 
 
 def lower_triangular(name: str, value: Array) -> None:
@@ -111,14 +108,14 @@ def lower_triangular(name: str, value: Array) -> None:
         above = np.abs(np.triu(entries, 1)).max(initial=0.0)
         if not (least > 0 and above == 0):
             raise ValueError(
-                f"`{name}` must be lower triangular with a positive diagonal, as of "
+                f"`{name}` must be lower triangular with a positive diagonal, such as from "
                 f"jnp.linalg.cholesky, got entries up to {above} above the diagonal and down to "
                 f"{least} on it."
             )
 
 
 def finite(name: str, value: ArrayLike, remedy: str = "") -> None:
-    """Raise if `value` holds a NaN or an infinity, by a message that ends with the remedy."""
+    """Raise if `value` holds NaN or infinity; the message ends with `remedy`."""
     if is_concrete(value):
         bad = ~np.isfinite(as_numpy(value))
         if bad.any():
@@ -137,16 +134,16 @@ def inputs(
     may_be_empty: bool = False,
     may_be_batch: bool = False,
 ) -> Float[Array, "... n d"]:
-    """Check a matrix of inputs, one row a point: rank 2, finite, `width` columns if given.
+    """Check a finite matrix of inputs with one row for each point, and `width` columns if given.
 
-    At least one column, and one row unless it `may_be_empty`; further axes in front where it
-    `may_be_batch`. A traced infinity becomes NaN, since a kernel may well have a limit there.
+    It must have a column and, unless it `may_be_empty`, a row. If it `may_be_batch`, it may have
+    leading axes. A traced infinity becomes NaN, since a kernel may have a finite limit there.
     """
-    # What is known stays known under a trace, an array of NumPy too.
+    # Concrete values, also of NumPy arrays, stay concrete within a trace.
     with known_values(value):
         array = as_float(value, name)
     if array.ndim < 2 or (array.ndim > 2 and not may_be_batch):
-        remedy = " Write X[:, None] for one input column." if array.ndim == 1 else ""
+        remedy = " Write X[:, None] for one input dimension." if array.ndim == 1 else ""
         raise ValueError(f"`{name}` must have shape (n, d), got {array.shape}.{remedy}")
     num_rows, num_columns = array.shape[-2:]
     if num_columns == 0 or (num_rows == 0 and not may_be_empty):
@@ -155,27 +152,25 @@ def inputs(
     if width is not None and num_columns != width:
         raise ValueError(
             f"`{name}` must have shape (n, {width}), got {array.shape}: "
-            f"one column for each input column of `X`."
+            f"one column for each column of `X`."
         )
     finite(name, array)
     if array.ndim == 2:
         precision.warn_of_merged_rows(name, value, array)
-    return _or_nan(array)
+    return array if is_concrete(array) else _or_nan(array)
 
 
-def categories(name: str, value: ArrayLike, column: int, known: tuple[int, ...]) -> None:
-    """Raise unless each entry of a column of the inputs `value` is among the `known` integers."""
+def categories(name: str, value: ArrayLike, column: int, allowed: tuple[int, ...]) -> None:
+    """Raise unless each entry of a column of the inputs `value` is an `allowed` integer."""
     if is_concrete(value):
         entries = as_numpy(value)[..., column].ravel()
-        bad = ~np.isin(entries, known)
+        bad = ~np.isin(entries, allowed)
         if bad.any():
             row = int(np.argmax(bad))
-            several = ", ".join(
-                map(str, known if len(known) < 9 else (*known[:3], "...", known[-1]))
-            )
+            shown = allowed if len(allowed) < 9 else (*allowed[:3], "...", allowed[-1])
             raise ValueError(
-                f"`{name}` must hold the kernel's categories in column {column}, {several}, got "
-                f"{entries[row]} in row {row}."
+                f"`{name}` must hold the kernel's categories in column {column}, "
+                f"{', '.join(map(str, shown))}, got {entries[row]} in row {row}."
             )
 
 
@@ -189,7 +184,7 @@ def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> No
 
 
 def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """Call a method that users implement; it must return an array of the promised shape."""
+    """Call a method that users implement, and raise unless the result has the expected shape."""
     value = getattr(owner, hook)(*args, **kwargs)
     if jnp.shape(value) != shape:
         raise ValueError(
@@ -202,7 +197,7 @@ def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwarg
 def observations(
     value: ArrayLike, event_shape: tuple[int, ...], rows_of: str, remedy: str = ""
 ) -> Float[Array, "... n"]:
-    """Check observations `y`: finite, or an error with a remedy, one for each row of `rows_of`."""
+    """Check observations `y`: finite, and one for each row of the argument `rows_of`."""
     y = as_float(value, "y")
     if y.shape[-1:] != event_shape:
         raise ValueError(
@@ -214,7 +209,7 @@ def observations(
 
 
 def not_masked(name: str, value: Any) -> None:
-    """Raise for a masked array of NumPy with entries that are missing."""
+    """Raise for a NumPy masked array with missing entries."""
     if np.ma.is_masked(value):
         raise ValueError(f"`{name}` has masked entries: drop those rows, or fill the entries.")
 
@@ -223,17 +218,17 @@ def count(name: str, value: Any, least: int = 1, *, even: bool = False) -> int:
     """Return `value`, or raise unless it is an integer of at least `least`.
 
     Raises:
-        TypeError: if it is no integer of Python or NumPy.
+        TypeError: if it is not a Python or NumPy integer.
         ValueError: if it is too small or, where it must be `even`, odd.
     """
     if integer(name, value) < least or (even and value % 2):
-        wanted = f"{'even and ' if even else ''}at least {least}"
-        raise ValueError(f"`{name}` must be {wanted}, got {value}.")
+        expected = f"{'even and ' if even else ''}at least {least}"
+        raise ValueError(f"`{name}` must be {expected}, got {value}.")
     return int(value)
 
 
 def integer(name: str, value: Any) -> int:
-    """Return `value`, or raise a `TypeError` unless it is an integer of Python or NumPy."""
+    """Return `value`, or raise a `TypeError` unless it is a Python or NumPy integer."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         remedy = ": write int(...)" if isinstance(value, numbers.Real | Array) else ""
         raise TypeError(f"`{name}` must be an integer, got {described(value)}{remedy}.")
@@ -241,7 +236,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def count_or_none(name: str, value: Any, least: int = 1) -> int | None:
-    """`count`, where None stands for all, or for none."""
+    """`count`, or None."""
     return None if value is None else count(name, value, least)
 
 
@@ -249,21 +244,21 @@ def number(name: str, value: Any, within: str) -> int | float:
     """Return `value`, or raise unless it is a real number in an interval.
 
     Args:
-        name: of the argument.
-        value: what it got.
+        name: the argument's name.
+        value: its value.
         within: the interval, such as "[0, 1)" or "(0, inf)".
 
     Raises:
-        TypeError: if it is no number of Python or NumPy.
-        ValueError: if it lies outside.
+        TypeError: if it is not a Python or NumPy number.
+        ValueError: if it lies outside the interval.
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         remedy = ": write float(...)" if isinstance(value, Array) else ""
         raise TypeError(f"`{name}` must be a number, got {described(value)}{remedy}.")
     lower, upper = (float(bound) for bound in within[1:-1].split(","))
-    given = float(value)
-    above = given > lower or (given == lower and within[0] == "[")
-    below = given < upper or (given == upper and within[-1] == "]")
+    x = float(value)
+    above = x > lower or (x == lower and within[0] == "[")
+    below = x < upper or (x == upper and within[-1] == "]")
     if not (above and below):
         raise ValueError(f"`{name}` must be {_PHRASES.get(within, f'in {within}')}, got {value}.")
     return plain(value)
@@ -276,7 +271,7 @@ def rate(name: str, value: Any, within: str) -> Any:
 
 
 def jitter(value: Any) -> int | float | None:
-    """Return a `jitter` argument, or raise unless it is None or a number that is not negative."""
+    """Return a `jitter` argument, or raise unless it is None or a nonnegative number."""
     return None if value is None else number("jitter", value, "[0, inf)")
 
 
@@ -284,13 +279,13 @@ def instance(name: str, value: T, kind: type | tuple[type, ...], expected: str =
     """Return `value`, or raise unless it is an instance of `kind`.
 
     Args:
-        name: of the argument.
-        value: what it got.
-        kind: its class, or several; a base class of this package is described by its namespace.
-        expected: how to describe `kind` instead.
+        name: the argument's name.
+        value: its value.
+        kind: a class or several. For a class of this package the message names the namespace.
+        expected: what the message says instead.
 
     Raises:
-        TypeError: if it is none, and with a hint if it is a class of that kind.
+        TypeError: if it is not an instance; for a subclass itself, with a hint to call it.
     """
     if isinstance(value, kind):
         return value
@@ -300,39 +295,49 @@ def instance(name: str, value: T, kind: type | tuple[type, ...], expected: str =
             f"`{value.__name__}(...)`."
         )
     if not expected and isinstance(kind, type):
-        expected = f"one of `sgp.{kind.__module__.split('.')[1]}` (`{kind.__name__}`)"
+        expected = f"one of `sgp.{_namespace(kind)}` (`{kind.__name__}`)"
     raise TypeError(f"`{name}` must be {expected}, got {described(value)}.")
 
 
+def _namespace(kind: type) -> str:
+    """The public module that exports a class of this package, or else its subpackage."""
+    package, subpackage = kind.__module__.split(".")[:2]
+    modules = vars(sys.modules[package]).items()
+    exporting = (
+        name for name, module in modules if kind.__name__ in getattr(module, "__all__", ())
+    )
+    return next(exporting, subpackage)
+
+
 def function(name: str, value: Any) -> Any:
-    """Return `value`, or raise a `TypeError` unless it is callable; a class is none."""
+    """Return `value`, or raise a `TypeError` unless it is callable and not a class."""
     if isinstance(value, type) or not callable(value):
         raise TypeError(f"`{name}` must be callable, got {described(value)}.")
     return value
 
 
 def as_key(value: Any, name: str = "key") -> Key[Array, ""]:
-    """One typed JAX key; a raw one, as old code and NumPyro's handlers pass them, is wrapped.
+    """Return a typed JAX key; a raw key, such as NumPyro's handlers pass, is wrapped.
 
     Raises:
-        TypeError: if it is no key; the message calls it `name`.
-        ValueError: if there are several.
+        TypeError: if it is not a key; the message calls it `name`.
+        ValueError: if it is an array of several keys.
     """
     is_array = isinstance(value, jax.Array | np.ndarray)
     if is_array and value.dtype == np.uint32 and value.shape in ((2,), (4,)):
         return jax.random.wrap_key_data(value)
     if not (is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)):
         got = f"an array of {value.dtype}{list(value.shape)}" if is_array else described(value)
-        raise TypeError(f"`{name}` must be a JAX key, as of jax.random.key(0), got {got}.")
+        raise TypeError(f"`{name}` must be a JAX key, such as jax.random.key(0), got {got}.")
     if value.shape != ():
         raise ValueError(f"`{name}` must be one key, got an array of shape {value.shape}.")
     return value
 
 
 def as_index(value: Any, name: str = "index") -> Int[Array, "..."]:
-    """Convert indices, a sequence or an array of integers, to an array of JAX.
+    """Convert a sequence or an array of integers to a JAX array of at least 32 bits.
 
-    It has four bytes for each at least: compared with a number of rows, fewer would overflow.
+    Narrower integers would overflow when compared with a number of rows.
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -346,12 +351,12 @@ def to_positive(name: str, *, or_zero: bool = False) -> Callable[[Any], Float[Ar
 
 
 def plain(value: Any) -> Any:
-    """A scalar of NumPy as Python's own, which a static field must be; anything else as it is."""
+    """Convert a NumPy scalar to a Python number, as a static field must be; else return `value`."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def described(value: object) -> str:
-    """What an argument got, in a few words."""
+    """A short description of an argument's value."""
     if isinstance(value, type):
         return f"the class `{value.__name__}`"
     if isinstance(value, str):
@@ -366,13 +371,13 @@ def _shown(entries: np.ndarray) -> str:
 
 
 def _as_array(value: Any, name: str) -> Any:
-    """What is no array of JAX yet as an array."""
+    """Convert anything but a JAX array to an array."""
     if hasattr(value, "__jax_array__"):
         return value.__jax_array__()
     not_masked(name, value)
-    has_parts_of_jax = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    has_jax_leaves = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     try:
-        array = jnp.asarray(value) if has_parts_of_jax else np.asarray(value)
+        array = jnp.asarray(value) if has_jax_leaves else np.asarray(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`{name}` must be a number or an array of numbers, got {described(value)}."
@@ -392,8 +397,8 @@ def _refuse_entries(name: str, value: Any, array: Any) -> None:
         if not isinstance(entry, numbers.Real):
             raise TypeError(
                 f"`{name}` must hold numbers, got {described(entry)} at index "
-                f"{tuple(map(int, index))}: fill or drop what is missing, and convert the rest, as "
-                'by .astype("float32").'
+                f"{tuple(map(int, index))}: fill or drop missing values, and convert the others, "
+                'as by .astype("float32").'
             )
     raise TypeError(
         f"`{name}` must be of type float32 or float64, got {array.dtype}: convert it, as by "
@@ -402,12 +407,12 @@ def _refuse_entries(name: str, value: Any, array: Any) -> None:
 
 
 def used(options: Collection[str], useful: Collection[str], where: str) -> None:
-    """Raise if options are given that have no effect.
+    """Raise if an option has no effect.
 
     Args:
-        options: names of those that are given.
-        useful: names of those that have an effect.
-        where: on what, for the error.
+        options: names of the options that are set.
+        useful: names of the options that have an effect.
+        where: what the options are for, which begins the message.
     """
     useless = ", ".join(f"`{name}`" for name in sorted(set(options) - set(useful)))
     if useless:

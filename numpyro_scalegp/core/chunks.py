@@ -1,4 +1,4 @@
-"""Work on the rows of a matrix in chunks, so that memory follows the chunk and not the matrix."""
+"""Functions of matrix rows, evaluated in chunks: memory grows with the chunk, not the matrix."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -29,18 +29,18 @@ def map_rows(
     *,
     share: bool = True,
 ) -> Result:
-    """Apply `function` to `chunk_size` rows of X at a time, on a mesh each device to its own rows.
+    """Apply `function` to `chunk_size` rows of X at a time; on a mesh, each device to its rows.
 
     Args:
-        function: maps a chunk of rows to a pytree of arrays with a leading axis of its size, row by
-            row: no row's result may depend on another row.
+        function: maps a chunk of rows to a pytree of arrays with a leading axis of the chunk's
+            size. The result for a row must not depend on other rows.
         X: inputs, shape (n, d), or a pytree of arrays with a leading axis of size n.
         chunk_size: rows in a chunk, positive.
-        share: whether devices share the rows. Not where the function goes through arrays that are
-            divided over them: each device would gather these.
+        share: whether devices share the rows. False if the function reads arrays that are sharded:
+            each device would gather them.
 
     Returns:
-        The results for all rows, leading axis n. One compilation, whatever n is.
+        The results for all rows, leading axis n. The function is compiled once for all chunks.
     """
     checks.count("chunk_size", chunk_size)
     if share and (mesh := mesh_of(X)) is not None:
@@ -51,11 +51,11 @@ def map_rows(
     num_chunks = -(-n // chunk_size)
 
     def split(leaf: Array) -> Array:
-        # Rows that fill the last chunk repeat the last row: harmless, and cut off again.
+        # The last chunk is padded with copies of the last row, whose results are dropped.
         last = jnp.broadcast_to(leaf[-1:], (num_chunks * chunk_size - n, *leaf.shape[1:]))
         return jnp.concatenate([leaf, last]).reshape(num_chunks, chunk_size, *leaf.shape[1:])
 
-    # Not the function itself, of which JAX would keep what it traced.
+    # A lambda, because JAX caches the trace of a function that it has seen before.
     results = jax.lax.map(lambda chunk: function(chunk), jax.tree.map(split, X))
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:n], results)
 
@@ -66,26 +66,31 @@ def sum_rows(
     chunk_size: int,
     *,
     share: bool = True,
-    kept: tuple[str, ...] = (),
+    saved_names: tuple[str, ...] = (),
 ) -> Result:
-    """Add up `function` of `chunk_size` rows at a time, on a mesh each device of its own rows.
+    """Sum `function` over chunks of `chunk_size` rows; on a mesh, each device over its rows.
 
-    Derivatives go through it in chunks, too: each is computed once more on the way back.
+    The backward pass works in chunks, too, and computes the function of each chunk again.
 
     Args:
-        function: maps a chunk of rows to a pytree of arrays, a sum over rows in which a row of
-            zeros counts nothing.
+        function: maps a chunk of rows to a pytree of arrays: a sum over rows, in which a row of
+            zeros contributes nothing.
         rows: a pytree of arrays with a leading axis of size n.
         chunk_size: rows in a chunk, positive.
-        share: whether devices share the rows. Not those of parameters, which are whole on each
-            device: XLA would gather what else is computed from these.
-        kept: names, by `jax.ad_checkpoint.checkpoint_name`, of what is kept for the way back.
+        share: whether devices share the rows. False for rows of parameters, which are replicated:
+            XLA would gather other arrays that are computed from them.
+        saved_names: names (`jax.ad_checkpoint.checkpoint_name`) of values that the backward pass
+            does not compute again.
 
     Returns:
-        The sum over all rows. One compilation, whatever n is.
+        The sum over all rows. The function is compiled once for all chunks.
     """
     if share and (mesh := mesh_of(rows)) is not None:
-        return sum_shares(mesh, lambda rows: sum_rows(function, rows, chunk_size, kept=kept), rows)
+
+        def sum_share(rows: Rows) -> Result:
+            return sum_rows(function, rows, chunk_size, saved_names=saved_names)
+
+        return sum_shares(mesh, sum_share, rows)
     n = jax.tree.leaves(rows)[0].shape[0]
     if n <= chunk_size:
         return function(rows)
@@ -101,5 +106,5 @@ def sum_rows(
     chunks = jax.tree.map(split, rows)
     shapes = jax.eval_shape(function, jax.tree.map(lambda leaf: leaf[0], chunks))
     zero = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    policy = jax.checkpoint_policies.save_only_these_names(*saved_names)
     return jax.lax.scan(jax.checkpoint(add, policy=policy), zero, chunks)[0]

@@ -1,4 +1,4 @@
-"""What the host sees: values of arrays, and calls that are one for all members of a batch."""
+"""Values of arrays on the host, and host calls that are made once for all members of a batch."""
 
 from collections.abc import Callable
 
@@ -10,22 +10,22 @@ from jaxtyping import Array, ArrayLike, Bool, Num
 
 
 def as_numpy(value: ArrayLike) -> np.ndarray:
-    """The values of an array, of one that several processes hold the whole in each of them."""
+    """The values of an array; if several processes hold it, all values in each of them."""
     sharding = value.sharding if isinstance(value, jax.Array) else None
     if isinstance(sharding, NamedSharding) and not (
         sharding.is_fully_addressable or sharding.is_fully_replicated
     ):
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
         with jax.ensure_compile_time_eval():
-            value = jax.jit(lambda array: array, out_shardings=whole)(value)
+            value = jax.jit(lambda array: array, out_shardings=replicated)(value)
     return np.asarray(value)
 
 
 @jax.custom_batching.custom_vmap
 def largest_of_batch(value: Num[Array, ""] | Bool[Array, ""]) -> Array:
-    """A value; under `vmap` the largest of all members, so that it is one for all of the batch.
+    """Return the value; under `vmap` the largest value of all members, the same for each of them.
 
-    A condition with a value of its own for each member would run all of its branches.
+    `jax.lax.cond` with a different condition for each member would run all branches.
     """
     return value
 
@@ -36,9 +36,9 @@ def _(_axis_size: int, _in_batched: list[bool], value: Array) -> tuple[Array, bo
 
 
 def call_where(flag: Bool[Array, ""], function: Callable[..., None], *values: ArrayLike) -> None:
-    """Call a function of values on the host if a flag is set, once for all members of a batch."""
+    """Call a function on the host if a flag is set, once for all members of a batch."""
     if isinstance(flag, jax.core.Tracer):
         flag = largest_of_batch(flag)
         jax.lax.cond(flag, lambda: jax.debug.callback(function, *values), lambda: None)
-    elif flag:  # a condition outside of compiled code would be compiled at each call
+    elif flag:  # `jax.lax.cond` outside of compiled code would compile at each call
         function(*values)

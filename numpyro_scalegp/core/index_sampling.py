@@ -1,4 +1,4 @@
-"""Random subsets of a large range of indices, at the cost of the subset."""
+"""Random subsets of a large range of indices, at a cost proportional to the subset."""
 
 import functools
 
@@ -11,20 +11,21 @@ from jaxtyping import Array, Int, Key
 def stratified_indices(key: Key[Array, ""], size: int, num: int) -> Int[Array, " num"]:
     """Draw `num` of `size` indices without replacement, in O(num).
 
-    One index from each of `num` runs of nearly equal length, all shifted by one random offset
-    modulo `size`: every index is drawn with the same probability, none twice. So size / num times
-    the sum over the indices drawn has the sum over all as its mean, with less variance than from
-    independent draws. Probabilities are equal to one part in 2^32 / size.
+    The range is split into `num` strata of nearly equal length. One index is drawn from each, and
+    all are shifted by one random offset modulo `size`, so that every index has the same inclusion
+    probability and none is drawn twice. Hence size / num times a sum over the drawn indices is
+    unbiased for the sum over all, with less variance than from independent draws. The
+    probabilities are equal up to a relative difference of size / 2^32.
 
     Args:
         key: a typed JAX key.
         size: number of indices to draw from, below 2^31.
-        num: how many to draw, at most `size`.
+        num: number of indices to draw, at most `size`.
 
     Returns:
-        Indices, shape (num,), int32, in ascending order. So with equal shares of the range for some
-        devices, and of the indices, each index is in its device's share of the range, but for the
-        first and the last one of each, which may be in the share before and after.
+        Indices, shape (num,), int32, in ascending order. If devices hold equal shares of the range
+        and of the indices, the indices of each device are in its share of the range, except for the
+        first and the last, which may be in the share before and after it.
 
     Raises:
         ValueError: if `size` is not below 2^31 or `num` is not from 1 to `size`.
@@ -42,10 +43,10 @@ def stratified_indices(key: Key[Array, ""], size: int, num: int) -> Int[Array, "
 def _stratified(key: Array, size: int, num: int) -> Array:
     edges = np.arange(num + 1, dtype=np.int64) * size // num
     ranges = jnp.array(np.append(np.diff(edges), size), jnp.uint32)
-    # One draw of random bits in all: each further one would add to the time of compilation.
+    # One draw of random bits for all, because each draw adds to the compilation time.
     drawn = (jax.random.bits(key, (num + 1,), jnp.uint32) % ranges).astype(jnp.int32)
     within, shift = jnp.array(edges[:-1], jnp.int32) + drawn[:-1], drawn[-1]
-    passes = within >= size - shift
-    # Without the sum of two indices, which could pass 2^31.
-    shifted = jnp.where(passes, within - (size - shift), within + shift)
-    return jnp.roll(shifted, jnp.sum(passes))
+    wraps = within >= size - shift
+    # Not (within + shift) % size, which could overflow.
+    shifted = jnp.where(wraps, within - (size - shift), within + shift)
+    return jnp.roll(shifted, jnp.sum(wraps))

@@ -1,4 +1,4 @@
-"""Mutable state: what a model hands from one step of SVI to the next."""
+"""Mutable state, which a model passes from one SVI step to the next."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 
 def if_finite(new: Any, old: Any) -> Any:
-    """What the next step reads: `new`, or `old` where `new` is not finite; without derivatives.
+    """Return `new`, or `old` if an entry of `new` is not finite; without derivatives.
 
     Raises:
         ValueError: if the step runs under `jax.vmap`, as with `num_particles > 1`.
     """
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new)]
-    good = jnp.all(jnp.stack(finite))
-    kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
-    return refuse_batches(jax.lax.stop_gradient(kept))
+    all_finite = jnp.all(jnp.stack(finite))
+    state = jax.tree.map(lambda a, b: jnp.where(all_finite, a, b), new, old)
+    return refuse_batches(jax.lax.stop_gradient(state))
 
 
 @jax.custom_batching.custom_vmap
@@ -27,7 +27,7 @@ def refuse_batches(written: Any) -> Any:
 @refuse_batches.def_vmap
 def _(axis_size: int, in_batched: Any, written: Any) -> Any:
     raise ValueError(
-        f"a state is written by {axis_size} computations at once: it serves one only. Use an ELBO "
-        "with `num_particles=1`, and `jax.lax.map` in the place of `jax.vmap`; or do without a "
-        "state: drop `state=` of a `GaussianProcess`, take `MiniBatch` for a `FeatureSpaceGP`."
+        f"a state is written by {axis_size} computations at once: it can serve only one. Use an "
+        "ELBO with `num_particles=1`, and `jax.lax.map` in place of `jax.vmap`; or use no state: "
+        "drop `state=` of a `GaussianProcess`, take `MiniBatch` for a `FeatureSpaceGP`."
     )

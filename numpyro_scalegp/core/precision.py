@@ -1,4 +1,4 @@
-"""What a conversion to a narrower type does to inputs."""
+"""A warning for inputs that a conversion to float32 makes equal."""
 
 import warnings
 from typing import Any
@@ -16,23 +16,23 @@ REMEDY = (
 )
 
 
-def warn_of_merged_rows(name: str, given: Any, rows: Any, remedy: str = REMEDY) -> None:
-    """Warn if rows that differ in `given` are equal in `rows`, the matrix it was converted to.
+def warn_of_merged_rows(name: str, original: Any, rows: Any, remedy: str = REMEDY) -> None:
+    """Warn if different rows of `original` are equal in `rows`, the matrix it was converted to.
 
-    Such as times in seconds since 1970, which float32 holds to the nearest 128. A few of very many
-    rows agree in 24 bits by chance: those are no reason to warn. Nothing is done where `given` is
-    traced, or of a type that converts without rounding.
+    An example is times in seconds since 1970, which float32 rounds to multiples of 128. A few of
+    very many rows agree in 24 bits by chance, without a warning. Nothing is checked if `original`
+    is traced or its dtype converts without rounding. Costs O(n d + n log n).
 
     Args:
-        name: the argument.
-        given: what the user passed, a matrix.
-        rows: what it became, shape (n, d). O(n d + n log n).
-        remedy: what to do, the last sentence of the warning without its full stop.
+        name: the argument's name.
+        original: the matrix that the user passed.
+        rows: the converted matrix, shape (n, d).
+        remedy: the last sentence of the warning, without its full stop.
     """
-    # What it became is traced if any part of `given` is.
-    if given is rows or isinstance(rows, jax.core.Tracer):
+    # `rows` is traced if any part of `original` is.
+    if original is rows or isinstance(rows, jax.core.Tracer):
         return
-    before, after = np.asarray(given), np.asarray(rows)
+    before, after = np.asarray(original), np.asarray(rows)
     if before.dtype.kind not in "iuf" or np.can_cast(before.dtype, after.dtype, "safe"):
         return
     num_after = _num_distinct(after)
@@ -43,16 +43,16 @@ def warn_of_merged_rows(name: str, given: Any, rows: Any, remedy: str = REMEDY) 
     if num_before - num_after > num_before * (0.01 + by_chance):
         warnings.warn(
             f"`{name}` has {num_before} distinct rows, of which {num_after} are left in "
-            f"{after.dtype}: the others are taken for repetitions. {remedy}.",
+            f"{after.dtype}: the others become duplicates. {remedy}.",
             RuntimeWarning,
             stacklevel=1,
         )
 
 
 def _num_distinct(rows: np.ndarray) -> int:
-    """The number of distinct rows, by a hash of 64 bits."""
+    """The number of distinct rows, by a 64-bit hash."""
     if rows.dtype.kind == "f":
-        rows = rows + 0.0  # of the two zeros, one
+        rows = rows + 0.0  # -0.0 becomes 0.0
     bits = np.ascontiguousarray(rows).view(f"u{rows.dtype.itemsize}").astype(np.uint64)
     total = np.zeros(len(bits), np.uint64)
     for column in bits.T:

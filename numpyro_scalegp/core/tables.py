@@ -1,4 +1,4 @@
-"""Data frames of pandas and polars and nested lists, where arrays are wanted."""
+"""Conversion of pandas and polars data frames and of nested lists to arrays."""
 
 import numbers
 from typing import Any
@@ -10,7 +10,7 @@ from numpyro_scalegp.core import checks
 
 
 def is_table(value: Any) -> bool:
-    """Whether a value has numbers and is no array: a data frame, a column of one, or a list."""
+    """Whether a value is a data frame, a column of a data frame, or a list of numbers."""
     if isinstance(value, list):
         entries = jax.tree.leaves(value)
         return bool(entries) and all(isinstance(entry, numbers.Number) for entry in entries)
@@ -19,24 +19,24 @@ def is_table(value: Any) -> bool:
 
 
 def as_arrays(tree: Any, name: str) -> Any:
-    """A pytree with arrays of NumPy in place of its tables; all else as it is.
+    """Replace the tables of a pytree by NumPy arrays.
 
     Raises:
         TypeError: if a table holds anything but numbers; the message calls it `name`.
     """
 
-    def of_leaf(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         if not is_table(leaf):
             return leaf
         try:
             array = np.asarray(leaf)
-        except ValueError as error:  # lists of other lengths
+        except ValueError as error:  # lists of different lengths
             raise TypeError(f"`{name}` must have rows of one length: {error}") from error
         if array.dtype.kind not in "biuf":
             raise TypeError(
                 f"`{name}` must hold numbers, got {checks.described(leaf)} of {array.dtype}: fill "
-                "or drop what is missing, and convert the rest."
+                "or drop missing values, and convert the others."
             )
         return array
 
-    return jax.tree.map(of_leaf, tree, is_leaf=is_table)
+    return jax.tree.map(convert, tree, is_leaf=is_table)

@@ -10,43 +10,43 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.linalg import matmul
-from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.kernel import Product, Sum
+from numpyro_scalegp.kernels.kernel import AbstractKernel, Product, Sum
+from numpyro_scalegp.numerics.linalg import matmul
 
 
 class AbstractFeatures(eqx.Module):
-    """A finite feature map x -> phi(x), of which f(x) = phi(x)'w makes a Gaussian process.
+    """A finite feature map x -> phi(x), for Gaussian processes f(x) = phi(x)'w.
 
-    `phi(X)` has all features and `phi.columns(X, index)` some of them, at a cost that does not grow
-    with their number. Hyperparameters enter as arrays, so that a model may give them priors.
+    `phi(X)` computes all features and `phi.columns(X, index)` a few of them, at a cost that does
+    not grow with their total number. Hyperparameters are arrays, so that a model may give them
+    priors.
 
-    Two of them add up, and multiply: `phi + psi` has the features of both, for the sum of two
-    independent functions, and `phi * psi` all products, for a kernel that is the product of theirs.
+    Feature maps can be added and multiplied: `phi + psi` has the features of both, for the sum of
+    two independent functions, and `phi * psi` all products of features, for the product of kernels.
 
-    A feature map of one's own implements `size` and `evaluate`.
+    A custom feature map implements `size` and `evaluate`.
     """
 
     @abc.abstractmethod
     def size(self, X: Float[Array, "n d"]) -> int:
-        """The number m of features of inputs with the columns of X."""
+        """The number m of features for inputs like X."""
 
     @abc.abstractmethod
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
-        """The features `index` of inputs that were checked, shape (n, num)."""
+        """The features `index` at checked inputs, shape (n, num)."""
 
     def columns(
         self, X: Float[ArrayLike, "n d"], index: Int[ArrayLike, " num"]
     ) -> Float[Array, "n num"]:
-        """Evaluate some of the features.
+        """Evaluate a few of the features.
 
         Args:
             X: inputs, shape (n, d).
-            index: which features, shape (num,), from 0 to m - 1.
+            index: indices of the features, shape (num,), from 0 to m - 1.
 
         Returns:
             Features, shape (n, num), in O(n num d) for random Fourier features and inducing points,
-            whatever their number m.
+            regardless of the number m of all features.
 
         Raises:
             ValueError: if `X` is not of rank 2, or holds NaN or infinity.
@@ -62,10 +62,10 @@ class AbstractFeatures(eqx.Module):
     def basis_and_amplitudes(
         self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, "*m"]]:
-        """All features as a basis, multiplied by amplitudes, shape (m,) or ().
+        """All features, as a basis and its amplitudes, shape (m,) or ().
 
-        Where hyperparameters enter by amplitudes alone, products with weights multiply these first,
-        and no matrix changes with hyperparameters.
+        If the hyperparameters determine the amplitudes alone, the weights are multiplied by the
+        amplitudes first, and the basis does not change with the hyperparameters.
         """
         basis = self(X)
         return basis, jnp.ones((), basis.dtype)
@@ -94,45 +94,45 @@ class AbstractFeatures(eqx.Module):
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The prior covariance of f(X) and f(Z) under the precision S, exact or nearly so.
 
-        By default the features' inner products. For a dense S, Phi(X)'K(X, X)^-1 Phi(X) with this
-        K is an approximation of S.
+        By default, these are the inner products of the features. For a dense S, Phi(X)'K(X, X)^-1
+        Phi(X) with this K approximates S.
         """
         return matmul(self(X), self(Z).T)
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "AbstractFeatures":
-        """The features of a part of f, of which `change` gives the kernel.
+        """The features of the component of f whose kernel is `change(kernel)`.
 
         Raises:
             ValueError: if the features have no kernel.
         """
-        raise ValueError(f"`{type(self).__name__}` features have no kernel to take a part of.")
+        raise ValueError(f"`{type(self).__name__}` features have no kernel with components.")
 
     def hyperparameters(self) -> list[Array]:
         """The arrays that may change from step to step; see `with_hyperparameters`."""
         return jax.tree.leaves(self)
 
     def with_hyperparameters(self, hyperparameters: list[Array]) -> "AbstractFeatures":
-        """The same features with what `hyperparameters` gave at another time."""
-        # Arrays alone, since functions within the features may be other objects in each trace.
+        """The same features with other values of `hyperparameters()`."""
+        # Arrays alone, since functions in the features may be different objects in each trace.
         return jax.tree.unflatten(jax.tree.structure(self), hyperparameters)
 
-    def __add__(self, other: "AbstractFeatures") -> "SumOfFeatures":
-        return SumOfFeatures(self, other) if isinstance(other, AbstractFeatures) else NotImplemented
+    def __add__(self, right: "AbstractFeatures") -> "SumOfFeatures":
+        return SumOfFeatures(self, right) if isinstance(right, AbstractFeatures) else NotImplemented
 
-    def __radd__(self, other: Any) -> "AbstractFeatures":
+    def __radd__(self, left: Any) -> "AbstractFeatures":
         # `sum(features)` starts with the number 0.
-        return self if isinstance(other, int) and other == 0 else NotImplemented
+        return self if isinstance(left, int) and left == 0 else NotImplemented
 
-    def __mul__(self, other: "AbstractFeatures") -> "ProductOfFeatures":
-        if isinstance(other, AbstractFeatures):
-            return ProductOfFeatures(self, other)
+    def __mul__(self, right: "AbstractFeatures") -> "ProductOfFeatures":
+        if isinstance(right, AbstractFeatures):
+            return ProductOfFeatures(self, right)
         return NotImplemented
 
 
 class AbstractKernelFeatures(AbstractFeatures):
-    """A feature map that stands for a kernel."""
+    """A feature map with a kernel."""
 
-    if TYPE_CHECKING:  # checkers take an `AbstractVar` for the first argument of all subclasses
+    if TYPE_CHECKING:  # type checkers take an `AbstractVar` for the first argument of subclasses
 
         @property
         def kernel(self) -> AbstractKernel: ...  # noqa: D102
@@ -141,64 +141,65 @@ class AbstractKernelFeatures(AbstractFeatures):
 
     @abc.abstractmethod
     def with_kernel(self, kernel: AbstractKernel) -> "AbstractKernelFeatures":
-        """The same features of another kernel of the same kind."""
+        """The same features for another kernel of the same kind."""
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> AbstractFeatures:
-        """The features of a part of f; see `AbstractFeatures.restrict`."""
+        """The features of one component of f; see `AbstractFeatures.restrict`."""
         return self.with_kernel(change(self.kernel))
 
 
 class AbstractCompositeFeatures(AbstractKernelFeatures):
-    """A feature map made of two others, whose weights are independent."""
+    """A feature map made of two maps with independent weights."""
 
     left: AbstractFeatures
     right: AbstractFeatures
 
     def __check_init__(self) -> None:
         for name in ("left", "right"):
-            part = checks.instance(name, getattr(self, name), AbstractFeatures)
-            if part.has_dense_precision:
+            features = checks.instance(name, getattr(self, name), AbstractFeatures)
+            if features.has_dense_precision:
                 raise ValueError(
-                    "sums and products are of features with independent weights, and those of "
-                    f"`{type(part).__name__}` depend on each other a priori: write a site for each."
+                    "sums and products need features with independent weights, but the weights of "
+                    f"`{type(features).__name__}` are correlated a priori: write a site for each."
                 )
 
     @property
     def kernel(self) -> AbstractKernel:
-        """The kernel that the features stand for.
+        """The sum or the product of the kernels of both maps.
 
         Raises:
-            ValueError: if one of the maps has none.
+            ValueError: if one of the maps has no kernel.
         """
-        return self._combined(*(_with_kernel(part).kernel for part in (self.left, self.right)))
+        return self._combined(_with_kernel(self.left).kernel, _with_kernel(self.right).kernel)
 
     @abc.abstractmethod
     def _combined(self, left: AbstractKernel, right: AbstractKernel) -> AbstractKernel:
-        """The kernel made of those of the parts."""
+        """Combine the kernels of the two maps."""
 
 
 class SumOfFeatures(AbstractCompositeFeatures):
     """The features of both maps side by side: f is the sum of two independent functions.
 
-    `active` selects the terms that count: both, unless it is a component of another sum.
+    `active` selects the maps that count: both, unless this is a component of another sum.
     """
 
     active: tuple[bool, bool] = eqx.field(static=True, default=(True, True))
 
     def size(self, X: Float[Array, "n d"]) -> int:
-        """The number of features of both."""
+        """The number of features of both maps."""
         return self.left.size(X) + self.right.size(X)
 
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
-        """The features `index`, shape (n, num), at the cost of as many of each map."""
+        """The features `index`, shape (n, num), at the cost of `num` features of each map."""
         num = self.left.size(X)
-        found = [
-            part.evaluate(X, jnp.clip(index - first, 0, part.size(X) - 1))
-            for part, first in ((self.left, 0), (self.right, num))
-        ]
-        is_left = index < num
-        left, right = (jnp.where(on, one, 0.0) for on, one in zip(self.active, found, strict=True))
-        return jnp.where(is_left, left, right)
+        columns = []
+        for features, first, is_active in zip(
+            (self.left, self.right), (0, num), self.active, strict=True
+        ):
+            values = features.evaluate(X, jnp.clip(index - first, 0, features.size(X) - 1))
+            columns.append(jnp.where(is_active, values, 0.0))
+        left, right = columns
+        return jnp.where(index < num, left, right)
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
         """All features, shape (n, m)."""
@@ -208,38 +209,38 @@ class SumOfFeatures(AbstractCompositeFeatures):
     def basis_and_amplitudes(
         self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
-        """Those of both maps side by side; a basis of zeros where one is not active."""
-        X, parts, amplitudes = checks.inputs("X", X), [], []
-        for part, on in zip((self.left, self.right), self.active, strict=True):
-            basis, own = part.basis_and_amplitudes(X)
-            parts.append(basis if on else jnp.zeros_like(basis))
-            amplitudes.append(jnp.broadcast_to(own, basis.shape[1:]))
-        with checks.known_values(*parts):
-            whole = jnp.concatenate(parts, axis=1)
-        return whole, jnp.concatenate(amplitudes)
+        """The bases of both maps side by side; zeros for a map that is not active."""
+        X, bases, amplitudes = checks.inputs("X", X), [], []
+        for features, is_active in zip((self.left, self.right), self.active, strict=True):
+            basis, amplitude = features.basis_and_amplitudes(X)
+            bases.append(basis if is_active else jnp.zeros_like(basis))
+            amplitudes.append(jnp.broadcast_to(amplitude, basis.shape[1:]))
+        with checks.known_values(*bases):
+            joint_basis = jnp.concatenate(bases, axis=1)
+        return joint_basis, jnp.concatenate(amplitudes)
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """The sum of the active terms' covariances."""
-        parts = zip((self.left, self.right), self.active, strict=True)
-        found = [part.covariance(X, Z) for part, on in parts if on]
-        return sum(found[1:], start=found[0])
+        """The sum of the covariances of the active maps."""
+        maps = zip((self.left, self.right), self.active, strict=True)
+        covariances = [features.covariance(X, Z) for features, is_active in maps if is_active]
+        return sum(covariances[1:], start=covariances[0])
 
     def _combined(self, left: AbstractKernel, right: AbstractKernel) -> AbstractKernel:
         return Sum(left, right, self.active)
 
     def with_kernel(self, kernel: AbstractKernel) -> "SumOfFeatures":
-        """The same features of another sum of kernels."""
+        """The same features for another sum of kernels."""
         terms: Any = checks.instance("kernel", kernel, Sum)
         left, right = _with_kernel(self.left), _with_kernel(self.right)
-        parts = left.with_kernel(terms.left), right.with_kernel(terms.right)
-        return SumOfFeatures(*parts, terms.active)
+        features = left.with_kernel(terms.left), right.with_kernel(terms.right)
+        return SumOfFeatures(*features, terms.active)
 
 
 class ProductOfFeatures(AbstractCompositeFeatures):
-    """The products of all pairs of features: their inner products are those of the maps."""
+    """The products of all pairs of features, whose kernel is the product of the kernels."""
 
     def size(self, X: Float[Array, "n d"]) -> int:
-        """The product of both numbers."""
+        """The product of the numbers of features."""
         return self.left.size(X) * self.right.size(X)
 
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
@@ -255,18 +256,18 @@ class ProductOfFeatures(AbstractCompositeFeatures):
         return Product(left, right)
 
     def with_kernel(self, kernel: AbstractKernel) -> "ProductOfFeatures":
-        """The same features of another product of kernels."""
+        """The same features for another product of kernels."""
         factors: Any = checks.instance("kernel", kernel, Product)
         left, right = _with_kernel(self.left), _with_kernel(self.right)
         return ProductOfFeatures(left.with_kernel(factors.left), right.with_kernel(factors.right))
 
 
 def _with_kernel(features: AbstractFeatures) -> AbstractKernelFeatures:
-    """The features as such that have a kernel.
+    """The features, if they have a kernel.
 
     Raises:
         ValueError: if they have none.
     """
     if not isinstance(features, AbstractKernelFeatures):
-        raise ValueError(f"`{type(features).__name__}` features have no kernel to take a part of.")
+        raise ValueError(f"`{type(features).__name__}` features have no kernel with components.")
     return features

@@ -1,4 +1,4 @@
-"""Sines on a box with amplitudes from a spectral density, and the series of a periodic kernel."""
+"""The Hilbert-space basis of a stationary kernel, and the Fourier series of a periodic one."""
 
 import contextlib
 import math
@@ -13,41 +13,43 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
-from numpyro_scalegp.core.trigonometry import cos_of_turns
 from numpyro_scalegp.features.feature_map import AbstractKernelFeatures
-from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern32, Matern52, Periodic
-from numpyro_scalegp.kernels.kernel import ActiveDims, Scaled, as_single
+from numpyro_scalegp.kernels.kernel import AbstractKernel, ActiveDims, Scaled, as_single
+from numpyro_scalegp.kernels.matern import Matern32, Matern52
+from numpyro_scalegp.kernels.periodic import Periodic
+from numpyro_scalegp.kernels.stationary import RBF
+from numpyro_scalegp.numerics.trigonometry import cos_of_turns
 
-# Entries up to which sines become a constant of what is compiled: 16 MiB in float32.
-_MAX_KNOWN = 2**22
-# Ratios of Bessel functions beyond the last one that is wanted, from which they are found.
-_MORE_RATIOS = 40
+# The most entries of a basis that becomes a constant of the compiled program: 16 MiB in float32.
+_MAX_CONSTANTS = 2**22
 
 
 class HilbertSpace(AbstractKernelFeatures):
-    """Sines on a box, with amplitudes from a kernel's spectral density S: few features for NUTS.
+    """A Hilbert-space basis on a box, weighted by a kernel's spectral density S.
 
     phi_j(x) = sqrt(S(w_j)) prod_k sqrt(2 / l_k) sin(w_jk (x_k - a_k)) on the box from a to b, with
     l = b - a and w_jk = pi j_k / l_k, for j_k = 1, ..., m_k: the eigenfunctions of the Laplacian.
-    phi(x)'phi(z) tends to k(x, z) as the box and m grow; inside of the box, near its ends, it is
-    too small. The sines do not depend on hyperparameters, which enter by the amplitudes alone. For
-    a stationary kernel in one to three columns: there are m_1 m_2 ... features.
+    phi(x)'phi(z) tends to k(x, z) as the box and m grow; near the ends of the box it is too small.
+    The hyperparameters determine the amplitudes sqrt(S(w_j)) alone, not the sines. The map has m_1
+    m_2 ... features, and suits NUTS with a stationary kernel in one to three dimensions.
 
-    A `Periodic` kernel of one column has its own series, cos(2 pi j x / period) and sines, with
-    j < m: 2 m - 1 features, no box, and an error that falls faster than exponentially.
+    For a `Periodic` kernel of one input dimension the features are its Fourier series instead,
+    cos(2 pi j x / period) and sines, with j < m: 2 m - 1 features, or 2 m - 2 if the kernel has no
+    constant. There is no box, and the error falls faster than exponentially in m.
 
-    `box_and_num_basis` chooses both from data and the range of a lengthscale; `error` says how far
-    phi(x)'phi(z) is from the kernel at some rows.
+    `box_and_num_basis` chooses `box` and `num_basis` from data and the range of a lengthscale;
+    `error` compares phi(x)'phi(z) with the kernel.
 
     Args:
-        kernel: RBF, Matern or rational quadratic, a multiple or a sum of such, or `Periodic`; one
-            `.on(columns)` sees these alone.
-        num_basis: m, one number or one for each column that the kernel sees.
-        box: ends of the box, shape (2, d) for d columns that the kernel sees; None for `Periodic`.
+        kernel: RBF, Matern or rational quadratic, a multiple or a sum of these, or `Periodic`;
+            `.on(columns)` applies it to these input dimensions only.
+        num_basis: m, one number or one for each input dimension of the kernel.
+        box: ends of the box, shape (2, d) for d input dimensions of the kernel; None for
+            `Periodic`.
 
     Raises:
         ValueError: if `num_basis` or `box` do not fit the kernel; when used, if inputs lie outside
-            of the box (NaN where they are traced), or the kernel has no spectral density.
+            of the box (traced inputs give NaN), or the kernel has no spectral density.
 
     References:
         Solin and Särkkä (2020), Hilbert Space Methods for Reduced-Rank Gaussian Process Regression;
@@ -72,21 +74,21 @@ class HilbertSpace(AbstractKernelFeatures):
 
     def __check_init__(self) -> None:
         as_single("kernel", self.kernel)
-        if _is_periodic(self.kernel):
+        if _periodic(self.kernel) is not None:
             if self.box is not None or len(self.num_basis) > 1:
                 raise ValueError(
                     "`box` must be None and `num_basis` one number for `Periodic`, got "
-                    f"{checks.described(self.box)} and {self.num_basis}: its series is of one "
-                    "column."
+                    f"{checks.described(self.box)} and {self.num_basis}: its series is for "
+                    "one column."
                 )
             return
         shape = () if self.box is None else self.box.shape
         if self.box is None or shape[:1] != (2,) or len(shape) != 2:
-            found = None if self.box is None else f"shape {shape}"
+            described = None if self.box is None else f"shape {shape}"
             remedy = " For one column write box=[[lower], [upper]]." if shape == (2,) else ""
             raise ValueError(
                 "`box` must have shape (2, d), the lower and the upper end of each column, got "
-                f"{found}.{remedy}"
+                f"{described}.{remedy}"
             )
         if len(self.num_basis) not in (1, shape[1]):
             raise ValueError(
@@ -108,31 +110,33 @@ class HilbertSpace(AbstractKernelFeatures):
         lengthscales: tuple[ArrayLike, ArrayLike],
         kernel: AbstractKernel | type[AbstractKernel] | None = None,
     ) -> tuple[Float[Array, "2 d"], tuple[int, ...]]:
-        """A box around data, and numbers of sines, that suffice for a range of lengthscales.
+        """A box around the data, and a size of the basis, that suffice for a range of lengthscales.
 
-        The longest lengthscale decides how far the box goes beyond the data, the shortest one how
-        many sines there are. Include the inputs that will be predicted at in X.
+        The longest lengthscale determines how far the box extends beyond the data, the shortest
+        lengthscale the size of the basis. Include the inputs to predict at in X.
 
         Args:
-            X: inputs that the kernel sees, shape (n, d).
+            X: inputs of the kernel, shape (n, d).
             lengthscales: the shortest and the longest, such as the 1 % and the 99 % quantile of a
                 prior, each of shape () or (d,).
-            kernel: the kernel or its class; there are rules for `RBF`, `Matern52` and `Matern32`,
-                and that of the last is taken for all others and for None.
+            kernel: the kernel or its class; there are rules for `RBF`, `Matern52` and `Matern32`.
+                All others, and None, take the rule for `Matern32`.
 
         Returns:
-            `box` and `num_basis`, for an error of a few per cent of the variance with one of these
-            kernels, and of a tenth with `Matern12`; `error` says what it is.
+            `box` and `num_basis`, for an error of a few percent of the variance with these three
+            kernels, and of a tenth with `Matern12`; `error` computes the error.
 
         Raises:
-            ValueError: if the lengthscales are not positive, or the first is the longer one.
+            ValueError: if the lengthscales are not positive, or the first is longer than the last.
 
         References:
             Riutort-Mayol et al. (2023), eq. 20 to 22.
         """
         X = checks.inputs("X", X)
         d = X.shape[1]
-        short, long = (np.broadcast_to(as_numpy(jnp.asarray(one)), (d,)) for one in lengthscales)
+        short, long = (
+            np.broadcast_to(as_numpy(jnp.asarray(value)), (d,)) for value in lengthscales
+        )
         if not (np.all(short > 0) and np.all(short <= long) and np.isfinite(long).all()):
             raise ValueError(
                 "`lengthscales` must be positive, the shortest first, got "
@@ -140,7 +144,7 @@ class HilbertSpace(AbstractKernelFeatures):
             )
         rows = as_numpy(X).astype(float)
         ends = np.stack([rows.min(axis=0), rows.max(axis=0)])
-        # Columns of one value get a box of lengthscales.
+        # The box of a constant column depends on its lengthscale alone.
         half = np.maximum(0.5 * (ends[1] - ends[0]), 1e-6 * long)
         kind = kernel if isinstance(kernel, type) else type(kernel)
         margin, number = _RULES.get(kind, _RULES[Matern32])
@@ -150,42 +154,43 @@ class HilbertSpace(AbstractKernelFeatures):
         return box, tuple(int(m) for m in np.ceil(number * width / short))
 
     def error(self, X: Float[ArrayLike, "n d"]) -> Float[Array, ""]:
-        """How far phi(x)'phi(z) is from the kernel, at most over pairs of rows.
+        """The largest difference between phi(x)'phi(z) and the kernel over pairs of rows.
 
-        Below 0.01 it hardly matters. Where it is more, take more sines for short lengthscales, and
-        a wider box, with more sines, for long ones.
+        An error below 0.01 hardly matters. If it is larger, take a larger basis for short
+        lengthscales, and a wider box with a larger basis for long lengthscales.
 
         Args:
-            X: inputs, shape (n, d), such as the data's extremes and some in between.
+            X: inputs, shape (n, d), such as the extremes of the data and points in between.
 
         Returns:
             The largest difference, relative to the largest variance, shape (), in O(n^2 m).
         """
         X = checks.inputs("X", X)
-        Phi, K = self(X), self.kernel.covariance(X)
-        found = jnp.matmul(Phi, Phi.T, precision="highest")
-        return jnp.max(jnp.abs(found - K)) / jnp.max(jnp.diagonal(K))
+        self.kernel.check_inputs("X", X)
+        Phi, K = self(X), self.kernel.evaluate_covariance(X)
+        approximation = jnp.matmul(Phi, Phi.T, precision="highest")
+        return jnp.max(jnp.abs(approximation - K)) / jnp.max(jnp.diagonal(K))
 
     @property
     def num_features(self) -> int:
         """The number of features."""
-        if _is_periodic(self.kernel):
-            return 2 * self.num_basis[0] - 1
-        return math.prod(self._numbers)
+        if (periodic := _periodic(self.kernel)) is not None:
+            return 2 * self.num_basis[0] - 2 + periodic.constant
+        return math.prod(self._basis_sizes)
 
     def size(self, X: Float[Array, "n d"]) -> int:
         """The number of features."""
         return self.num_features
 
     @property
-    def _numbers(self) -> tuple[int, ...]:
-        """The number of sines of each column."""
+    def _basis_sizes(self) -> tuple[int, ...]:
+        """The number of basis functions in each input dimension."""
         assert self.box is not None
         d = self.box.shape[1]
         return self.num_basis * d if len(self.num_basis) == 1 else self.num_basis
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
-        """All features, shape (n, m); of inputs that are known, sines are computed once."""
+        """All features, shape (n, m); the basis at concrete inputs is computed once."""
         waves, amplitudes = self.basis_and_amplitudes(X)
         return amplitudes * waves
 
@@ -197,7 +202,7 @@ class HilbertSpace(AbstractKernelFeatures):
     def basis_and_amplitudes(
         self, X: Float[ArrayLike, "n d"]
     ) -> tuple[Float[Array, "n m"], Float[Array, " m"]]:
-        """The sines, and the roots of their spectral densities."""
+        """The basis functions, and the square roots of their spectral densities."""
         X = checks.inputs("X", X)
         with checks.known_values(X):
             index = jnp.arange(self.num_features)
@@ -211,10 +216,10 @@ class HilbertSpace(AbstractKernelFeatures):
             if isinstance(kernel, Scaled):
                 scale = kernel.scale if scale is None else scale * kernel.scale
             with checks.known_values(X):
-                X = kernel._seen(X)
+                X = kernel._inputs_of_parts(X)
             kernel = kernel.kernel
         if isinstance(kernel, Periodic):
-            waves, amplitudes = self._waves(kernel, X, index)
+            waves, amplitudes = self._fourier_series(kernel, X, index)
         else:
             waves, amplitudes = self._sines(kernel, X, index)
         return waves, amplitudes if scale is None else jnp.sqrt(scale) * amplitudes
@@ -222,9 +227,9 @@ class HilbertSpace(AbstractKernelFeatures):
     def _sines(
         self, kernel: AbstractKernel, X: Float[Array, "n d"], index: Int[Array, " num"]
     ) -> tuple[Float[Array, "n num"], Float[Array, " num"]]:
-        # Not under a trace, where all is known: a sampler's gradient has one product then.
-        few = len(X) * len(index) <= _MAX_KNOWN
-        with checks.known_values(X, self.box, index) if few else contextlib.nullcontext():
+        # Concrete inputs are not traced, so that a sampler's gradient takes a single product.
+        is_small = len(X) * len(index) <= _MAX_CONSTANTS
+        with checks.known_values(X, self.box, index) if is_small else contextlib.nullcontext():
             sines, frequencies = self._sines_and_frequencies(X, index)
         return sines, _root(kernel.spectral_density(frequencies))
 
@@ -235,7 +240,7 @@ class HilbertSpace(AbstractKernelFeatures):
         X = self._inside(X)
         lower, width = self.box[0], self.box[1] - self.box[0]
         columns, frequencies = [], []
-        for k, number in enumerate(jnp.unravel_index(index, self._numbers)):
+        for k, number in enumerate(jnp.unravel_index(index, self._basis_sizes)):
             j = (number + 1).astype(X.dtype)
             # A sine is a cosine a quarter of a turn later.
             turns = 0.5 * ((X[:, k] - lower[k]) / width[k])[:, None] * j - 0.25
@@ -243,32 +248,34 @@ class HilbertSpace(AbstractKernelFeatures):
             frequencies.append(j * (math.pi / width[k]))
         return math.prod(columns[1:], start=columns[0]), jnp.stack(frequencies, axis=1)
 
-    def _waves(
+    def _fourier_series(
         self, kernel: Periodic, X: Float[Array, "n 1"], index: Int[Array, " num"]
     ) -> tuple[Float[Array, "n num"], Float[Array, " num"]]:
         if X.shape[1] != 1:
             raise ValueError(
                 f"`Periodic` has a series of one column, got inputs of {X.shape[1]}: write "
-                "`kernel.on((0,))`, and multiply the features of several."
+                "`kernel.on((0,))`, and multiply the features of several columns."
             )
-        number = (index + 1) // 2  # a constant, then pairs of a cosine and a sine
-        weights = _fourier_weights(kernel.lengthscale.reshape(()), self.num_basis[0])[number]
+        # A constant, if the kernel has one, then pairs of a cosine and a sine.
+        position = index if kernel.constant else index + 1
+        number = (position + 1) // 2
+        weights = kernel.fourier_weights(self.num_basis[0])[number]
         amplitude = _root(kernel.variance * weights * jnp.where(number > 0, 2.0, 1.0))
-        # A remainder is exact, while many periods leave few digits to a quotient.
+        # The remainder is exact, while a quotient of many periods has few digits.
         period = kernel.period.reshape(())
-        few = len(X) * len(index) <= _MAX_KNOWN
-        with checks.known_values(X, period, index) if few else contextlib.nullcontext():
+        is_small = len(X) * len(index) <= _MAX_CONSTANTS
+        with checks.known_values(X, period, index) if is_small else contextlib.nullcontext():
             turns = (jnp.fmod(X, period) / period) * number
-            is_sine = (index > 0) & (index % 2 == 0)
+            is_sine = (position > 0) & (position % 2 == 0)
             waves = cos_of_turns(turns - jnp.where(is_sine, 0.25, 0.0).astype(X.dtype))
         return waves, amplitude
 
     def _inside(self, X: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        """The inputs, or an error; NaN where one that is traced lies outside."""
+        """Raise if inputs lie outside of the box; NaN where traced inputs do."""
         assert self.box is not None
         if X.shape[1] != self.box.shape[1]:
             raise ValueError(
-                f"`box` must have an end for each of {X.shape[1]} columns that the kernel sees, "
+                f"`box` must have an end for each of the {X.shape[1]} columns of the kernel, "
                 f"got shape {self.box.shape}."
             )
         inside = (self.box[0] <= X) & (self.box[1] >= X)
@@ -276,7 +283,8 @@ class HilbertSpace(AbstractKernelFeatures):
             rows = np.flatnonzero(~as_numpy(inside).all(axis=1))
             raise ValueError(
                 f"`X` has {len(rows)} row(s) outside of the box, the first at {int(rows[0])}: the "
-                "features mean nothing there. Take a wider `box`, with as many more sines."
+                "features are not valid there. Take a wider `box`, with a basis larger by the same "
+                "factor."
             )
         return jnp.where(inside, X, jnp.nan)
 
@@ -284,17 +292,18 @@ class HilbertSpace(AbstractKernelFeatures):
         """The same basis with another kernel.
 
         Raises:
-            ValueError: if it is a part of a sum, whose features are none of those of the sum.
+            ValueError: if `kernel` is a component of a sum: its features are not features of the
+                sum.
         """
         if kernel.is_component:
             raise ValueError(
                 "features of a sum of kernels have no components: add the features of its terms, "
-                "`HilbertSpace(first, ...) + HilbertSpace(second, ...)`, and take those of the sum."
+                "`HilbertSpace(first, ...) + HilbertSpace(second, ...)`, which has them."
             )
         return HilbertSpace(kernel, self.num_basis, self.box)
 
     def hyperparameters(self) -> list[Array]:
-        """The kernel's: the box never changes."""
+        """The hyperparameters of the kernel; the box never changes."""
         return jax.tree.leaves(self.kernel)
 
     def with_hyperparameters(self, hyperparameters: list[Array]) -> "HilbertSpace":
@@ -303,8 +312,8 @@ class HilbertSpace(AbstractKernelFeatures):
         return self.with_kernel(jax.tree.unflatten(structure, hyperparameters))
 
 
-# How many longest lengthscales the half width of a box must have, and the sines for each shortest
-# lengthscale in it.
+# The half width of a box in longest lengthscales, and the number of basis functions for each
+# shortest lengthscale in it.
 _RULES: dict[type, tuple[float, float]] = {
     RBF: (3.2, 1.75),
     Matern52: (4.1, 2.65),
@@ -313,9 +322,9 @@ _RULES: dict[type, tuple[float, float]] = {
 
 
 def _root(power: Float[Array, " num"]) -> Float[Array, " num"]:
-    """The square root, with a derivative of zero where rounding has left nothing."""
-    is_there = power > 0.0
-    return jnp.where(is_there, jnp.sqrt(jnp.where(is_there, power, 1.0)), power)
+    """The square root, with a derivative of zero at zero."""
+    is_positive = power > 0.0
+    return jnp.where(is_positive, jnp.sqrt(jnp.where(is_positive, power, 1.0)), power)
 
 
 def _as_numbers(value: Any) -> tuple[int, ...]:
@@ -328,26 +337,7 @@ def _as_box(value: ArrayLike) -> Float[Array, "..."]:
         return checks.as_float(value, "box")
 
 
-def _is_periodic(kernel: AbstractKernel) -> bool:
+def _periodic(kernel: AbstractKernel) -> Periodic | None:
     while isinstance(kernel, ActiveDims | Scaled):
         kernel = kernel.kernel
-    return isinstance(kernel, Periodic)
-
-
-def _fourier_weights(lengthscale: Float[Array, ""], num: int) -> Float[Array, " num"]:
-    """exp(-c) I_j(c), c = lengthscale^-2, for j < num: the series of exp(c (cos(t) - 1)).
-
-    From ratios I_j / I_(j - 1) by their continued fraction, whose errors die out on the way down.
-    """
-    c = 1.0 / jnp.square(lengthscale)
-    last = num + _MORE_RATIOS
-    # Close for large j.
-    start = c / (last + jnp.sqrt(last**2 + jnp.square(c)))
-
-    def ratio(after: Array, j: Array) -> tuple[Array, Array]:
-        found = c / (2.0 * j + c * after)
-        return found, found
-
-    down = jnp.arange(last - 1, 0, -1).astype(c.dtype)
-    ratios = jax.lax.scan(ratio, start, down)[1][::-1][: num - 1]
-    return jax.scipy.special.i0e(c) * jnp.cumprod(jnp.concatenate([jnp.ones(1, c.dtype), ratios]))
+    return kernel if isinstance(kernel, Periodic) else None

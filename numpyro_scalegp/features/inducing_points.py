@@ -1,14 +1,13 @@
-"""Kernel functions centered on points."""
+"""Kernel functions centered on inducing points, as features."""
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.linalg import default_jitter
 from numpyro_scalegp.features.feature_map import AbstractKernelFeatures
-from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.kernels.kernel import as_single
+from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
+from numpyro_scalegp.numerics.linalg import default_jitter
 
 
 class InducingPoints(AbstractKernelFeatures):
@@ -20,7 +19,7 @@ class InducingPoints(AbstractKernelFeatures):
     Args:
         kernel: covariance function.
         points: Z, shape (m, d).
-        jitter: what S gets on its diagonal, relative to k(z, z); None for 100 `eps`.
+        jitter: added to the diagonal of S, relative to k(z, z); None for 100 times machine epsilon.
 
     Raises:
         ValueError: if `points` is not of rank 2, or holds NaN or infinity.
@@ -45,7 +44,7 @@ class InducingPoints(AbstractKernelFeatures):
     def __check_init__(self) -> None:
         as_single("kernel", self.kernel)
         checks.jitter(self.jitter)
-        self.kernel.check_categories("points", self.points)
+        self.kernel.check_inputs("points", self.points)
 
     @property
     def num_features(self) -> int:
@@ -58,28 +57,29 @@ class InducingPoints(AbstractKernelFeatures):
 
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
         """The features `index`, shape (n, num)."""
-        return self.kernel(X, self.points[index])
+        checks.inputs("points", self.points, width=X.shape[1])
+        return self.kernel.evaluate(X, self.points[index])
 
     @property
     def has_dense_precision(self) -> bool:
-        """True."""
+        """True: S is a dense matrix."""
         return True
 
     def precision(self, rows: Int[Array, " r"], columns: Int[Array, " c"]) -> Float[Array, "r c"]:
         """The block K(Z[rows], Z[columns]), with jitter on the diagonal of S."""
-        K = self.kernel(self.points[rows], self.points[columns])
+        K = self.kernel.evaluate(self.points[rows], self.points[columns])
         on_diagonal = rows[:, None] == columns[None, :]
         return jnp.where(on_diagonal, self.precision_diagonal(rows)[:, None], K)
 
     def precision_diagonal(self, index: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
         """The variances k(z, z), with jitter."""
-        variance = self.kernel.diag(self.points[index.reshape(-1)]).reshape(index.shape)
+        variance = self.kernel.evaluate_diag(self.points[index.reshape(-1)]).reshape(index.shape)
         jitter = default_jitter(variance.dtype) if self.jitter is None else self.jitter
         return variance * (1.0 + jitter)
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The kernel itself, shape (n, m)."""
-        return self.kernel(X, Z)
+        return self.kernel.evaluate(X, Z)
 
     def with_kernel(self, kernel: AbstractKernel) -> "InducingPoints":
         """The same points with another kernel."""

@@ -1,4 +1,4 @@
-"""Features that any function computes, a neural network's among them."""
+"""Features that a function computes, such as a neural network."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,26 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from numpyro_scalegp.core import checks, functions
+from numpyro_scalegp.core import checks
 from numpyro_scalegp.features.feature_map import AbstractFeatures
-from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
+from numpyro_scalegp.programs import functions
 
 
 class Learned(AbstractFeatures):
     """The outputs of a function as features, with standard normal weights a priori.
 
     Args:
-        feature_map: maps inputs (n, d) to features (n, m); an Equinox module maps one row. Its
-            parameters are the arrays within it, those of a network in `numpyro.contrib.module`.
-        columns_map: maps inputs (n, d) and indices (num,) to the features (n, num) alone. Without
-            it, `columns` computes all features and takes some.
+        feature_map: maps inputs (n, d) to features (n, m); an Equinox module maps a single row. Its
+            parameters are the arrays in it, such as the weights of a network in
+            `numpyro.contrib.module`.
+        columns_map: maps inputs (n, d) and indices (num,) to these features only, (n, num). Without
+            it, `columns` computes all features and selects from them.
 
     Raises:
-        ValueError: if `feature_map` is not callable, or, when called, if it does not give a matrix
-            with a row for each input.
+        ValueError: if `feature_map` is not callable, or, when called, if it does not return a
+            matrix with one row for each input.
 
     References:
         Snoek et al. (2015), Scalable Bayesian Optimization Using Deep Neural Networks.
@@ -45,8 +47,8 @@ class Learned(AbstractFeatures):
             checks.function("columns_map", self.columns_map)
 
     def size(self, X: Float[Array, "n d"]) -> int:
-        """The number of outputs, found without a computation."""
-        # Not the map itself: its arrays may be traced, and a key of no dictionary.
+        """The number of outputs, from tracing the function alone."""
+        # Not the map itself, whose arrays may be traced and are not hashable.
         return jax.eval_shape(lambda X: self._outputs(X), X).shape[1]
 
     def __call__(self, X: Float[ArrayLike, "n d"]) -> Float[Array, "n m"]:
@@ -70,10 +72,10 @@ class Learned(AbstractFeatures):
 
 
 def as_features(value: Any, name: str = "features") -> AbstractFeatures:
-    """A feature map as it is, and any other function of inputs as `Learned`.
+    """A feature map itself, or any other function of inputs as `Learned`.
 
     Raises:
-        TypeError: if it is no function, or a kernel; the message calls it `name`.
+        TypeError: if it is not a function, or is a kernel; the message calls it `name`.
     """
     if isinstance(value, AbstractKernel):
         raise TypeError(

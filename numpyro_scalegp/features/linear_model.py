@@ -9,22 +9,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.core import linalg
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.host import call_where
-from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.numerics import linalg
+from numpyro_scalegp.numerics.linalg import matmul
 
-# Rounding errors of A, relative to its least eigenvalue, up to which a density is left without a
-# warning: from there on its derivatives are off by 1 %, and soon the value by more than one.
+# Warn if rounding errors of A, relative to its smallest eigenvalue, are larger: derivatives of a
+# density are then off by 1 %, and soon its value by more than one.
 _FEW_DIGITS = 0.01
-
-
-# Errors of a posterior mean, in posterior standard deviations, from which it is warned of.
+# Warn if the error of a posterior mean, in posterior standard deviations, is larger.
 _LARGE_ERROR = 0.1
 
 
 class Statistics(NamedTuple):
-    """The posterior of the weights given y = Phi w + e, e ~ N(0, D), for m data vectors."""
+    """Sufficient statistics of y = Phi w + e, e ~ N(0, D), for m data vectors y."""
 
     gram: Float[Array, "p p"]  # Phi'D^-1 Phi
     moments: Float[Array, "p m"]  # Phi'D^-1 y
@@ -36,7 +34,7 @@ class Weights(NamedTuple):
 
     mean: Float[Array, " p"]
     whitening: Float[Array, "p p"]  # W = L^-1 with L L' = I + Phi'D^-1 Phi
-    jitter: Float[Array, ""]  # what the factorization took
+    jitter: Float[Array, ""]  # that the factorization added
 
 
 def statistics(
@@ -46,7 +44,7 @@ def statistics(
     noise: Float[Array, " n"],
     residual: Float[Array, "n m"],
 ) -> Statistics:
-    """Sum up the rows' statistics in chunks, in O(n p^2) and memory O(p^2 + chunk p)."""
+    """Sum the statistics of all rows in chunks, in O(n p^2) and memory O(p^2 + chunk p)."""
 
     def of_chunk(rows: tuple[Array, Array, Array]) -> Statistics:
         X, precision, y = rows
@@ -65,12 +63,12 @@ def statistics_of(
 
 
 def posterior(statistics: Statistics, *, warn: bool = False) -> Weights:
-    """The posterior of the weights given the only data vector, in O(p^3).
+    """The posterior of the weights given a single data vector, in O(p^3).
 
     Args:
-        statistics: of the rows.
-        warn: whether to warn where rounding errors swamp what the data leave uncertain: of a mean
-            that is not `refined`.
+        statistics: statistics of the rows.
+        warn: whether to warn where rounding errors exceed the posterior uncertainty, if the mean is
+            not `refined`.
     """
     precision = _precision(statistics)
     if warn:
@@ -87,10 +85,10 @@ def refined(
     noise: Float[Array, " n"],
     residual: Float[Array, " n"],
 ) -> Weights:
-    """The weights with a mean to more digits, by two more passes over the rows, in O(n p + p^2).
+    """Refine the mean of the weights by two more passes over the rows, in O(n p + p^2).
 
-    Phi'D^-1 Phi in single precision has lost what little noise leaves uncertain; the residuals
-    y - Phi w have not. Warns where that is not enough.
+    With little noise, Phi'D^-1 Phi in single precision is too inaccurate for the mean; the
+    residuals y - Phi w are accurate. Warns if two passes are not enough.
     """
     W = weights.whitening
 
@@ -105,10 +103,9 @@ def refined(
         return w + matmul(W.T, white), jnp.linalg.norm(jax.lax.stop_gradient(white))
 
     mean, moves = jax.lax.scan(step, weights.mean, length=2)
-    # A third pass would change it by the same factor less.
-    left = jnp.square(moves[1]) / jnp.maximum(moves[0], jnp.finfo(moves.dtype).tiny)
-    far = left > _LARGE_ERROR
-    call_where(far, _warn_of_mean)
+    # A third pass would reduce the change by the same factor again.
+    next_move = jnp.square(moves[1]) / jnp.maximum(moves[0], jnp.finfo(moves.dtype).tiny)
+    call_where(next_move > _LARGE_ERROR, _warn_of_mean)
     return weights._replace(mean=mean)
 
 
@@ -121,8 +118,8 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
     """Log N(y; 0, Phi Phi' + D) for each data vector.
 
     With A = I + Phi'D^-1 Phi and b = Phi'D^-1 y, the quadratic form is y'D^-1 y - b'A^-1 b and the
-    log-determinant log|A| + log|D|. Time O(p^3). Warns where rounding errors of A swamp what the
-    data leave uncertain.
+    log-determinant log|A| + log|D|. Time O(p^3). Warns where rounding errors of A exceed the
+    posterior uncertainty.
     """
     return log_densities_given(statistics, jnp.sum(jnp.log(noise)), noise.size)
 
@@ -130,7 +127,7 @@ def log_densities(statistics: Statistics, noise: Float[Array, " n"]) -> Float[Ar
 def log_densities_given(
     statistics: Statistics, log_noise: Float[Array, ""], num: int
 ) -> Float[Array, " m"]:
-    """What `log_densities` gives, from log|D| and the number of rows."""
+    """The result of `log_densities`, from log|D| and the number of rows."""
     A = _precision(statistics)
     warn_of_few_digits(A, 1.0, _FEW_DIGITS)
     W = linalg.inverse_cholesky(A)
@@ -149,7 +146,7 @@ def warn_of_few_digits(A: Float[Array, "p p"], least: Float[ArrayLike, ""], limi
 def _warn_of_rounding() -> None:
     warnings.warn(
         "the log marginal likelihood or the posterior of features has few digits left in this "
-        "precision: the data determine some weights too well beside the others. Work in float64 "
+        "precision: the data determine some weights much better than others. Work in float64 "
         "(numpyro.enable_x64()), raise the noise variance, or, for random features, take "
         "`sgp.estimators.Pathwise`.",
         RuntimeWarning,
@@ -160,7 +157,7 @@ def _warn_of_rounding() -> None:
 def _warn_of_mean() -> None:
     warnings.warn(
         "the posterior mean of features is off by a part of its standard deviation in this "
-        "precision: the data determine some weights too well beside the others. Work in float64 "
+        "precision: the data determine some weights much better than others. Work in float64 "
         "(numpyro.enable_x64()), or raise the noise variance.",
         RuntimeWarning,
         stacklevel=1,

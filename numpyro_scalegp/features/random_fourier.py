@@ -1,4 +1,4 @@
-"""Random Fourier features whose columns are made one by one."""
+"""Random Fourier features that are computed one column at a time."""
 
 import math
 import numbers
@@ -10,29 +10,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.trigonometry import cos_of_turns, turns_of
 from numpyro_scalegp.features.feature_map import AbstractKernelFeatures
-from numpyro_scalegp.kernels import RBF, AbstractKernel, Matern12, Matern32, Matern52
-from numpyro_scalegp.kernels.kernel import Scaled, as_single
+from numpyro_scalegp.kernels.kernel import AbstractKernel, Scaled, as_single
+from numpyro_scalegp.kernels.matern import Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.spectrum import Waves
+from numpyro_scalegp.kernels.stationary import RBF
+from numpyro_scalegp.numerics.trigonometry import cos_of_turns, turns_of
 
 
 class RandomFourier(AbstractKernelFeatures):
     """Cosines and sines at frequencies from a stationary kernel's spectral density.
 
     phi_2r(x) = c cos(w_r'x) and phi_2r+1(x) = c sin(w_r'x) with c^2 = 2 k(x, x) / m, so that
-    phi(x)'phi(z) is k(x, z) on average over seeds; the weights are standard normal a priori. A
-    pair's frequency comes from a random stream of its own: any columns can be made at any time,
-    always the same, and none are kept. With the same seed they follow the hyperparameters.
+    phi(x)'phi(z) is k(x, z) on average over seeds; the weights are standard normal a priori. The
+    frequency of each pair has a separate random stream, so that any features can be computed again
+    when needed, and none are stored. With the same seed, the features are a function of the
+    hyperparameters.
 
     Args:
         kernel: a stationary kernel.
         num_features: the number m of features, even.
         seed: an integer, or a typed JAX key.
-        table: what `stored` keeps.
-        origin: a row at which every wave begins, shape (d,), zero by default. Where data lie
-            thousands of lengthscales away from zero, give one near them: a frequency's rounding,
-            or a small step of the lengthscale, would make other functions.
+        table: the stored frequencies, set by `stored`.
+        origin: the point from which the phases of all features are measured, shape (d,), zero by
+            default. If the data lie thousands of lengthscales away from zero, give a point near the
+            data: otherwise rounding errors of a frequency, or a small step of the lengthscale,
+            change the features.
 
     Raises:
         ValueError: if `num_features` is not even and positive; when called, if the kernel is not
@@ -40,7 +43,7 @@ class RandomFourier(AbstractKernelFeatures):
 
     References:
         Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines.
-        `columns`: O(n d num) time, and the random numbers of num times d frequencies.
+        `columns`: O(n d num) time, including num frequencies in d dimensions.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,20 +70,21 @@ class RandomFourier(AbstractKernelFeatures):
         return self.num_features
 
     def stored(self, num_columns: int) -> "RandomFourier":
-        """The same features with their frequencies kept, instead of drawn when they are needed.
+        """The same features with stored frequencies, which are otherwise drawn when needed.
 
-        Make it once, outside of the model, and give the model's kernel with `with_kernel`: worth it
-        for inputs of many columns, and for kernels whose frequencies are dear to draw (Matern).
+        Call it once, outside of the model, and set the kernel in the model with `with_kernel`. It
+        is worthwhile for many input dimensions, and for kernels whose frequencies are expensive to
+        draw (Matern).
 
         Args:
-            num_columns: the number d of input columns.
+            num_columns: the number d of input dimensions.
 
         Returns:
             Features that hold an array of shape (m / 2, d), in units of one over the lengthscale.
 
         Raises:
-            ValueError: if the kernel is not `RBF` or a Matern kernel, or a multiple of one: then
-                frequencies are not inversely proportional to a lengthscale.
+            ValueError: if the kernel is not `RBF`, a Matern kernel or a multiple of one of these:
+                the frequencies of other kernels are not inversely proportional to a lengthscale.
         """
         checks.count("num_columns", num_columns)
         waves = self._waves(jnp.arange(self.num_features // 2), num_columns)
@@ -91,29 +95,29 @@ class RandomFourier(AbstractKernelFeatures):
         """The same features for other hyperparameters.
 
         Args:
-            kernel: a kernel of the same kind. For a `component` of this kernel the columns are the
-                same where the wave is its own, and zero elsewhere.
+            kernel: a kernel of the same kind. With a `component` of this kernel, the component's
+                features are unchanged, and all other features are zero.
 
         Returns:
-            Features with the same seed and the same frequencies kept, if any are.
+            Features with the same seed and the same stored frequencies, if there are any.
 
         Raises:
-            ValueError: if frequencies of another kind of kernel are kept.
+            ValueError: if the stored frequencies are for another kind of kernel.
         """
         as_single("kernel", kernel)
         if self.table is not None and type(_inner(kernel)) is not type(_inner(self.kernel)):
             raise ValueError(
-                f"the frequencies kept are those of `{type(_inner(self.kernel)).__name__}`, not of "
+                f"the stored frequencies are for `{type(_inner(self.kernel)).__name__}`, not for "
                 f"`{type(_inner(kernel)).__name__}`: make features for that kernel."
             )
         return RandomFourier(kernel, self.num_features, self.seed, self.table, self.origin)
 
     def _waves(self, pairs: Int[Array, " p"], d: int) -> Waves:
-        def one(pair: Array) -> Waves:
+        def wave(pair: Array) -> Waves:
             waves = self.kernel.sample_waves(jax.random.fold_in(self.seed, pair), 1, d)
             return Waves(waves.frequencies[0], waves.variance, waves.active[0])
 
-        return jax.vmap(one, out_axes=Waves(0, None, 0))(pairs)  # type: ignore[arg-type]
+        return jax.vmap(wave, out_axes=Waves(0, None, 0))(pairs)  # type: ignore[arg-type]
 
     def evaluate(self, X: Float[Array, "n d"], index: Int[Array, " num"]) -> Float[Array, "n num"]:
         """The features `index`, shape (n, num)."""
@@ -124,18 +128,18 @@ class RandomFourier(AbstractKernelFeatures):
             frequencies, variance, active = self._waves(pairs, X.shape[1])
         else:
             frequencies = self.table[pairs] / _lengthscale(self.kernel)
-            variance, active = self.kernel.diag(X[:1]), jnp.ones(pairs.shape, bool)
+            variance, active = self.kernel.evaluate_diag(X[:1]), jnp.ones(pairs.shape, bool)
         turns = turns_of(X, (frequencies / (2.0 * math.pi)).astype(X.dtype), self.origin)
         # A sine is a cosine a quarter of a turn later.
         waves = cos_of_turns(turns - 0.25 * (index % 2).astype(X.dtype))
         return jnp.where(active, jnp.sqrt(variance * (2.0 / self.num_features)), 0.0) * waves
 
     def covariance(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """The kernel itself, which the features have on average, shape (n, m)."""
-        return self.kernel(X, Z)
+        """The kernel itself, the average of phi(x)'phi(z) over seeds, shape (n, m)."""
+        return self.kernel.evaluate(X, Z)
 
     def hyperparameters(self) -> list[Array]:
-        """The kernel's: seed and stored frequencies never change."""
+        """The hyperparameters of the kernel; the seed and stored frequencies never change."""
         return jax.tree.leaves(self.kernel)
 
     def with_hyperparameters(self, hyperparameters: list[Array]) -> "RandomFourier":
@@ -158,7 +162,8 @@ def _lengthscale(kernel: AbstractKernel) -> Float[Array, "..."]:
     kernel = _inner(kernel)
     if not isinstance(kernel, RBF | Matern12 | Matern32 | Matern52):
         raise ValueError(
-            f"the frequencies of `{type(kernel).__name__}` cannot be stored: only those of RBF and "
-            "Matern kernels are inversely proportional to a lengthscale. Leave them to be drawn."
+            f"the frequencies of `{type(kernel).__name__}` cannot be stored: only RBF and Matern "
+            "kernels have frequencies inversely proportional to a lengthscale. Use the features "
+            "without `stored`."
         )
     return kernel.lengthscale

@@ -1,4 +1,4 @@
-"""Where to put inducing points: cluster centers, or the data points that leave least variance."""
+"""Selection of inducing points: cluster centers, or rows with the largest variance."""
 
 import functools
 import math
@@ -10,10 +10,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.kernels.distances import squared_distances
-from numpyro_scalegp.kernels.kernel import as_single
-from numpyro_scalegp.kernels.pivoted_cholesky import pivoted_cholesky
+from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
+from numpyro_scalegp.linear.pivoted_cholesky import pivoted_cholesky
 
 
 def kmeans_points(
@@ -28,24 +27,24 @@ def kmeans_points(
     """Choose inducing points as the centers of k-means clusters.
 
     Distances are Euclidean: scale the columns first, by their standard deviations or lengthscales.
-    Rows of different categories are further apart than any others, so that each category gets
-    clusters of its own, if there are enough.
+    Columns of categories are scaled so that rows of different categories are further apart than
+    rows of one category. Each category then has separate clusters, if there are enough clusters.
 
     Args:
         key: a typed JAX key.
         X: inputs, shape (n, d).
         num_points: number of centers, at most n.
-        num_steps: Lloyd iterations after a k-means++ start.
-        max_rows: rows, drawn at random, that take part.
-        categories: columns of categories, as of a kernel with `Coregion`; there a center has what
-            the row nearest to it has.
+        num_steps: number of Lloyd iterations after a k-means++ initialization.
+        max_rows: maximum number of rows to use, drawn at random.
+        categories: columns of categories, as for a kernel with `Coregion`; there a center has the
+            category of the row nearest to it.
 
     Returns:
         Centers, shape (num_points, d). Time O(max_rows num_points d num_steps).
 
     Raises:
-        ValueError: if `num_points` is not between 1 and the number of rows, or `categories` not
-            among the columns.
+        ValueError: if `num_points` is not between 1 and the number of rows, or `categories` are not
+            columns of X.
 
     References:
         Arthur and Vassilvitskii (2007), k-means++: The Advantages of Careful Seeding.
@@ -67,7 +66,7 @@ def kmeans_points(
     is_category = _is_category(X.shape[1], categories)
     if not is_category.any():
         return _kmeans(key, X, num_points, num_steps)
-    scale = jnp.where(is_category, _apart(X, is_category), 1.0).astype(X.dtype)
+    scale = jnp.where(is_category, _category_scale(X, is_category), 1.0).astype(X.dtype)
     centers = _kmeans(key, X * scale, num_points, num_steps)
     nearest = jnp.argmin(squared_distances(centers, X * scale), axis=1)
     return jnp.where(is_category, X[nearest], centers)
@@ -82,11 +81,11 @@ def _is_category(d: int, categories: Sequence[int]) -> np.ndarray:
     return np.isin(np.arange(d), categories)
 
 
-def _apart(X: Float[Array, "n d"], is_category: np.ndarray) -> Float[Array, ""]:
-    """A scale in which two categories are twice as far apart as rows of one category can be."""
+def _category_scale(X: Float[Array, "n d"], is_category: np.ndarray) -> Float[Array, ""]:
+    """A scale at which two categories are twice as far apart as rows of one category can be."""
     widths = jnp.where(is_category, 0.0, jnp.max(X, axis=0) - jnp.min(X, axis=0))
-    reach = jnp.sqrt(jnp.sum(jnp.square(widths)))
-    return jnp.where(reach > 0, 2.0 * reach, 1.0)
+    diameter = jnp.sqrt(jnp.sum(jnp.square(widths)))
+    return jnp.where(diameter > 0, 2.0 * diameter, 1.0)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -95,9 +94,9 @@ def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
         point = X[_index_at(nearest, uniform)]
         return jnp.minimum(nearest, jnp.sum(jnp.square(X - point), axis=1)), point
 
-    # All rows are equally far from no point at all.
-    far = jnp.full(X.shape[0], jnp.finfo(X.dtype).max / (2 * X.shape[0]), X.dtype)
-    _, centers = jax.lax.scan(seed, far, jax.random.uniform(key, (num_points,), X.dtype))
+    # Before the first center, all rows are equally far away.
+    start = jnp.full(X.shape[0], jnp.finfo(X.dtype).max / (2 * X.shape[0]), X.dtype)
+    _, centers = jax.lax.scan(seed, start, jax.random.uniform(key, (num_points,), X.dtype))
 
     def step(centers: Array, _: None) -> tuple[Array, None]:
         owner = jnp.argmin(squared_distances(X, centers), axis=1)
@@ -109,32 +108,32 @@ def _kmeans(key: Array, X: Array, num_points: int, num_steps: int) -> Array:
     return jax.lax.scan(step, centers, length=num_steps)[0]
 
 
-def _index_at(weights: Float[Array, " n"], part: Float[Array, ""]) -> Int[Array, ""]:
-    """Where the sum of the weights passes a part of the whole: a draw, for a uniform part.
+def _index_at(weights: Float[Array, " n"], fraction: Float[Array, ""]) -> Int[Array, ""]:
+    """Where the cumulative sum of weights passes a fraction of its total.
 
-    In two stages, a block of weights and one of it: a cumulative sum is slow where it is long.
+    In two stages, over blocks and within a block, since a long cumulative sum is slow.
     """
     n = weights.shape[0]
     size = math.isqrt(n - 1) + 1
     blocks = jnp.pad(weights, (0, size * size - n)).reshape(size, size)
 
-    def stage(weights: Array, wanted: Array) -> tuple[Array, Array]:
+    def stage(weights: Array, target: Array) -> tuple[Array, Array]:
         sums = jnp.cumsum(weights)
-        index = jnp.minimum(jnp.sum(sums <= wanted), size - 1)
-        return index, wanted - (sums[index] - weights[index])
+        index = jnp.minimum(jnp.sum(sums <= target), size - 1)
+        return index, target - (sums[index] - weights[index])
 
     totals = jnp.sum(blocks, axis=1)
-    block, rest = stage(totals, part * jnp.sum(totals))
-    return jnp.minimum(block * size + stage(blocks[block], rest)[0], n - 1)
+    block, remainder = stage(totals, fraction * jnp.sum(totals))
+    return jnp.minimum(block * size + stage(blocks[block], remainder)[0], n - 1)
 
 
 def greedy_points(
     kernel: AbstractKernel, X: Float[ArrayLike, "n d"], num_points: int
 ) -> Float[Array, "num_points d"]:
-    """Choose the rows of X that, one by one, have the largest variance given those before.
+    """Choose rows of X one by one, each with the largest variance given the earlier rows.
 
-    They are the pivots of a partial Cholesky factorization of K(X, X), near optimal for a sparse GP
-    with this very kernel: use it where hyperparameters are roughly known.
+    These are the pivots of a partial Cholesky factorization of K(X, X), which are near optimal for
+    a sparse GP with this kernel: use them if the hyperparameters are roughly known.
 
     Args:
         kernel: covariance function with concrete hyperparameters.
@@ -160,8 +159,9 @@ def greedy_points(
     """
     as_single("kernel", kernel)
     X = _checked(X, num_points)
+    kernel.check_inputs("X", X)
     rows, pivots = pivoted_cholesky(kernel, X, num_points)
-    # Of a kernel that is NaN there are pivots as well, but no points.
+    # A kernel that is NaN has pivots, but no valid points.
     return X[pivots] * jnp.where(jnp.all(jnp.isfinite(rows)), 1.0, jnp.nan)
 
 

@@ -1,22 +1,23 @@
-"""Objectives for variational inference, and draws from its result."""
+"""Inference: variational objectives, starting values and priors, predictive draws."""
 
 from numpyro_scalegp.infer.initialization import Hyperparameters, initial_hyperparameters
 from numpyro_scalegp.infer.joint import JointELBO
-from numpyro_scalegp.infer.log_determinants import (
-    LogDeterminantDiagnostics,
-    initial_pass,
-    log_determinant_diagnostics,
-)
-from numpyro_scalegp.infer.natural_gradients import natural_gradients
 from numpyro_scalegp.infer.parameters import replace_params
 from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.priors import lengthscale_prior, variance_prior
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
+from numpyro_scalegp.infer.refinement import RefinedHyperparameters, refine_hyperparameters
 from numpyro_scalegp.infer.whitening import WhitenReparam
-from numpyro_scalegp.quadruply_stochastic.elbo import QuadruplyStochasticELBO
-from numpyro_scalegp.quadruply_stochastic.row_optimizers import RowOptimizer, row_adagrad, row_adam
-from numpyro_scalegp.quadruply_stochastic.row_svi import RowSVI
+from numpyro_scalegp.integrated.finite_rkhs.diagnostics import (
+    LogDeterminantDiagnostics,
+    initial_pass,
+    log_determinant_diagnostics,
+)
 from numpyro_scalegp.tracing.starting_values import median_distance
+from numpyro_scalegp.variational.quadruply.elbo import QuadruplyStochasticELBO
+from numpyro_scalegp.variational.quadruply.row_optimizers import RowOptimizer, row_adagrad, row_adam
+from numpyro_scalegp.variational.quadruply.row_svi import RowSVI
+from numpyro_scalegp.variational.sparse.natural_gradients import natural_gradients
 
 __all__ = [
     "Draws",
@@ -26,6 +27,7 @@ __all__ = [
     "Predictive",
     "QuadratureELBO",
     "QuadruplyStochasticELBO",
+    "RefinedHyperparameters",
     "RowOptimizer",
     "RowSVI",
     "WhitenReparam",
@@ -35,6 +37,7 @@ __all__ = [
     "log_determinant_diagnostics",
     "median_distance",
     "natural_gradients",
+    "refine_hyperparameters",
     "replace_params",
     "row_adagrad",
     "row_adam",

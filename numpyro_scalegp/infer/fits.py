@@ -1,4 +1,4 @@
-"""Fits of a model's hyperparameters on some of its rows, and what they predict elsewhere."""
+"""Fits of a model's hyperparameters to subsets of the data, and their predictive scores."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,19 +15,22 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
 from numpyro.primitives import Messenger
 
-from numpyro_scalegp.core import linalg
-from numpyro_scalegp.core.programs import CompiledForLoop, compiled
-from numpyro_scalegp.distributions import GaussianProcess
-from numpyro_scalegp.distributions.rows import unwrapped
-from numpyro_scalegp.estimators import AbstractEstimator, Cholesky, Hutchinson, Pathwise
-from numpyro_scalegp.infer.fitted_runs import trace_of
-from numpyro_scalegp.kernels import AbstractKernel
-from numpyro_scalegp.solvers import AlternatingProjections
+from numpyro_scalegp.integrated.cholesky import Cholesky
+from numpyro_scalegp.integrated.estimator import AbstractEstimator
+from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
+from numpyro_scalegp.integrated.iterative.hutchinson import Hutchinson
+from numpyro_scalegp.integrated.iterative.pathwise import Pathwise
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.linear.alternating_projections import AlternatingProjections
+from numpyro_scalegp.numerics import linalg
+from numpyro_scalegp.programs.compiled import CompiledForLoop, compiled
+from numpyro_scalegp.sites.rows import unwrapped
+from numpyro_scalegp.tracing.fitted_runs import trace_of
 from numpyro_scalegp.tracing.runs import is_observed
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
 
-# Of the observations' variance, what the noise starts at, and of the median distance between rows
-# what lengthscales do.
+# Initial values: the noise variance as a fraction of the observations' variance, lengthscales as a
+# fraction of the median distance between inputs.
 _NOISE_SHARE = 0.1
 _DISTANCE_SHARE = 0.5**0.5
 
@@ -37,17 +40,17 @@ def _exact(gp: GaussianProcess) -> AbstractEstimator:
 
 
 def _iterative(gp: GaussianProcess) -> AbstractEstimator:
-    """Of a step on many rows, which goes on from the solutions of the one before."""
+    """An estimator for steps on many observations, each a warm start from the step before."""
     kind: type[Pathwise | Hutchinson] = Pathwise
     try:
         jax.eval_shape(lambda: gp.kernel.random_features(jax.random.key(0), gp.X[:1], 2))
     except ValueError:
-        kind = Hutchinson  # which needs no random features
+        kind = Hutchinson  # the kernel has no random features
     return kind(AlternatingProjections(max_epochs=5), num_probes=16, num_logdet_probes=0)
 
 
-class _Reestimated(Messenger):
-    """Runs a model with other estimators in place of its Gaussian processes' own."""
+class _ReplaceEstimators(Messenger):
+    """Replaces the estimators of the Gaussian processes of a model."""
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class _Reestimated(Messenger):
             if fn.batch_shape or fn.observed is not None:
                 raise ValueError(
                     f"`model` has a batch of Gaussian processes at the site `{msg['name']}`, or "
-                    "rows that are not observed: give a model of one, and those of its rows that "
-                    "have a target."
+                    "rows that are not observed: give a model of a single process, and only the "
+                    "rows that have a target."
                 )
             estimator = self.estimator_of(fn)
             msg["fn"] = GaussianProcess(
@@ -77,13 +80,13 @@ class _Reestimated(Messenger):
             )
 
 
-class _Rows(NamedTuple):
+class _Data(NamedTuple):
     X: Float[Array, "m d"]
     y: Float[Array, " m"]
 
 
 class Fits:
-    """Fits of a model on some of its rows, and what they predict elsewhere."""
+    """Fits of a model to subsets of the data, and their scores on held-out observations."""
 
     def __init__(
         self,
@@ -95,40 +98,39 @@ class Fits:
         kwargs: dict[str, Any],
         learning_rate: float,
     ) -> None:
-        self.key, self.all, self.args, self.kwargs = key, _Rows(X, y), args, kwargs
+        self.key, self.data, self.args, self.kwargs = key, _Data(X, y), args, kwargs
         self.model, self.learning_rate = model, learning_rate
-        self.exact = _Reestimated(model, _exact)
+        self.exact = _ReplaceEstimators(model, _exact)
         self.svi = _svi(self.exact, learning_rate)
         self._exact_steps = CompiledForLoop(self._steps)
 
-    def _of(self, rows: Int[Array, " m"]) -> _Rows:
-        return jax.tree.map(lambda leaf: leaf[rows], self.all)
+    def _subset(self, rows: Int[Array, " m"]) -> _Data:
+        return jax.tree.map(lambda leaf: leaf[rows], self.data)
 
-    def _first(self, svi: SVI, rows: _Rows) -> SVIState:
-        """The state of a fit that begins, whose mutable sites have the shapes of these rows."""
-        return svi.init(self.key, *rows, *self.args, **self.kwargs)
+    def _initial_state(self, svi: SVI, data: _Data) -> SVIState:
+        return svi.init(self.key, *data, *self.args, **self.kwargs)
 
-    def starts(self, subset: Int[Array, " m"]) -> tuple[Any, Any]:
-        """Parameters to start from: by scales of the data, and at the priors' medians."""
-        rows = self._of(subset)
-        medians = self.svi.optim.get_params(self._first(self.svi, rows).optim_state)
+    def starts(self, rows: Int[Array, " m"]) -> tuple[Any, Any]:
+        """Two initial values: scaled to the data, and at the prior medians."""
+        data = self._subset(rows)
+        medians = self.svi.optim.get_params(self._initial_state(self.svi, data).optim_state)
 
         @compiled
-        def scaled(params: Any, rows: _Rows) -> Any:
-            return scaled_start(lambda params: self._pairs(params, rows), params)
+        def scaled(params: Any, data: _Data) -> Any:
+            return scaled_start(lambda params: self._scales(params, data), params)
 
-        return scaled(medians, rows), medians
+        return scaled(medians, data), medians
 
-    def _pairs(self, params: Any, rows: _Rows) -> list[tuple[Array, Array]]:
-        """What depends on parameters, and what that is wanted to be."""
-        return [pair for one in self._processes(params, rows) for pair in _scales(*one)]
+    def _scales(self, params: Any, data: _Data) -> list[tuple[Array, Array]]:
+        """Quantities that depend on the parameters, and their target values."""
+        return [pair for gp, y in self._processes(params, data) for pair in _scales(gp, y)]
 
     def run(self, tasks: list[tuple[Any, Int[Array, " m"]]], num_steps: int) -> Iterator[Any]:
-        """Fit subsets exactly, each from its start: their parameters."""
-        first, num_stuck = self._first(self.svi, self._of(tasks[0][1])), 0
-        for start, subset in tasks:
+        """Fit each subset exactly from its initial parameters, and yield the fitted parameters."""
+        first, num_stuck = self._initial_state(self.svi, self._subset(tasks[0][1])), 0
+        for start, rows in tasks:
             state = first._replace(optim_state=self.svi.optim.init(start))
-            params = self._exact_steps(state, self._of(subset), num_steps)
+            params = self._exact_steps(state, self._subset(rows), num_steps)
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
             num_stuck += bool(start) and all([bool(jnp.all(a == b)) for a, b in pairs])
             yield params
@@ -141,76 +143,81 @@ class Fits:
                 stacklevel=3,
             )
 
-    def _steps(self, first: SVIState, rows: _Rows, num_steps: int) -> Any:
+    def _steps(self, initial_state: SVIState, data: _Data, num_steps: int) -> Any:
         def step(state: Any, _: None) -> tuple[Any, None]:
-            # A step that fails leaves the parameters where they were.
-            return self.svi.stable_update(state, *rows, *self.args, **self.kwargs)[0], None
+            # A step that fails leaves the parameters unchanged.
+            return self.svi.stable_update(state, *data, *self.args, **self.kwargs)[0], None
 
-        state, _ = jax.lax.scan(step, first, length=num_steps)
+        state, _ = jax.lax.scan(step, initial_state, length=num_steps)
         return self.svi.optim.get_params(state.optim_state)
 
-    def refine(self, start: Any, subset: Int[Array, " m"], num_steps: int) -> Iterator[Any]:
-        """Go on from `start` on many rows: the parameters after each step."""
-        # From near the mode, and at the end the steps average the noise of the gradients.
+    def refine(self, start: Any, rows: Int[Array, " m"], num_steps: int) -> Iterator[Any]:
+        """Fit many observations from `start`, and yield the parameters after each step."""
+        # `start` is near the mode, and decaying steps average the noise of the gradients.
         rate = optax.cosine_decay_schedule(0.5 * self.learning_rate, num_steps)
-        svi, rows = _svi(_Reestimated(self.model, _iterative), rate), self._of(subset)
-        state = self._first(svi, rows)._replace(optim_state=svi.optim.init(start))
+        svi, data = _svi(_ReplaceEstimators(self.model, _iterative), rate), self._subset(rows)
+        state = self._initial_state(svi, data)._replace(optim_state=svi.optim.init(start))
         step = CompiledForLoop(
-            lambda state, rows: svi.stable_update(state, *rows, *self.args, **self.kwargs)[0]
+            lambda state, data: svi.stable_update(state, *data, *self.args, **self.kwargs)[0]
         )
         for _ in range(num_steps):
-            state = step(state, rows)
+            state = step(state, data)
             yield svi.optim.get_params(state.optim_state)
 
     def values(self, params: Any) -> dict[str, Any]:
         """Values of the latent sites and of the model's own parameters."""
         params, guide = self.svi.constrain_fn(params), self.svi.guide
         latents = guide.median(params)
-        own = {f"{name}_{guide.prefix}_loc" for name in latents}
-        return {**latents, **{name: value for name, value in params.items() if name not in own}}
+        guide_params = {f"{name}_{guide.prefix}_loc" for name in latents}
+        model_params = {name: v for name, v in params.items() if name not in guide_params}
+        return {**latents, **model_params}
 
-    def _processes(self, params: Any, rows: _Rows) -> list[tuple[GaussianProcess, Array]]:
-        trace = trace_of(self.exact, self.values(params), (*rows, *self.args), self.kwargs)
+    def _processes(self, params: Any, data: _Data) -> list[tuple[GaussianProcess, Array]]:
+        """The observed Gaussian processes over the data, and their observations."""
+        trace = trace_of(self.exact, self.values(params), (*data, *self.args), self.kwargs)
         sites = [site for site in trace.values() if is_observed(site) and not _is_hidden(site)]
-        found = [(unwrapped(site["fn"])[0], site["value"]) for site in sites]
-        found = [
+        observed = [(unwrapped(site["fn"])[0], site["value"]) for site in sites]
+        processes = [
             (fn, value)
-            for fn, value in found
-            if isinstance(fn, GaussianProcess) and len(fn.X) == len(rows.y)  # not others' rows
+            for fn, value in observed
+            if isinstance(fn, GaussianProcess) and len(fn.X) == len(data.y)
         ]
-        if not found:
+        if not processes:
             raise ValueError(
                 "`model` must have an observed `GaussianProcess` site over the rows of `X`, and "
                 "has none: hyperparameters of a latent GP come from a fit by SVI."
             )
-        return found
+        return processes
 
-    def score(self, params: Any, held: Int[Array, " t"], num_neighbors: int) -> np.ndarray:
-        """Log densities of the held rows given their neighbors, summed over the GP sites."""
-        count = min(num_neighbors, len(self.all.y) - 1)
-        total = np.zeros(len(held))
-        for gp, y in self._processes(params, self.all):
+    def score(self, params: Any, held_out: Int[Array, " t"], num_neighbors: int) -> np.ndarray:
+        """Log densities of held-out observations given their neighbors, summed over GP sites."""
+        count = min(num_neighbors, len(self.data.y) - 1)
+        total = np.zeros(len(held_out))
+        for gp, y in self._processes(params, self.data):
             noise = jnp.broadcast_to(gp.noise_variance, gp.event_shape)
-            found = _predict_from_neighbors(gp.kernel, gp.X, noise, y - gp.mean, held, count)
-            total += np.asarray(found, float)
+            densities = _log_density_given_neighbors(
+                gp.kernel, gp.X, noise, y - gp.mean, held_out, count
+            )
+            total += np.asarray(densities, float)
         return np.where(np.isfinite(total), total, -np.inf)
 
 
 def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
-    """Hyperparameters of a GP over observations, and what they are wanted to be.
+    """Quantities that depend on a GP's hyperparameters, and their target values.
 
-    The mean variance of the function that of the observations, the noise variance a tenth of it.
+    The targets are the observations' variance for the function's mean variance, a tenth of it for
+    the noise variance, and distances between inputs for the lengthscales.
     """
     variance = jnp.square(deviation(y - gp.mean))
     return [
         *lengthscale_pairs(gp.kernel, gp.X, _DISTANCE_SHARE),
-        (jnp.mean(gp.kernel.diag(gp.X)), variance),
+        (jnp.mean(gp.kernel.each(lambda kernel, X: kernel.evaluate_diag(X), gp.X)), variance),
         (jnp.mean(gp.noise_variance), _NOISE_SHARE * variance),
     ]
 
 
 def _is_hidden(site: dict[str, Any]) -> bool:
-    """Whether `handlers.mask(mask=False)` leaves a site out of the density."""
+    """Whether `handlers.mask(mask=False)` excludes a site from the density."""
     return getattr(site["fn"], "_mask", None) is False
 
 
@@ -219,7 +226,7 @@ def _svi(model: Callable[..., Any], learning_rate: Any) -> SVI:
 
 
 @compiled
-def _predict_from_neighbors(
+def _log_density_given_neighbors(
     kernel: AbstractKernel,
     X: Float[Array, "n d"],
     noise: Float[Array, " n"],
@@ -227,18 +234,20 @@ def _predict_from_neighbors(
     rows: Int[Array, " t"],
     count: int,
 ) -> Float[Array, " t"]:
-    """The log density of each row's residual given those of the rows that say most about it."""
-    variance = kernel.diag(X) + noise
+    """The log density of each residual given the `count` residuals most correlated with it."""
+    variance = kernel.evaluate_diag(X) + noise
 
-    def of_row(row: Array) -> Array:
-        # What one other row alone takes from the variance here.
-        taken = jnp.square(kernel(X[row][None], X)[0]) / variance
-        near = jax.lax.top_k(taken.at[row].set(-jnp.inf), count)[1]
-        H = kernel.covariance(X[near]) + jnp.diag(noise[near])
+    def log_density(row: Array) -> Array:
+        # The reduction of this row's variance by each other observation alone.
+        reduction = jnp.square(kernel.evaluate(X[row][None], X)[0]) / variance
+        near = jax.lax.top_k(reduction.at[row].set(-jnp.inf), count)[1]
+        H = kernel.evaluate_covariance(X[near]) + jnp.diag(noise[near])
         factor = linalg.factorize(H, warn=False)
-        sides = jnp.stack([kernel(X[near], X[row][None])[:, 0], residual[near]], axis=1)
-        across, white = solve_triangular(factor.tril, sides, lower=True).T
-        left = jnp.maximum(variance[row] - across @ across, noise[row])
-        return jax.scipy.stats.norm.logpdf(residual[row], across @ white, jnp.sqrt(left))
+        sides = jnp.stack([kernel.evaluate(X[near], X[row][None])[:, 0], residual[near]], axis=1)
+        cross, white = solve_triangular(factor.tril, sides, lower=True).T
+        conditional_variance = jnp.maximum(variance[row] - cross @ cross, noise[row])
+        return jax.scipy.stats.norm.logpdf(
+            residual[row], cross @ white, jnp.sqrt(conditional_variance)
+        )
 
-    return jax.lax.map(of_row, rows)
+    return jax.lax.map(log_density, rows)

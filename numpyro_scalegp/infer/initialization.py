@@ -1,4 +1,4 @@
-"""Hyperparameters for large data, from exact fits on parts of them."""
+"""Hyperparameters for large data, from exact fits to subsets."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,45 +10,46 @@ import tqdm
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.programs import compiled
 from numpyro_scalegp.infer.fits import Fits
+from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 
-# Rows that are drawn together, with their neighbors, where a subset has some of each.
+# The size of a random observation's group of neighbors, itself included.
 _GROUP = 8
 
-# Candidates whose mean log densities are further apart than this, and than two standard errors,
-# disagree: then a larger subset is worth its time.
+# Candidates disagree if their mean log densities differ by more than this, and by more than two
+# standard errors: then a larger subset is worth its time.
 _AGREEMENT = 0.01
 
-# Starts that differ by more than this, on the unconstrained scale, may lead to different modes.
+# Initial values that differ by more than this, on the unconstrained scale, may lead to different
+# modes.
 _FAR_APART = 1.5
 _FROM_MEDIANS = "random rows, from the priors' medians"
 
-# Steps on all rows: how many, up to how many rows, and how often they are scored.
+# Refinement steps on up to `_MANY_ROWS` observations, and how many of them between two scores.
 _REFINEMENTS = 20
 _MANY_ROWS = 50_000
 _STEPS_PER_SCORE = 4
 
-# A bar appears once it all takes longer than this, in seconds.
+# Seconds before a progress bar appears.
 _DELAY = 3.0
 
 
 @jax.tree_util.register_pytree_node_class
 class Hyperparameters(dict[str, Any]):
-    """Values of a model's latent sites and parameters, by name, and how they were found.
+    """Values of a model's latent sites and parameters, by name, and the fit that they come from.
 
-    `sgp.posterior(model, values, X, y)` conditions on them. As a dict they go into
-    `init_to_value(values=...)` and the handlers `substitute` and `condition`.
+    A dict, for `sgp.posterior(model, values, X, y)`, `init_to_value(values=...)` and the handlers
+    `substitute` and `condition`.
 
     Args:
-        values: by name; of your own, too, to condition on these.
-        picked: what was picked.
-        scores: of all candidates the name, the mean log density of a row left out, and its standard
-            error; none where no row was left out.
+        values: values by name, fitted or chosen by you.
+        picked: a description of the fit.
+        scores: for each candidate its name, the mean log density of a held-out observation, and the
+            standard error; empty if no observation was held out.
 
     Raises:
-        TypeError: if `values` is no dict.
+        TypeError: if `values` is not a dict.
 
     Example:
         >>> import numpyro_scalegp as sgp
@@ -71,21 +72,21 @@ class Hyperparameters(dict[str, Any]):
         """The same values and scores, in another dict."""
         return Hyperparameters(self, self.picked, self.scores)
 
-    def __or__(self, other: Mapping[str, Any]) -> "Hyperparameters":  # type: ignore[override]
-        """These values, and others in place of some or beside them: as given ones."""
-        return Hyperparameters({**self, **other})
+    def __or__(self, values: Mapping[str, Any]) -> "Hyperparameters":  # type: ignore[override]
+        """These values updated by `values`, without scores."""
+        return Hyperparameters({**self, **values})
 
     @property
     def report(self) -> str:
-        """What was picked and why, in one line."""
+        """The selected fit and the scores of all candidates, in one line."""
         if not self.scores:
             return f"hyperparameters from {self.picked}"
-        ranked = sorted(self.scores, key=lambda one: -one[1])
-        each = ", ".join(f"{name} {mean:.3f} +- {error:.3f}" for name, mean, error in ranked)
-        return f"hyperparameters from {self.picked}: log density of a row left out: {each}"
+        ranked = sorted(self.scores, key=lambda score: -score[1])
+        table = ", ".join(f"{name} {mean:.3f} +- {error:.3f}" for name, mean, error in ranked)
+        return f"hyperparameters from {self.picked}: log density of a row left out: {table}"
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """Flatten to the values, sorted by name."""
+        """The values sorted by name, and the static fields."""
         names = tuple(sorted(self))
         return tuple(self[name] for name in names), (names, self.picked, self.scores)
 
@@ -113,51 +114,55 @@ def initial_hyperparameters(
     progress_bar: bool = True,
     **model_kwargs: Any,
 ) -> Hyperparameters:
-    """Fit a model exactly on parts of the data, and pick the fit that predicts other rows best.
+    """Fit a model exactly to subsets of the data, and select the fit that predicts best.
 
-    Candidates are the fits of random rows, of random rows with their neighbors, and the average
-    over neighborhoods, on the unconstrained scale: which one is right depends on the data. A random
-    subset has too few close pairs to tell short lengthscales from noise; a neighborhood knows its
-    surroundings alone. Each fit seeks the mode of the posterior by Adam with the exact log marginal
-    likelihood, whatever estimator the model names, from lengthscales like the data's distances.
-    Where the priors' medians are far from these, there is a fit of random rows from them, too.
+    The candidates are a fit to random observations, a fit to random observations and their
+    neighbors, and the average of fits to neighborhoods, taken on the unconstrained scale. Which
+    candidate is best depends on the data: a random subset has too few close pairs to tell short
+    lengthscales from noise, and a neighborhood is informative about its region only. Each fit is
+    the posterior mode, found by Adam with the exact log marginal likelihood, for any estimator of
+    the model. Initial lengthscales are near the median distance between inputs; if the prior
+    medians are far from them, one more fit to random observations starts at the prior medians.
 
-    The score of a candidate is the mean log density of rows that were in none of the subsets, each
-    given those of all other rows that the candidate's own kernel relates it to most: what the
-    posterior of all data will predict, not that of a subset. The best candidate goes on in steps on
-    all other rows, with the pathwise estimator, a few epochs of `AlternatingProjections` each and
-    warm starts, until the score no longer rises. Without these, and where candidates disagree,
-    there is another from a subset of twice the size. A subset of all rows is not scored.
+    The score of a candidate is the mean log density of held-out observations, each given the other
+    observations that are most correlated with it under the candidate's kernel. So the score
+    measures predictions from all data, not from a subset. The best candidate is then refined by
+    steps on all observations that are not held out, until the score stops rising. These steps use
+    the pathwise estimator, with warm starts and a few epochs of `AlternatingProjections` each.
+    Without refinement, if candidates disagree, one more candidate is fitted to a subset of twice
+    the size. If one subset holds all the data, there is no score.
 
     Args:
         key: a typed JAX key.
         model: a model whose first two arguments are inputs and observations, with an observed
             `GaussianProcess` site.
-        X: inputs, shape (n, d); neighbors are Euclidean in columns scaled to unit variance.
+        X: inputs, shape (n, d). Distances between neighbors are Euclidean, with each input
+            dimension scaled to unit variance.
         y: observations, shape (n,).
         *model_args: the model's further positional arguments.
-        subset_size: rows of each subset; where there are no more, all are fitted at once.
+        subset_size: observations in each subset; if n is not larger, one fit uses all of them.
         num_subsets: number of neighborhoods.
         num_steps: steps of Adam on each subset.
-        learning_rate: of Adam, on the unconstrained scale.
-        num_scored: rows left out to score by, at most a fifth of all.
-        num_neighbors: rows that each of these is predicted from.
-        num_refinements: steps on all rows at most, each of the work of some nine products with the
-            n x n matrix; 0 for none. None for 20 on up to 50,000 rows, and as much work on more.
-        progress_bar: whether fits and steps that take longer than a few seconds show how far they
-            are, on the standard error.
+        learning_rate: step size of Adam, on the unconstrained scale.
+        num_scored: number of held-out observations, at most n / 5.
+        num_neighbors: number of observations from which each held-out observation is predicted.
+        num_refinements: at most this many steps on all observations, each with the work of about
+            nine products with the n x n matrix; 0 for none. None for 20 on up to 50,000
+            observations, and the same total work for larger n.
+        progress_bar: whether fits and steps that take longer than a few seconds show their progress
+            on stderr.
         **model_kwargs: the model's keyword arguments.
 
     Returns:
-        `Hyperparameters`, a dict of values of the model's latent sites and `numpyro.param` sites:
-        for `sgp.posterior(model, values, X, y)`, `numpyro.infer.init_to_value(values=...)` and,
-        where the model has params, for the `init_params` of `SVI.run`. Its `report` says what was
-        picked and why. Time O(num_steps num_subsets subset_size^3 + num_scored (n d +
-        num_neighbors^3) + num_refinements n^2 d), memory O(1000 n). A warning where a fit never
-        left its start.
+        `Hyperparameters`, a dict of values of the model's latent sites and `numpyro.param` sites,
+        for `sgp.posterior(model, values, X, y)`, `numpyro.infer.init_to_value(values=...)` and, if
+        the model has `numpyro.param` sites, the `init_params` of `SVI.run`. Its `report` names the
+        selected fit and all scores. Time O(num_steps num_subsets subset_size^3 + num_scored (n d +
+        num_neighbors^3) + num_refinements n^2 d), memory O(1000 n). Warns if a fit never left its
+        initial values.
 
     Raises:
-        ValueError: if a number is less than 1, `y` does not match `X`, one of them holds NaN or
+        ValueError: if a count is less than 1, `y` does not match `X`, `X` or `y` holds NaN or
             infinity, or the model has no observed `GaussianProcess`.
 
     References:
@@ -197,8 +202,8 @@ def initial_hyperparameters(
     checks.instance("progress_bar", progress_bar, bool, "True or False")
     if np.ndim(X) > 2:
         raise ValueError(
-            f"`X` must have shape (n, d), got {np.shape(X)}: give the rows of one member, "
-            "and a model of it, for a batch."
+            f"`X` must have shape (n, d), got {np.shape(X)}: for a batch, give the inputs of one "
+            "member, and a model of it."
         )
     key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
@@ -209,34 +214,34 @@ def initial_hyperparameters(
     if n <= subset_size:
         (params,) = fits.run([(fits.starts(order)[0], order)], num_steps)
         return Hyperparameters(fits.values(params), f"a fit of all {n} rows", ())
-    held, rest = jnp.split(order, [max(1, min(num_scored, n // 5))])
-    subset_size = min(subset_size, len(rest))
+    held_out, training = jnp.split(order, [max(1, min(num_scored, n // 5))])
+    subset_size = min(subset_size, len(training))
     if num_refinements is None:
         num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
-    subsets = _Subsets(keys[2], X, rest)
-    start, medians = fits.starts(rest[:subset_size])
+    subsets = _Subsets(keys[2], X, training)
+    start, medians = fits.starts(training[:subset_size])
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
     tasks = [(start, subset) for subset in rows]
     if _far_apart(start, medians):
         tasks.append((medians, rows[0]))
-    candidates = _Candidates(lambda params: fits.score(params, held, num_neighbors))
+    candidates = _Candidates(lambda params: fits.score(params, held_out, num_neighbors))
     total = len(tasks) + num_refinements
     with tqdm.tqdm(total=total, delay=_DELAY, disable=not progress_bar) as bar:
         bar.set_description("fits of subsets")
-        fitted = list(_ticking(bar, fits.run(tasks, num_steps)))
+        fitted = list(_with_progress(bar, fits.run(tasks, num_steps)))
         candidates.add("random rows", fitted[0])
         candidates.add("random rows with neighbors", fitted[1])
-        near = fitted[2 : len(rows)]
-        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *near)
+        neighborhoods = fitted[2 : len(rows)]
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *neighborhoods)
         candidates.add("neighborhoods", mean)
         for params in fitted[len(rows) :]:
             candidates.add(_FROM_MEDIANS, params)
         best = candidates.best
         if num_refinements:
-            refined = _ticking(bar, fits.refine(candidates.params[best], rest, num_refinements))
-            _refine(bar, candidates, refined, num_refinements)
-        elif candidates.disagree() and len(rest) > subset_size:
-            size = min(2 * subset_size, len(rest))
+            refined = fits.refine(candidates.params[best], training, num_refinements)
+            _refine(bar, candidates, _with_progress(bar, refined), num_refinements)
+        elif candidates.disagree() and len(training) > subset_size:
+            size = min(2 * subset_size, len(training))
             groups = {"random rows": 1, _FROM_MEDIANS: 1, "neighborhoods": subset_size // 4}
             larger = candidates.params[best], subsets.draw(size, groups.get(best, _GROUP))
             (params,) = fits.run([larger], max(1, num_steps // 4))
@@ -246,12 +251,12 @@ def initial_hyperparameters(
 
 
 def _far_apart(start: Any, medians: Any) -> bool:
-    """Whether two starts differ by enough to fit from both."""
+    """Whether two initial values differ enough to fit from both of them."""
     pairs = zip(jax.tree.leaves(start), jax.tree.leaves(medians), strict=True)
     return any(float(jnp.max(jnp.abs(a - b), initial=0.0)) > _FAR_APART for a, b in pairs)
 
 
-def _ticking(bar: tqdm.tqdm, items: Iterator[Any]) -> Iterator[Any]:
+def _with_progress(bar: tqdm.tqdm, items: Iterator[Any]) -> Iterator[Any]:
     for item in items:
         yield jax.block_until_ready(item)
         bar.update()
@@ -260,7 +265,7 @@ def _ticking(bar: tqdm.tqdm, items: Iterator[Any]) -> Iterator[Any]:
 def _refine(
     bar: tqdm.tqdm, candidates: "_Candidates", refined: Iterator[Any], num_steps: int
 ) -> None:
-    """Add what is best of some steps on all rows, which end where the score no longer rises."""
+    """Add the best of the refinement steps as a candidate; stop when the score stops rising."""
     best = candidates.best
     name, top, num_falls = f"{best}, then all rows", candidates.mean(best), 0
     for count, params in enumerate(refined, 1):
@@ -275,7 +280,7 @@ def _refine(
 
 
 class _Candidates:
-    """Parameters by name, and the log densities of rows left out under each of them."""
+    """Fitted parameters by the name of the fit, and held-out log densities under each of them."""
 
     def __init__(self, score: Callable[[Any], np.ndarray]) -> None:
         self.score = score
@@ -283,7 +288,7 @@ class _Candidates:
         self.scores: dict[str, np.ndarray] = {}
 
     def add(self, name: str, params: Any) -> float:
-        """Score a candidate, kept where none of its name is better; returns the score."""
+        """Score a candidate, which replaces a worse one of the same name; returns the score."""
         densities = self.score(params)
         score = float(np.mean(densities))
         if name not in self.scores or score > self.mean(name):
@@ -296,23 +301,23 @@ class _Candidates:
 
     @property
     def best(self) -> str:
-        """The name with the largest score; the first one where none has any."""
+        """The name with the largest score; of equal scores, the first."""
         return max(self.scores, key=self.mean)
 
     def disagree(self) -> bool:
-        """Whether one of them is worse by what matters, and by more than two standard errors."""
+        """Whether a score is below the best by `_AGREEMENT` and two standard errors."""
         best = self.scores[self.best]
-        for other in self.scores.values():
-            if not np.isfinite(other).all():
+        for densities in self.scores.values():
+            if not np.isfinite(densities).all():
                 return True
-            mean, error = _mean_and_error(best - other)
+            mean, error = _mean_and_error(best - densities)
             if mean > max(_AGREEMENT, 2.0 * error):
                 return True
         return False
 
     def summary(self) -> tuple[tuple[str, float, float], ...]:
         """Names, scores and standard errors."""
-        return tuple((name, *_mean_and_error(found)) for name, found in self.scores.items())
+        return tuple((name, *_mean_and_error(scores)) for name, scores in self.scores.items())
 
 
 def _mean_and_error(densities: np.ndarray) -> tuple[float, float]:
@@ -320,7 +325,7 @@ def _mean_and_error(densities: np.ndarray) -> tuple[float, float]:
 
 
 class _Subsets:
-    """Draws subsets of some rows: groups of neighbors around random ones."""
+    """Draws subsets of observations: groups of neighbors around random centers."""
 
     def __init__(self, key: Array, X: Float[Array, "n d"], rows: Int[Array, " m"]) -> None:
         scale = jnp.std(X, axis=0)
@@ -328,7 +333,7 @@ class _Subsets:
         self.key, self.rows = key, rows
 
     def draw(self, size: int, group: int) -> Int[Array, " size"]:
-        """`size` different rows, `group` of which or more lie around each of the centers."""
+        """`size` distinct rows: neighbors of random centers, one center for each `group` rows."""
         self.key, key = jax.random.split(self.key)
         if group == 1:
             return jax.random.choice(key, self.rows, (size,), replace=False)
@@ -338,7 +343,7 @@ class _Subsets:
 
 @compiled
 def _around(X: Float[Array, "m d"], centers: Int[Array, " c"], size: int) -> Int[Array, " size"]:
-    """The rows that are nearest to any of the centers by rank: first all centers, then the next."""
+    """The rows with the smallest rank among any center's neighbors; a center has rank zero."""
 
     def ranks(center: Array) -> Int[Array, " m"]:
         distances = jnp.sum(jnp.square(X - X[center]), axis=1)

@@ -1,4 +1,4 @@
-"""GP sites of a model at new inputs, drawn from their posteriors and never from their prior."""
+"""GP sites of a model at new inputs, drawn from their posteriors, never from their priors."""
 
 import dataclasses
 import warnings
@@ -10,23 +10,23 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.distributions import GaussianProcess
-from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.families import WeightSpaceGP
-from numpyro_scalegp.infer.fitted_runs import FunctionSites, is_gp, white_name
-from numpyro_scalegp.posteriors.laplace import LaplacePosterior
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.posteriors.warped import WarpedPosterior
+from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
+from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.processes.warped import WarpedPosterior
+from numpyro_scalegp.sites.rows import role_of, unwrapped
+from numpyro_scalegp.tracing.fitted_runs import FunctionSites, is_gp, white_name
 from numpyro_scalegp.tracing.runs import Trace, is_data, is_latent
+from numpyro_scalegp.variational.quadruply.weight_space import WeightSpaceGP
 
 
-def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPosterior]) -> None:
-    """Raise where a function comes from its prior, or from a fit at other rows than these may be.
+def check_functions(trace: Trace, draws: dict, posteriors: dict[str, AbstractPosterior]) -> None:
+    """Raise if a function is drawn from its prior, or may have values at other inputs than these.
 
     Args:
-        trace: of the model.
-        given: what guide or draws gave, by name.
-        posteriors: of GP sites.
+        trace: the trace of the model.
+        draws: draws or guide sites, by name.
+        posteriors: posteriors of GP sites, by name.
     """
     sampled = {name: site for name, site in trace.items() if site["type"] == "sample"}
     in_fit = any(map(is_data, sampled.values()))
@@ -34,9 +34,9 @@ def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPos
         if site["is_observed"] or name in posteriors or not is_gp(site):
             continue
         is_of_weights = isinstance(unwrapped(site["fn"]).distribution, WeightSpaceGP)
-        if is_of_weights and white_name(name) in given:
-            continue  # the same weights at any rows
-        drawn = given.get(name, given.get(white_name(name)))
+        if is_of_weights and white_name(name) in draws:
+            continue  # the weights are the same at any inputs
+        drawn = draws.get(name, draws.get(white_name(name)))
         if isinstance(drawn, dict) and role_of(drawn["fn"]) == "variational":
             continue
         if drawn is None or not in_fit:
@@ -48,7 +48,7 @@ def check_functions(trace: Trace, given: dict, posteriors: dict[str, AbstractPos
 
 
 def data_of_first_run(guide: Any) -> dict[str, tuple[Array, Array, Array | None]]:
-    """Inputs, observations and which these are, of the GPs that an autoguide was set up with."""
+    """Inputs, observations and their masks, of the observed GPs in an autoguide's prototype run."""
     trace = getattr(guide, "prototype_trace", None) or {}
     return {
         name: (site["fn"].X, jnp.asarray(site["value"]), site["fn"].observed)
@@ -63,11 +63,11 @@ class FromPosteriors(FunctionSites):
     """Draws GP sites without observations from their posteriors.
 
     Args:
-        fn: the model, with its seed.
-        key: a JAX key, since a seed within the model would be the same for each draw.
-        posteriors: by the names of the sites.
-        first_run: of `data_of_first_run`, to condition on where there is no posterior.
-        joint: whether rows are drawn jointly.
+        fn: the seeded model.
+        key: a JAX key; the model's own seed would repeat for each draw.
+        posteriors: posteriors by the names of the sites.
+        first_run: data by name, from `data_of_first_run`, for sites without a posterior.
+        joint: whether function values are drawn jointly.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class FromPosteriors(FunctionSites):
 
 
 def with_mean_of(fn: Any, posterior: Any) -> Any:
-    """A posterior given data with the prior mean that a run of the model has at its own inputs.
+    """The posterior with the prior mean function of a run of the model at new inputs.
 
-    Where the mean function holds covariates of the rows, those of the data are no use there.
+    A mean function may hold covariates of the inputs, and the run at the data has the data's.
 
     Args:
         fn: the distribution of the GP site at the new inputs.
-        posterior: over the function, with the prior mean at the data.
+        posterior: the posterior over the function, with the prior mean function of the data.
     """
     mean_function = getattr(fn, "mean_function", None)
     if isinstance(posterior, WarpedPosterior):
@@ -121,13 +121,13 @@ def with_mean_of(fn: Any, posterior: Any) -> Any:
 
 
 def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> Array:
-    """Draw what a GP site has at its inputs: a function, or observations with their noise.
+    """Draw the value of a GP site at its inputs: a function, or observations with their noise.
 
     Args:
         key: a JAX key.
-        posterior: over the function.
+        posterior: the posterior over the function.
         fn: the site's distribution.
-        joint: whether rows are drawn jointly, or each by itself.
+        joint: whether function values are drawn jointly or independently.
     """
     draw_key, noise_key = jax.random.split(key)
     if joint:
@@ -144,7 +144,7 @@ def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> A
 def _as_in_first_run(
     name: str, fn: GaussianProcess, X: Array, y: Array, observed: Array | None, key: Array
 ) -> AbstractPosterior:
-    """The posterior given the data of a guide's first run, with the hyperparameters of `fn`."""
+    """The posterior given the data of a guide's prototype run, with the hyperparameters of `fn`."""
     warnings.warn(
         f"the GP site `{name}` is conditioned on the {X.shape[-2]} rows that the guide was first "
         "run with: give `sgp.infer.Predictive(..., data=(X, y))` to say what the data are.",

@@ -1,4 +1,4 @@
-"""Parameters of a running SVI that are set by other means than gradients."""
+"""Replacement of the parameters of a running SVI."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,24 +11,25 @@ from numpyro.infer.util import transform_fn
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import placed_like
-from numpyro_scalegp.quadruply_stochastic.control_variate import ControlVariate
+from numpyro_scalegp.variational.quadruply.control_variate import ControlVariate
 
 
 def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIState:
-    """Put new values of parameters into the state of an SVI, and leave its optimizer's own state.
+    """Replace parameters in the state of an SVI, and keep the optimizer's moments.
 
     Args:
         svi: an SVI with an optax optimizer, set up by `init`.
-        state: its state.
-        params: new values by name, of the shapes that the state has; others stay. Names that are no
-            parameters of the SVI are passed over, so that what `solve_mean` returns can be given.
+        state: the state of `svi`.
+        params: new values by name, with the shapes that they have in the state; other parameters
+            stay. Names that are not parameters of the SVI are ignored, so that the `params` of
+            `solve_mean` can be passed unchanged.
 
     Returns:
-        The state from which `svi.update` goes on; that of a `RowSVI` with a control variate
-        after `refresh`, and `run` after nothing.
+        The new state, from which `svi.update` resumes. A `RowSVI` with a control variate needs a
+        `refresh` before `update`, but not before `run`.
 
     Raises:
-        ValueError: if the optimizer is not one of optax.
+        ValueError: if the optimizer is not an optax optimizer.
 
     Example:
         >>> import jax
@@ -53,22 +54,22 @@ def replace_params(svi: SVI, state: SVIState, params: dict[str, Any]) -> SVIStat
         )
     old, moments = inner
     transforms = svi.constrain_fn.args[0]
-    known = {name: value for name, value in params.items() if name in old}
-    new: Any = {**old, **transform_fn(transforms, known, invert=True)}
+    replacements = {name: value for name, value in params.items() if name in old}
+    new: Any = {**old, **transform_fn(transforms, replacements, invert=True)}
     new = {
         name: placed_like(jnp.asarray(value, old[name].dtype), old[name])
         for name, value in new.items()
     }
     mutable = state.mutable_state
     if mutable:
-        # A control variate of other weights is invalid: NaN until `RowSVI` refits it.
+        # A control variate fitted at the old weights is invalid: NaN until `RowSVI` refits it.
         mutable = {
-            name: _stale(value) if isinstance(value, ControlVariate) else value
+            name: _invalidated(value) if isinstance(value, ControlVariate) else value
             for name, value in mutable.items()
         }
     return state._replace(optim_state=(count, (new, moments)), mutable_state=mutable)
 
 
-def _stale(control: ControlVariate) -> ControlVariate:
+def _invalidated(control: ControlVariate) -> ControlVariate:
     projected = jnp.full_like(control.projected, jnp.nan)
     return dataclasses.replace(control, projected=projected)

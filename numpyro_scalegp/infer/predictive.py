@@ -1,4 +1,4 @@
-"""Draws of a model's sites under a posterior, a few at a time and kept on the host."""
+"""Posterior and prior predictive draws, computed in chunks and stored on the host."""
 
 import contextlib
 import warnings
@@ -13,24 +13,8 @@ from jaxtyping import Array, Key
 from numpyro import handlers
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.additivity import combining_rows
-from numpyro_scalegp.core.float64 import in_float64
 from numpyro_scalegp.core.host import as_numpy
-from numpyro_scalegp.core.programs import CompiledForLoop
-from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.guides.fitted import DrawingGuide, RequireParams, latent_normals
-from numpyro_scalegp.guides.guide import set_up
 from numpyro_scalegp.infer.conditioning import as_draws, conditioned
-from numpyro_scalegp.infer.fitted_runs import (
-    Checked,
-    EveryName,
-    FunctionSites,
-    WithoutDraws,
-    is_gp,
-    run_model,
-    white_name,
-)
-from numpyro_scalegp.infer.known_neighbors import KnownNeighbors, known_neighbors
 from numpyro_scalegp.infer.new_inputs import (
     FromPosteriors,
     check_functions,
@@ -38,9 +22,23 @@ from numpyro_scalegp.infer.new_inputs import (
     draw,
     with_mean_of,
 )
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.likelihoods.dependence import table_of
+from numpyro_scalegp.likelihoods.likelihood import check_value, log_terms
+from numpyro_scalegp.neighbors.precomputed import PrecomputedNeighbors, precompute_neighbors
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.programs.compiled import CompiledForLoop
+from numpyro_scalegp.programs.float64 import in_float64
+from numpyro_scalegp.sites.rows import role_of, unwrapped
+from numpyro_scalegp.tracing.fitted_runs import (
+    CheckShapes,
+    EveryName,
+    FunctionSites,
+    WithoutDraws,
+    is_gp,
+    run_model,
+    white_name,
+)
 from numpyro_scalegp.tracing.keywords import Arguments, handlers_around
-from numpyro_scalegp.tracing.likelihood import check_value, log_terms
 from numpyro_scalegp.tracing.runs import (
     Trace,
     is_data,
@@ -50,22 +48,24 @@ from numpyro_scalegp.tracing.runs import (
     traced,
 )
 from numpyro_scalegp.tracing.sites import StandIn, joint_draw
+from numpyro_scalegp.variational.fitted import DrawingGuide, RequireParams, latent_normals
+from numpyro_scalegp.variational.guide import set_up
 
 
 class Draws(NamedTuple):
-    """The sites of a model for draws of its latent sites; arrays with a leading axis of draws."""
+    """Draws of all sites of a model, with log-likelihoods; arrays with a leading axis of draws."""
 
     sites: dict[str, Any]  # latent and deterministic sites
     predictive: dict[str, Any]  # replicates of the observed sites
     log_likelihood: dict[str, Any]  # pointwise, for the observed sites
     observed: dict[str, Any]  # values of the observed sites, the same in each draw
-    diagnostics: dict[str, dict[str, Any]]  # of the solves, for collapsed sites
+    diagnostics: dict[str, dict[str, Any]]  # of the solves at collapsed sites
 
     def log_predictive_density(self) -> dict[str, np.ndarray]:
         """The log of the likelihood averaged over draws, pointwise, for each observed site.
 
-        At test rows this is the log predictive density, shape (rows,). (For a `GaussianProcess` or
-        `FeatureSpaceGP` it averages leave-one-out densities at its own rows.)
+        For test data this is the log predictive density, shape (n,). (At the training data of a
+        `GaussianProcess` or `FeatureSpaceGP` it averages leave-one-out densities.)
         """
         return {
             name: np.asarray(jax.nn.logsumexp(values, axis=0) - np.log(len(values)))
@@ -76,42 +76,45 @@ class Draws(NamedTuple):
 class Predictive:
     """Predictive draws of a model, like `numpyro.infer.Predictive`, for large models.
 
-    With a guide or with draws, they are posterior ones; with neither, of the prior. GP sites follow
-    their posterior wherever the model is run: at new inputs a function is drawn from its process,
-    or given its values at the rows of the fit, and observations of a `GaussianProcess`,
-    `MultiOutputGP` or `FeatureSpaceGP` from their predictive distribution given those of the fit.
-    Where the arguments hold the observations of such a site, and there is no `data`, these are what
-    is conditioned on, and replicated at their own inputs.
+    With a guide or posterior samples, the draws are posterior predictive; with neither, prior
+    predictive. At new inputs, GP sites are drawn from their posteriors. A function is drawn from
+    its variational process, or given its values at the inputs of the fit. Observations of a
+    `GaussianProcess`, `MultiOutputGP` or `FeatureSpaceGP` are drawn from their predictive
+    distribution given the data of the fit; without `data`, a call that passes observations of such
+    a site draws replicates of these at their inputs, given these observations.
 
-    Draws are made one after another, `chunk_size` in a compiled call, and moved to the host: memory
-    follows the chunk, and the guide's parameters are never repeated for each draw. A second call
-    with arguments of the same shapes compiles nothing; so a change of what model and guide take
-    from around them, other than arguments, needs a new `Predictive`.
+    Each compiled call computes `chunk_size` draws in sequence, which then move to the host: device
+    memory holds one chunk, and the guide's parameters are not copied for each draw. A second call
+    with arguments of the same shapes does not recompile. So make a new `Predictive` if a variable
+    that model or guide close over has changed.
 
     Args:
         model: the model.
         guide: a guide, with its `params`.
-        params: the guide's and the model's parameters, as from `SVI.get_params`; with a solver
-            state in the model, together with `SVIState.mutable_state`, so that solves start there.
+        params: parameters of the guide and the model, as from `SVI.get_params`; if the model has a
+            solver state (`state=` of a `GaussianProcess`), add the items of
+            `SVIState.mutable_state`, so that solves start from that state.
         posterior_samples: instead of a guide, draws of the latent sites, as from
-            `MCMC.get_samples`, leading axis the draws.
-        data: the arguments of the model in its fit, observations included: what GP sites are
-            conditioned on, where a call is for other inputs. Positional ones as a tuple, `(X, y)`,
-            keywords as a dict, or both as `((X, y), {"exposure": 5.0})`. A keyword goes to the run
-            that it was given to, here or in a call, and to no other. A guide of this package needs
-            none for the function that it owns. Without it, an autoguide's first run is taken for
-            the fit, with a warning.
-        num_samples: number of draws, where there are no `posterior_samples`.
+            `MCMC.get_samples`, with a leading axis of draws.
+        data: the model's arguments in the fit, observations included, on which GP sites are
+            conditioned when a call has other inputs: positional arguments as a tuple, such as
+            `(X, y)`, keywords as a dict, or both, such as `((X, y), {"exposure": 5.0})`. Calls do
+            not use the keywords in `data`, nor does conditioning use the keywords of a call. A
+            function that a guide of this package samples needs no `data`. Without `data`, the
+            arguments of an autoguide's first run take its place, with a warning.
+        num_samples: number of draws, if there are no `posterior_samples`.
         chunk_size: draws in one compiled call.
-        joint: whether functions are drawn jointly at all n rows, in O(n^3) a draw. If not, each row
-            is drawn by itself, in linear time: enough for all that depends on one row of a
-            function. Of sites that combine rows, such as a sum, there is a warning.
+        joint: whether functions are drawn jointly at all n inputs, in O(n^3) time for each draw.
+            Otherwise the values of a function are drawn independently, in linear time, which is
+            enough for sites that each depend on one value. Sites that combine values, such as a
+            sum, cause a warning.
 
     Raises:
-        ValueError: if there are both a guide and draws; if draws have unequal numbers, or other
-            shapes than the model's sites; in a call, if `params` lacks a parameter, a GP site has
-            neither observations nor draws nor `data`, or a keyword has no value in `data`.
-        TypeError: if the arguments in `data` or in a call are not the model's.
+        ValueError: if there are both a guide and posterior samples; if sites have different numbers
+            of samples, or other shapes than in the model; in a call, if a parameter is missing in
+            `params`, a GP site has neither observations nor draws nor `data`, or a keyword has no
+            value in `data`.
+        TypeError: if the model does not accept the arguments in `data` or in a call.
 
     Example:
         >>> import jax
@@ -142,10 +145,10 @@ class Predictive:
             raise ValueError("give either a `guide` with its `params`, or `posterior_samples`.")
         self.is_prior = guide is None and posterior_samples is None
         self.model = checks.function("model", model)
-        if any(isinstance(one, handlers.seed) for one in handlers_around(model)):
+        if any(isinstance(handler, handlers.seed) for handler in handlers_around(model)):
             raise ValueError(
-                "`model` has a seed of its own, with which all draws would be alike: give the "
-                "model without `numpyro.handlers.seed`."
+                "`model` has a fixed seed, with which all draws would be equal: give the model "
+                "without `numpyro.handlers.seed`."
             )
         self.data = None if data is None else Arguments.of("data", data)
         if self.data is not None:
@@ -161,12 +164,12 @@ class Predictive:
         self.chunk_size = checks.count("chunk_size", chunk_size)
         self.joint = joint
         self._checked: set[Any] = set()  # shapes of arguments
-        self._without_neighbors: set[Any] = set()  # likewise, with which no site looks at neighbors
-        # Whether calls are for the rows of the fit, whatever the model observes: see `to_arviz`.
+        self._without_neighbors: set[Any] = set()  # shapes with which no site uses neighbors
+        # Set by `to_arviz`: calls are for the inputs of the fit, even if no site is observed.
         self._is_at_fit = False
 
     def __call__(self, key: Key[Array, ""], /, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        """Draw.
+        """Draw all sites.
 
         Args:
             key: a typed JAX key.
@@ -174,14 +177,14 @@ class Predictive:
             **kwargs: the model's keyword arguments.
 
         Returns:
-            Draws of all latent and deterministic sites and replicates of the observed ones, as
+            Draws of all latent and deterministic sites and replicates of the observed sites, as
             NumPy arrays of shape (num_samples, *site_shape).
         """
         draws = self.draws(key, *args, **kwargs)
         return {**draws.sites, **draws.predictive}
 
     def draws(self, key: Key[Array, ""], /, *args: Any, **kwargs: Any) -> Draws:
-        """Draw, with pointwise log-likelihoods and observations as well; see `Draws`."""
+        """Draw all sites, with pointwise log-likelihoods and observations; see `Draws`."""
         call = Arguments(args, kwargs)
         call.check(self.model, "the call")
         if self.data is not None:
@@ -191,34 +194,34 @@ class Predictive:
             leaves, structure = jax.tree.flatten((args, kwargs))
             shapes = structure, tuple(map(np.shape, leaves))
             if not self.joint and shapes not in self._checked:
-                self._warn_of_rows(args, kwargs)
+                self._warn_of_combined_rows(args, kwargs)
                 self._checked.add(shapes)
-        # All that may be large is an argument: a constant would be compiled into the program.
+        # Large arrays are arguments: constants would be compiled into the program.
         samples = jax.tree.map(jnp.asarray, self.posterior_samples or {})
         first_run = {} if self.guide is None else data_of_first_run(self.guide)
         normals = {} if self.guide is None else latent_normals(self.guide, self.params)
         neighbors = self._neighbors(samples, call)
-        rest = normals, self.params, self.data, first_run, neighbors, args, kwargs
+        shared = normals, self.params, self.data, first_run, neighbors, args, kwargs
         keys = jax.random.split(checks.as_key(key), self.num_samples)
-        chunk, chunks = CompiledForLoop(self._chunk), []
+        run_chunk, chunks = CompiledForLoop(self._chunk), []
         for start in range(0, self.num_samples, self.chunk_size):
-            part = slice(start, start + self.chunk_size)
-            some = jax.tree.map(lambda leaf, part=part: leaf[part], samples)
-            chunks.append(jax.tree.map(as_numpy, chunk(keys[part], some, *rest)))
+            index = slice(start, start + self.chunk_size)
+            chunk = jax.tree.map(lambda leaf, index=index: leaf[index], samples)
+            chunks.append(jax.tree.map(as_numpy, run_chunk(keys[index], chunk, *shared)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
     def _check_keywords(self, data: Arguments, call: Arguments) -> None:
-        """Raise if the run at the data would get a default where the call has a value."""
+        """Raise if the call has a keyword for which the run at the data would use the default."""
         if missing := sorted(call.kwargs.keys() - data.names(self.model)):
             keywords = ", ".join(f'"{name}": ...' for name in missing)
             raise ValueError(
                 f"the call has the keywords {missing}, and `data` has no values of them: a keyword "
-                "goes to the run that it is given to. Give those of the fit, as in "
-                f"`sgp.infer.Predictive(..., data=((X, y), {{{keywords}}}))`."
+                "of the call is not passed to the run at the data. Give its value in the fit, as "
+                f"in `sgp.infer.Predictive(..., data=((X, y), {{{keywords}}}))`."
             )
 
     def _neighbors(self, samples: dict, call: Arguments) -> tuple[dict, dict]:
-        """Neighbors of the rows of GP sites, in the run at the data and in that of a call."""
+        """Neighbors of the inputs of GP sites, in the run at the data and in the run of a call."""
         leaves, structure = jax.tree.flatten((self.data, call))
         shapes = structure, tuple(map(np.shape, leaves))
         if shapes in self._without_neighbors:
@@ -233,16 +236,16 @@ class Predictive:
                 values, key = draw
 
                 def value(site: dict[str, Any]) -> Any:
-                    # A function has draws at the rows of the fit, and these may be others.
-                    is_other = is_latent(site) and not is_gp(site)
-                    return values.get(site["name"]) if is_other else None
+                    # Draws of a function are at the inputs of the fit, which may not be these.
+                    is_hyperparameter = is_latent(site) and not is_gp(site)
+                    return values.get(site["name"]) if is_hyperparameter else None
 
                 model = handlers.substitute(self.model, substitute_fn=value)
                 functions = FunctionSites(without_white=EveryName())
-                with Checked(values), WithoutDraws(), functions:
+                with CheckShapes(values), WithoutDraws(), functions:
                     return traced(model, key, {**self.params, **values}, *arguments)
 
-            return known_neighbors(run, *draws)
+            return precompute_neighbors(run, *draws)
 
         at_data, at_call = {} if self.data is None else at(self.data), at(call)
         if not (at_data or at_call):
@@ -266,16 +269,16 @@ class Predictive:
             guide = DrawingGuide(self.guide, params, normals)
         fixed = None
         if data is not None and self._is_fixed(guide, params, data):
-            with KnownNeighbors(neighbors[0]):
+            with PrecomputedNeighbors(neighbors[0]):
                 fixed = self._posteriors(keys[0], {}, guide, params, data)
 
-        def one(item: tuple[Array, dict]) -> Draws:
-            return self._one(*item, guide, params, data, fixed, first_run, neighbors, args, kwargs)
+        def draw(item: tuple[Array, dict]) -> Draws:
+            return self._draw(*item, guide, params, data, fixed, first_run, neighbors, args, kwargs)
 
-        return jax.lax.map(one, (keys, samples))
+        return jax.lax.map(draw, (keys, samples))
 
     def _is_fixed(self, guide: Callable | None, params: dict, data: Arguments) -> bool:
-        """Whether the guide draws nothing but its functions, so that one posterior serves all."""
+        """Whether the guide draws only its functions, so that all draws share one posterior."""
         if guide is None:
             return False
         trace = self._guide_trace(guide, jax.random.key(0), params, *data)
@@ -285,8 +288,8 @@ class Predictive:
             for fn in sites
         )
 
-    def _warn_of_rows(self, args: tuple, kwargs: dict) -> None:
-        """Warn of sites that combine rows of the guide's functions, which are drawn one by one."""
+    def _warn_of_combined_rows(self, args: tuple, kwargs: dict) -> None:
+        """Warn of sites that combine values of a function, which are drawn independently."""
         assert self.guide is not None
 
         def run(values: dict[str, Array]) -> tuple[dict[str, Array], Trace]:
@@ -303,20 +306,20 @@ class Predictive:
 
         for name, f in jax.eval_shape(lambda: run({})[0]).items():
 
-            def parts(f: Array, name: str = name) -> dict[str, list[Array]]:
-                return {other: _parts(site) for other, site in run({name: f})[1].items()}
+            def terms(f: Array, name: str = name) -> dict[str, list[Array]]:
+                return {key: _determinants(site) for key, site in run({name: f})[1].items()}
 
-            if combining := combining_rows(parts, jnp.zeros(f.shape, f.dtype)):
-                sites = ", ".join(f"`{one}`" for one in combining)
+            if combining := table_of(terms, jnp.zeros(f.shape, f.dtype)).combining_rows():
+                sites = ", ".join(f"`{site}`" for site in combining)
                 warnings.warn(
                     f"{sites} combine rows of the function `{name}`, and each row of it is drawn "
-                    "by itself: what is drawn of them has the wrong spread. Give "
+                    "by itself: draws of these sites have the wrong spread. Give "
                     "`sgp.infer.Predictive(..., joint=True)`, which draws all rows jointly.",
                     UserWarning,
                     stacklevel=4,
                 )
 
-    def _one(
+    def _draw(
         self,
         key: Array,
         sample: dict,
@@ -332,27 +335,27 @@ class Predictive:
         guide_key, model_key, replicate_key = jax.random.split(key, 3)
         posteriors = dict(fixed or {})
         if data is not None and fixed is None:
-            with KnownNeighbors(neighbors[0]):
+            with PrecomputedNeighbors(neighbors[0]):
                 posteriors = self._posteriors(guide_key, sample, guide, params, data)
         sample = {name: value for name, value in sample.items() if name not in posteriors}
         model: Any = handlers.seed(self.model, model_key)
         if not self.is_prior:
             posterior_key = jax.random.fold_in(model_key, 1)
             model = FromPosteriors(model, posterior_key, posteriors, first_run, joint=self.joint)
-        given = dict(sample)
+        values = dict(sample)
         if guide is not None:
             drawn = self._guide_trace(guide, guide_key, params, args, kwargs)
             drawn = {name: site for name, site in drawn.items() if name not in posteriors}
             model = RequireParams(handlers.replay(model, drawn), params)
-            given.update(drawn)
-        # Draws may hold parameters that vary from one to the next.
+            values.update(drawn)
+        # Posterior samples may hold parameters as well.
         substitute = substituted(model, {**params, **sample}, sample)
-        with Checked(sample), KnownNeighbors(neighbors[1]):
+        with CheckShapes(sample), PrecomputedNeighbors(neighbors[1]):
             trace = trace_of_call(substitute, args, kwargs)
         if self.guide is None and not self.is_prior:
             _check_names(trace, {**sample, **posteriors})
         if not (self.is_prior or self._is_at_fit):
-            check_functions(trace, given, posteriors)
+            check_functions(trace, values, posteriors)
         draws = Draws({}, {}, {}, {}, {})
         for number, (name, site) in enumerate(trace.items()):
             if site["type"] == "deterministic" or is_latent(site):
@@ -371,10 +374,10 @@ class Predictive:
     def _posteriors(
         self, key: Array, sample: dict, guide: Callable | None, params: dict, data: Arguments
     ) -> dict[str, AbstractPosterior]:
-        """The posteriors of GP sites given the data and a draw of all else."""
+        """The posteriors of GP sites given the data and a draw of all other sites."""
         values, owned = dict(sample), set()
         if guide is not None:
-            # With the key of the run at other inputs: the same draw of hyperparameters.
+            # The run at other inputs has the same key, and so the same draw of hyperparameters.
             drawn = self._guide_trace(guide, key, params, *data)
             latent = {name: site for name, site in drawn.items() if site["type"] == "sample"}
             values = {name: site["value"] for name, site in latent.items()}
@@ -389,8 +392,8 @@ class Predictive:
         }
 
 
-def _parts(site: dict[str, Any]) -> list[Array]:
-    """What draws of a site depend on: its value, or its distribution, and its likelihood."""
+def _determinants(site: dict[str, Any]) -> list[Array]:
+    """The arrays that determine draws of a site: its value, or its distribution and log density."""
     if site["type"] == "deterministic":
         return jax.tree.leaves(site["value"])
     if not (is_latent(site) or is_data(site)):
@@ -400,12 +403,11 @@ def _parts(site: dict[str, Any]) -> list[Array]:
         for leaf in map(jnp.asarray, jax.tree.leaves(site["fn"]))
         if jnp.issubdtype(leaf.dtype, jnp.number)
     ]
-    own = site["is_observed"] and not is_gp(site)
-    return [*parts, log_terms(site)] if own else parts
+    return [*parts, log_terms(site)] if site["is_observed"] and not is_gp(site) else parts
 
 
 def _check_names(trace: dict[str, Any], sample: dict[str, Any]) -> None:
-    """Raise if a draw has values of none of the model's sites."""
+    """Raise if no name in a draw is a site of the model."""
     latent = {name for name, site in trace.items() if is_latent(site)}
     if latent and not set(sample) & set(trace):
         raise ValueError(
@@ -429,21 +431,23 @@ def _replicate(
     if is_gp(site):
         fn = unwrapped(fn).distribution
         is_new = posterior is not None
-        found: Any = conditioned(trace, name) if posterior is None else with_mean_of(fn, posterior)
-        # At the data, an iterative posterior has its moments without another product.
-        rows = None if is_new else getattr(fn, "shown_rows", None)
-        at_data = not is_new and rows is None
-        predictive = fn.predictive(found, at_data=at_data)
-        draws.predictive[name] = (
-            draw(key, found, fn, joint=True) if joint else predictive.sample(key)
+        process: Any = (
+            conditioned(trace, name) if posterior is None else with_mean_of(fn, posterior)
         )
-        pointwise = fn.leave_one_out(found) if at_data else predictive
+        # At the data, an iterative posterior has stored its moments.
+        observed_rows = None if is_new else getattr(fn, "shown_rows", None)
+        at_data = not is_new and observed_rows is None
+        predictive = fn.predictive(process, at_data=at_data)
+        draws.predictive[name] = (
+            draw(key, process, fn, joint=True) if joint else predictive.sample(key)
+        )
+        pointwise = fn.leave_one_out(process) if at_data else predictive
         terms = pointwise.log_prob(value)
-        if rows is not None:
-            own = fn.leave_one_out(found).log_prob(value[..., rows])
-            terms = terms.at[..., rows].set(own)
+        if observed_rows is not None:
+            leave_one_out = fn.leave_one_out(process).log_prob(value[..., observed_rows])
+            terms = terms.at[..., observed_rows].set(leave_one_out)
         draws.log_likelihood[name] = terms
-        draws.diagnostics[name] = found.diagnostics
+        draws.diagnostics[name] = process.diagnostics
     else:
         check_value(site)
         draws.predictive[name] = fn.sample(key)
@@ -452,11 +456,11 @@ def _replicate(
 
 
 def _log_prob(fn: dist.Distribution, value: Array) -> Array:
-    """Log densities in float64: those of large counts are small differences of large terms."""
-    narrow = fn.log_prob(value)
+    """Log densities in float64: for large counts they are small differences of large terms."""
+    single = fn.log_prob(value)
     try:
-        wide = in_float64(lambda fn, value: fn.log_prob(value), fn, value)
-    except AttributeError:  # a distribution that does not name all of its parameters
-        return narrow
-    # A copy of a distribution does not check the support.
-    return jnp.where(jnp.isfinite(narrow), wide, narrow)
+        double = in_float64(lambda fn, value: fn.log_prob(value), fn, value)
+    except AttributeError:  # a distribution that does not declare all of its parameters
+        return single
+    # The float64 copy of a distribution does not check the support.
+    return jnp.where(jnp.isfinite(single), double, single)

@@ -1,4 +1,4 @@
-"""Priors on the hyperparameters of kernels, from what is known of a function's scales."""
+"""Priors on kernel hyperparameters, from prior knowledge of a function's scales."""
 
 import math
 
@@ -11,11 +11,11 @@ from scipy import special
 
 from numpyro_scalegp.core import checks
 
-# Concentrations among which there is that of two bounds, and halvings of that range.
+# The range of the bisection for the concentration, and its number of steps.
 _LOG_CONCENTRATIONS = (np.log(1e-2), np.log(1e8))
 _NUM_HALVINGS = 60
 
-# Rows whose nearest neighbors, among all rows, tell the spacing.
+# At most this many inputs enter the median distance to the nearest neighbor.
 _MAX_ROWS = 1000
 
 
@@ -28,30 +28,30 @@ def lengthscale_prior(
 ) -> dist.InverseGamma:
     """An inverse gamma distribution with most of its mass between two lengthscales.
 
-    P(l < lower) = P(l > upper) = (1 - mass) / 2. Its density falls off faster than any power below,
-    where functions would vary between one row and the next and data cannot tell them from noise,
-    and as a power above, where functions are nearly straight over all data and nothing tells one
-    lengthscale from a longer one: a likelihood that is flat there needs a prior that is not.
+    P(l < lower) = P(l > upper) = (1 - mass) / 2. Below `lower` the density decays faster than any
+    power: there the function would vary between neighboring inputs, and data cannot tell it from
+    noise. Above `upper` it decays as a power: there the function is nearly linear over all data,
+    the likelihood is flat in the lengthscale, and the prior must not be.
 
     Args:
-        lower: in units of the inputs, positive; None for the distance from a row to its nearest
-            neighbor (the median over rows that are not equal), as it is in each column.
-        upper: above `lower`; None for the diagonal of the box around all rows. Both distances are
-            Euclidean in columns scaled to unit deviation, and scaled back: with one column they
-            are the spacing and the range of the data.
+        lower: in units of the inputs, positive; None for the distance from an input to its nearest
+            neighbor (the median over distinct inputs), in each input dimension.
+        upper: above `lower`; None for the diagonal of the box around all inputs. Both distances are
+            Euclidean with each input dimension scaled to unit standard deviation, and scaled back:
+            in one dimension they are the spacing and the range of the data.
         mass: probability between the bounds, in (0, 1).
-        X: inputs, shape (n, d); of use only where a bound is None. Then there is a lengthscale for
-            each column: add `.to_event(1)`.
+        X: inputs, shape (n, d); used only if a bound is None. Then there is a lengthscale for each
+            input dimension: add `.to_event(1)`.
 
     Returns:
-        A distribution of NumPyro of the bounds' common shape, such as (d,), which is its
-        `batch_shape`. Concentration and rate are found by bisection on the host.
+        A NumPyro distribution whose `batch_shape` is the common shape of the bounds, such as (d,).
+        Its concentration is found by bisection on the host.
 
     Raises:
-        ValueError: if bounds are not positive and finite, `upper` is not above `lower` by 0.1
-            percent or more, `mass` is not in (0, 1), a bound is None without `X`, `X` has less than
-            two different rows or a column that is constant, or one of them is traced by `jit`:
-            make the prior where data are concrete.
+        ValueError: if the bounds are not positive and finite, `upper` is not above `lower` by 0.1
+            percent or more, `mass` is not in (0, 1), a bound is None without `X`, `X` has fewer
+            than two distinct rows or a constant column, or a bound or `X` is traced by `jit`:
+            construct the prior where the data are concrete.
 
     References:
         Betancourt (2020), Robust Gaussian Process Modeling, section 3 (inverse gamma priors by
@@ -70,13 +70,13 @@ def lengthscale_prior(
     checks.number("mass", mass, "(0, 1)")
     if lower is None or upper is None:
         if X is None:
-            raise ValueError("`lower` and `upper` must both be given where `X` is not.")
+            raise ValueError("`lower` and `upper` must both be given unless `X` is.")
         spacing, diagonal = _distances(X)
         lower = spacing if lower is None else lower
         upper = diagonal if upper is None else upper
     low, high = _concrete("lower", lower), _concrete("upper", upper)
     if not np.all(high > 1.001 * low):
-        remedy = "" if X is None else " What was not given is from `X`: its range may be too short."
+        remedy = "" if X is None else " A bound that is None is from `X`: its range may be small."
         raise ValueError(
             f"`upper` must be above `lower` by 0.1 percent or more, got {_brief(high)} and "
             f"{_brief(low)}.{remedy}"
@@ -88,20 +88,20 @@ def lengthscale_prior(
 
 
 def variance_prior(upper: Float[ArrayLike, "..."], tail: float = 0.05) -> dist.Weibull:
-    """The penalized-complexity prior of a variance: exponential on its root, the amplitude.
+    """The penalized-complexity prior of a variance: exponential on the standard deviation.
 
-    P(amplitude > upper) = tail with an exponential density, the largest at zero, where the simpler
-    model lies that has no such function. The variance, which kernels take, is the amplitude squared
-    and has the Weibull distribution of concentration 1/2: P(variance > v) = tail^(sqrt(v) / upper).
-    It suits the variance of noise as well.
+    The amplitude, the square root of the variance, has an exponential density with
+    P(amplitude > upper) = tail. The density is largest at zero, the simpler model without this
+    function. The variance then has the Weibull distribution with concentration 1/2:
+    P(variance > v) = tail^(sqrt(v) / upper). The prior suits noise variances as well.
 
     Args:
-        upper: an amplitude, in units of the function, that is hardly exceeded; positive. For
-            standardized observations two or three.
-        tail: the probability that it is, in (0, 1).
+        upper: an amplitude, in units of the function, that is rarely exceeded; positive. For
+            standardized observations, two or three.
+        tail: the probability that the amplitude exceeds `upper`, in (0, 1).
 
     Returns:
-        The distribution of the *variance*, of the shape of `upper`.
+        The distribution of the *variance*, with the shape of `upper`.
 
     Raises:
         ValueError: if `upper` is not positive and finite, or `tail` not in (0, 1).
@@ -128,7 +128,7 @@ def _concrete(name: str, value: Float[ArrayLike, "..."]) -> np.ndarray:
     if not checks.is_concrete(value):
         raise ValueError(
             f"`{name}` must be known when the prior is made, got an array traced by `jit`: make "
-            "the prior outside of the model, or from numbers."
+            "the prior outside the model, or from concrete values."
         )
     with jax.ensure_compile_time_eval():  # a model may be running under `jit`
         array = checks.as_float(value, name)
@@ -141,7 +141,10 @@ def _brief(bounds: np.ndarray) -> str:
 
 
 def _concentration(log_ratio: np.ndarray, tail: float) -> np.ndarray:
-    """The concentration with which two quantiles have a ratio that falls as it grows."""
+    """The concentration at which the log ratio of the upper to the lower quantile is `log_ratio`.
+
+    The ratio falls as the concentration grows.
+    """
     low, high = (np.full(log_ratio.shape, end) for end in _LOG_CONCENTRATIONS)
     for _ in range(_NUM_HALVINGS):
         middle = 0.5 * (low + high)
@@ -153,7 +156,7 @@ def _concentration(log_ratio: np.ndarray, tail: float) -> np.ndarray:
 
 
 def _distances(X: Float[ArrayLike, "n d"]) -> tuple[np.ndarray, np.ndarray]:
-    """The distance to the nearest other row, and that of two corners, in units of each column."""
+    """The median distance to the nearest input, and the diagonal, in units of each dimension."""
     from scipy.spatial import cKDTree
 
     if not checks.is_concrete(X):
@@ -164,11 +167,11 @@ def _distances(X: Float[ArrayLike, "n d"]) -> tuple[np.ndarray, np.ndarray]:
     if is_constant.any():
         raise ValueError(
             f"`X` must vary in each column, got column {int(np.argmax(is_constant))} with the same "
-            "value in all rows: there is no scale in it. Leave it out, or give both bounds."
+            "value in all rows: it has no scale. Drop the column, or give both bounds."
         )
     deviation = np.std(rows, axis=0)
-    points = np.unique(rows / deviation, axis=0)  # equal rows say nothing of a spacing
-    some = np.random.default_rng(0).permutation(len(points))[:_MAX_ROWS]
-    nearest = cKDTree(points).query(points[some], k=2)[0][:, 1]
+    points = np.unique(rows / deviation, axis=0)  # equal inputs have no spacing
+    subset = np.random.default_rng(0).permutation(len(points))[:_MAX_ROWS]
+    nearest = cKDTree(points).query(points[subset], k=2)[0][:, 1]
     diagonal = np.linalg.norm(np.ptp(points, axis=0))
     return deviation * np.median(nearest), deviation * diagonal

@@ -1,4 +1,4 @@
-"""The evidence lower bound with the functions integrated by quadrature."""
+"""The evidence lower bound, with the functions integrated by quadrature."""
 
 import functools
 from collections.abc import Callable
@@ -10,82 +10,94 @@ from jaxtyping import Array, Float
 from numpyro.ops.provenance import eval_provenance
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.tracing.elbo import AbstractParticleELBO, Pair, elbo_terms
-from numpyro_scalegp.tracing.expectation import ExpectedTerms
-from numpyro_scalegp.tracing.runs import Staged, Trace, flat_provenance, mutable_values, traced
+from numpyro_scalegp.likelihoods.elbo import AbstractParticleELBO, ModelAndGuide, elbo_terms
+from numpyro_scalegp.likelihoods.expectation import ExpectedTerms
+from numpyro_scalegp.likelihoods.unexplained import row_scales, tightened
+from numpyro_scalegp.tracing.runs import (
+    Trace,
+    TracedProgram,
+    flat_provenance,
+    mutable_values,
+    traced,
+)
 from numpyro_scalegp.tracing.sites import StandIn
-from numpyro_scalegp.tracing.unexplained import row_scales, tightened
 
 
 class QuadratureELBO(AbstractParticleELBO):
     """An ELBO whose expectation over the functions' marginals is a quadrature sum.
 
     E_q[log p(y | f)] ~ sum_j w_j sum_i log p(y_i | mean_i + sd_i x_j), with nodes x_j and weights
-    w_j of the Gauss-Hermite rule for the standard normal distribution. Any NumPyro likelihood whose
-    entries each depend on one row of f works, a mini-batch scaled by its plate included, and a
-    Gaussian one is exact from two nodes. One that combines rows (a cumulative sum, a difference
-    from the mean) raises, once, where a step is compiled: `JointELBO` is for it.
+    w_j of the Gauss-Hermite rule for the standard normal distribution. It works for any NumPyro
+    likelihood in which each entry depends on f at one input, and in mini-batches, which their plate
+    scales. For a Gaussian likelihood the sum is exact, with two nodes. A likelihood that combines
+    inputs (a cumulative sum, a difference from the mean) raises an error when a step is compiled:
+    use `JointELBO` for it.
 
-    Several functions, as sites of their own or in a plate, are independent under q. What an entry
-    of the likelihood makes of those at its row decides how they are integrated:
+    Several functions, in separate sites or in a plate, are independent under q. How an entry of the
+    likelihood depends on the functions at its input decides how they are integrated:
 
-    - one function, or an affine combination (a sum of sites, a difference, outputs that a matrix
-      mixes): one normal variable with mean a_0 + sum_q a_q mean_q and variance
-      sum_q a_q^2 sd_q^2, and `num_nodes` nodes, however many the functions are;
+    - one function, or one affine combination (a sum of sites, a difference, outputs mixed by a
+      matrix): one normal variable with mean a_0 + sum_q a_q mean_q and variance
+      sum_q a_q^2 sd_q^2, and one Gauss-Hermite rule for any number of functions;
     - two functions or combinations (mean and scale, rate and probability): all pairs of nodes;
-    - more (a softmax): the mean over `num_points` points of a Sobol' sequence, shifted at random in
-      each step and mirrored at the mean. It is unbiased, so that SVI comes to the optimum of the
-      exact bound, and its noise falls almost as 1 / num_points.
+    - more (a softmax): the mean over `num_points` points of a Sobol' sequence, randomly shifted in
+      each step and reflected at the mean. It is unbiased, so that SVI converges to the optimum of
+      the exact bound, and its standard error falls almost as 1 / num_points.
 
-    A combination is taken for affine only if each operation that makes it is known to be; otherwise
-    its functions count one by one. Other sites are sampled, with their analytic divergences where
-    NumPyro has them; the GP sites' divergence is that of the processes.
+    A combination counts as affine only if each operation in it is recognized as affine; otherwise
+    its functions count separately. Other sites are sampled, with analytic KL divergences where
+    NumPyro has them; the KL divergence of a GP site is between processes.
 
-    Up to two functions the gradient has no Monte Carlo noise from f. For a factorizing likelihood
-    it is unbiased under mini-batches.
+    With up to two functions the gradient has no Monte Carlo noise from f. For a factorizing
+    likelihood it is unbiased under mini-batches.
 
     Args:
-        num_nodes: of the Gauss-Hermite rules, for each variable, positive.
-        num_points: of the Sobol' sequence and its mirror, a power of two, at least 2.
+        num_nodes: nodes of the Gauss-Hermite rules, for each variable, positive. None for 2 nodes
+            where the log likelihood is quadratic in the functions, as for a `Normal` whose scale
+            does not depend on them, since 2 are exact, and 20 elsewhere.
+        num_points: points of the Sobol' sequence and its reflection, a power of two, at least 2.
         num_particles: draws of the other sites.
         vectorize_particles: as in NumPyro's ELBOs.
-        tight: whether the bound of inducing points is Titsias's new one: at its best for a Gaussian
-            likelihood, for others by one number that the guide learns; if not, that of Hensman,
-            Matthews and Ghahramani.
+        tight: whether to use the tighter bound of Titsias (2025) for inducing points, which
+            scales the variance that these leave unexplained: optimally for a Gaussian likelihood,
+            by one factor that the guide learns for others. If not, the bound of Hensman, Matthews
+            and Ghahramani.
 
     Raises:
-        ValueError: if `num_nodes` is not positive or `num_points` no power of two; in a step, if
-            the guide has no GP site, a site of it depends on the function of another, a term of the
-            bound combines rows of the function, or a site has other scales in model and guide.
+        ValueError: if `num_nodes` is not positive or `num_points` is not a power of two; in a step,
+            if the guide has no GP site, a site of the guide depends on the function of another, a
+            term of the bound combines inputs of the function, or the scale of a site differs
+            between model and guide.
 
     References:
         Hensman, Matthews and Ghahramani (2015), section 4; Buchholz, Wenzel and Mandt (2018),
-        Quasi-Monte Carlo Variational Inference. The likelihood is evaluated `num_nodes`,
-        `num_nodes**2` or `num_points` times; the moments of f once.
+        Quasi-Monte Carlo Variational Inference; Titsias (2025), New Bounds for Sparse Variational
+        Gaussian Processes. The likelihood is evaluated `num_nodes`, `num_nodes**2` or `num_points`
+        times; the moments of f once.
 
     Example:
         >>> import numpyro_scalegp as sgp
-        >>> loss = sgp.infer.QuadratureELBO(num_nodes=20)
+        >>> loss = sgp.infer.QuadratureELBO()
     """
 
     def __init__(
         self,
-        num_nodes: int = 20,
+        num_nodes: int | None = None,
         *,
         num_points: int = 64,
         num_particles: int = 1,
         vectorize_particles: bool | Callable = True,
         tight: bool = True,
     ) -> None:
-        self.num_nodes = checks.count("num_nodes", num_nodes)
+        self.num_nodes = checks.count_or_none("num_nodes", num_nodes)
         self.num_points = checks.count("num_points", num_points)
         if num_points < 2 or num_points & (num_points - 1):
             raise ValueError(f"`num_points` must be a power of two, at least 2, got {num_points}.")
         self.tight = checks.instance("tight", tight, bool, "True or False")
         super().__init__(num_particles, vectorize_particles)
 
-    def particle(self, key: Array, pair: Pair) -> tuple[Float[Array, ""], dict[str, Any]]:
-        """The bound at one draw of the other sites, in expectation over the functions."""
+    def particle(self, key: Array, pair: ModelAndGuide) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """The bound at one draw of the other sites, integrated over the functions."""
         params, model, guide, args, kwargs = pair
         model_key, guide_key, point_key = jax.random.split(key, 3)
 
@@ -103,7 +115,7 @@ class QuadratureELBO(AbstractParticleELBO):
         means = {name: mean for name, (mean, *_) in moments.items()}
         _check_guide(run_guide, guide_trace, means)
         mutable = mutable_values(guide_trace)
-        given = {**params, **mutable}
+        model_params = {**params, **mutable}
 
         def run_model(*functions: Array) -> tuple[dict[str, Array], dict[str, Any], dict]:
             drawn = {
@@ -111,11 +123,11 @@ class QuadratureELBO(AbstractParticleELBO):
                 for name, f in zip(moments, functions, strict=True)
             }
             trace = {**guide_trace, **drawn}
-            model_trace = traced(model, model_key, given, args, kwargs, replayed=trace)
+            model_trace = traced(model, model_key, model_params, args, kwargs, replayed=trace)
             terms = elbo_terms(model_trace, trace)
             return terms, mutable_values(model_trace), row_scales(model_trace)
 
-        run = Staged(run_model, *means.values())
+        run = TracedProgram(run_model, *means.values())
         expected = ExpectedTerms(run, means)
         _, new_mutable, scales = run(*means.values())
 
@@ -129,7 +141,7 @@ class QuadratureELBO(AbstractParticleELBO):
                 shared = getattr(sites.families[name], "unexplained_scale", None)
                 axes = expected.axes.get(name, ())
                 variances, cost = tightened(
-                    observed, means, name, axes, variances, scales, scale, shared
+                    observed, means, name, expected.table, axes, variances, scales, scale, shared
                 )
                 costs += cost
             pairs[name] = (mean, functools.reduce(jnp.add, variances))
@@ -140,10 +152,10 @@ class QuadratureELBO(AbstractParticleELBO):
 def _check_guide(
     run: Callable[[StandIn], Trace], guide_trace: Trace, means: dict[str, Array]
 ) -> None:
-    """Raise where the guide's distribution of one site depends on the function of another."""
+    """Raise if the guide's distribution of a site depends on the function of another site."""
     names = [name for name, site in guide_trace.items() if site["type"] == "sample"]
     if names[-1] in means and len(means) == 1:
-        return  # nothing comes after the one function
+        return  # no site follows the only function
 
     def distributions(**functions: Array) -> dict[str, list[Array]]:
         trace = run(StandIn(lambda name, family, key: functions[name]))
@@ -153,7 +165,7 @@ def _check_guide(
         if functions := sorted(frozenset().union(*flat_provenance(leaves))):
             raise ValueError(
                 f"the guide's distribution of the site `{name}` depends on the function "
-                f"`{functions[0]}`, as where one GP is a function of another: it has other moments "
-                "for each value of that function. Train with sgp.infer.JointELBO, which draws one "
-                "after the other."
+                f"`{functions[0]}`, as where one GP is a function of another: its moments change "
+                "with the values of that function. Train with sgp.infer.JointELBO, which draws the "
+                "sites in sequence."
             )

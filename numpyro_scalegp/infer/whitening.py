@@ -1,4 +1,4 @@
-"""A latent GP in coordinates that are independent a priori, for samplers."""
+"""A reparameterizer that whitens latent GPs, for MCMC."""
 
 from typing import Any
 
@@ -6,31 +6,35 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.infer.reparam import Reparam
 
-from numpyro_scalegp.families.family import AbstractPriorGP
-from numpyro_scalegp.infer.fitted_runs import function_sites, white_name
+from numpyro_scalegp.sites.family import AbstractPriorGP
+from numpyro_scalegp.tracing.fitted_runs import function_sites, white_name
 
 
 class WhitenReparam(Reparam):
-    """A reparameterizer of NumPyro's that makes a latent GP of independent normals, f = L v.
+    """A NumPyro reparameterizer that writes a latent GP in terms of standard normals, f = L v.
 
-    L is the Cholesky factor of K(X, X), and v, the site "NAME_white", is what a sampler sees; of a
-    `WeightSpaceGP`, f = Phi S^(-1/2) v with as many values as features, in O(n m); of a
-    `NearestNeighborGP`, L is that of its own covariance, in O(n m^3).
-    Values of a smooth function depend on each other and on the lengthscale, so that NUTS over them
-    takes short steps: with v effective sample sizes are larger by far where observations say little
-    of each value, as counts do. Where they say much (a normal likelihood of little noise) f itself
-    is the better choice, or the collapsed `GaussianProcess`. The function stays among the draws, as
-    a deterministic site, and `sgp.posterior` and `sgp.infer.Predictive` take them with the model
-    before or after this reparametrization: at new inputs the function is drawn given its values at
-    the rows of the fit.
+    The sampler sees v, the site "NAME_white", and L is the Cholesky factor of the prior covariance:
+    of K(X, X) for a `LatentGP`, and of the nearest-neighbor covariance, in O(n m^3), for a
+    `NearestNeighborGP`. For a `WeightSpaceGP`, f = Phi S^(-1/2) v with one value for each feature,
+    in O(n m).
+
+    Values of a smooth function depend on each other and on the lengthscale, so that NUTS over f
+    takes short steps. Sampling v gives much larger effective sample sizes if observations are
+    weakly informative about f, such as counts. If they are strongly informative (a normal
+    likelihood with little noise), sample f itself, or use the collapsed `GaussianProcess`.
+
+    The function stays among the draws as a deterministic site. `sgp.posterior` and
+    `sgp.infer.Predictive` accept these draws with the model before or after this reparametrization:
+    at new inputs the function is drawn given its values at the inputs of the fit.
 
     Raises:
-        TypeError: if the site is no `LatentGP`, `NearestNeighborGP` or `WeightSpaceGP`.
-        ValueError: if it is observed, or its rows are those of a mini-batch.
+        TypeError: if the site is not a `LatentGP`, `NearestNeighborGP` or `WeightSpaceGP`.
+        ValueError: if the site is observed, or its inputs are a mini-batch.
 
     References:
         Murray and Adams (2010), *Slice sampling covariance hyperparameters of latent Gaussian
-        models*. O(n^3) time for each density, as without it.
+        models*. For a `LatentGP` each evaluation of the density takes O(n^3) time, as without
+        whitening.
 
     Example:
         >>> import jax
@@ -52,7 +56,7 @@ class WhitenReparam(Reparam):
     """
 
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[Any, Any]:
-        """What the handler `reparam` calls: no distribution, and the function's values."""
+        """Replace the site; called by the handler `reparam`."""
         shape, event_dim, site_fn, sites = fn.shape(), fn.event_dim, fn, function_sites()
         fn, *_ = self._unwrap(fn)
         if not isinstance(fn, AbstractPriorGP):

@@ -1,45 +1,47 @@
-"""A kernel between categories: several outputs, and inputs without an order."""
+"""A kernel of categorical inputs, such as the index of an output."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.numerics.linalg import matmul
 
 
 def long_format(X: Float[Array, "n d"], num_outputs: int) -> Float[Array, "n_times_p d_and_one"]:
-    """A row for each output at each row of X, with the output's number as the last column."""
+    """Repeat each row of X for every output, with the output's index as the last column."""
     outputs = jnp.tile(jnp.arange(num_outputs, dtype=X.dtype), len(X))
     return jnp.concatenate([jnp.repeat(X, num_outputs, axis=0), outputs[:, None]], axis=1)
 
 
 class Coregion(AbstractKernel):
-    """A covariance between categories, for a column of integers 0, ..., p - 1.
+    """A covariance between categories, which one input column holds as integers 0, ..., p - 1.
 
-    k(a, b) = B[a, b], with B = W W' + diag(diag): what r shared factors give every pair, and what
-    each category has to itself.
+    k(a, b) = B[a, b], with B = W W' + diag(diag): r factors shared by all categories, and an
+    independent variance for each category.
 
-    Multiplied with a kernel of other columns it makes several outputs one function, with a row for
-    each value that was observed: `RBF(l).on((0,)) * Coregion(W, diag).on((1,))`, the intrinsic
-    coregionalization model, is f_a = sum_i W[a, i] g_i + sqrt(diag[a]) h_a with independent g_i and
-    h_a of covariance RBF. A sum of such products, with lengthscales of their own, is the linear
-    model of coregionalization. Categories of an input, such as a station, are the same.
+    Its product with a kernel of the other columns is a model of several outputs, with one row for
+    each observed value. `RBF(l).on((0,)) * Coregion(W, diag).on((1,))`, the intrinsic
+    coregionalization model, is the covariance of f_a = sum_i W[a, i] g_i + sqrt(diag[a]) h_a with
+    independent g_i and h_a of covariance RBF. A sum of such products, each with different
+    lengthscales, is the linear model of coregionalization. A categorical input, such as a station,
+    is modeled in the same way.
 
-    `sgp.MultiOutputGP` takes the two kernels and a matrix of observations, for outputs that share
-    their rows.
+    For outputs that are all observed at the same inputs, `sgp.MultiOutputGP` takes the two kernels
+    and a matrix of observations.
 
-    W and -W, and any other rotation of its columns, are the same kernel, and at W = 0 the
-    derivative in W is zero: fits that start at the priors' medians want these different in each
-    column, as those of `dist.Normal(jnp.eye(p, r), 1.0).to_event(2)` are. Beside a kernel with a
-    variance, which scales B, let that be one.
+    W, -W and any other rotation of W's columns give the same kernel, and at W = 0 the derivative
+    with respect to W is zero. A fit that starts at the prior medians therefore needs a prior with a
+    different median for each column, such as `dist.Normal(jnp.eye(p, r), 1.0).to_event(2)`. B has
+    the variances already: multiply by kernels of variance one.
 
     Args:
-        W: loadings of the categories on the factors, in units of the function, shape (p, r), or of
-            a batch of kernels (*batch, p, r).
-        diag: variance of each category's own part, in squared units, not negative, shape (p,); with
-            zeros, and r < p, B has no inverse, so that only noise tells some functions apart.
+        W: loadings of the categories on the factors, in units of the function, shape (p, r), or
+            (*batch, p, r) for a batch of kernels.
+        diag: independent variance of each category, in squared units of the function, not negative,
+            shape (p,). If it is zero and r < p, B is singular: some functions are linear
+            combinations of others.
 
     Raises:
         ValueError: if a shape does not fit, `W` is not finite, `diag` is negative or, when called,
@@ -65,7 +67,7 @@ class Coregion(AbstractKernel):
     hyperparameter_ndims = {"W": 2, "variances": 1}
 
     W: Float[Array, "... p r"]
-    variances: Float[Array, "... p"]  # `diag`, which is the name of a method
+    variances: Float[Array, "... p"]  # the argument `diag`; `diag` itself is a method
 
     def __init__(self, W: Float[ArrayLike, "... p r"], diag: Float[ArrayLike, "... p"]) -> None:
         self.W = checks.as_float(W, "W")
@@ -82,49 +84,48 @@ class Coregion(AbstractKernel):
                 "value for each row of `W`."
             )
         checks.positive("diag", self.variances, or_zero=True)
-        _ = self.batch_shape  # of shapes that fit together
+        _ = self.batch_shape  # raises unless batch shapes fit together
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
-        """All of the one column."""
+        """The integers 0, ..., p - 1, in the only column."""
         if d != 1:
             raise ValueError(
-                f"`Coregion` takes one column of categories, got {d} columns: name the one, as in "
+                f"`Coregion` takes one column of categories, got {d} columns: name it, as in "
                 "`Coregion(W, diag).on((1,))`."
             )
         return {0: tuple(range(self.W.shape[-2]))}
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """The column."""
+        """The column of categories."""
         return frozenset(self.categories(d))
 
-    def _rows(
-        self, name: str, X: Float[Array, "n d"]
+    def _categories_and_loadings(
+        self, X: Float[Array, "n 1"]
     ) -> tuple[Int[Array, " n"], Float[Array, "n r"]]:
-        """The category of each row, and its loadings: NaN where it is none."""
-        self.check_categories(name, X)
+        """The category of each row and its loadings, which are NaN where a value is no category."""
         column = X[:, 0]
-        is_one = (column >= 0) & (column < len(self.W)) & (column == jnp.round(column))
-        index = jnp.where(is_one, column, 0.0).astype(int)
+        is_category = (column >= 0) & (column < len(self.W)) & (column == jnp.round(column))
+        index = jnp.where(is_category, column, 0.0).astype(int)
         loadings = self.W[index].astype(jnp.result_type(X, self.W, self.variances))
-        return index, jnp.where(is_one[:, None], loadings, jnp.nan)
+        return index, jnp.where(is_category[:, None], loadings, jnp.nan)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
-        (a, left), (b, right) = self._rows("X", X), self._rows("Z", Z)
-        own = self.variances.astype(left.dtype)[a]
-        return matmul(left, right.T) + jnp.where(a[:, None] == b[None, :], own[:, None], 0.0)
+        (a, left), (b, right) = map(self._categories_and_loadings, (X, Z))
+        variances = self.variances.astype(left.dtype)[a]
+        return matmul(left, right.T) + jnp.where(a[:, None] == b[None, :], variances[:, None], 0.0)
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
-        index, loadings = self._rows("X", X)
-        own = self.variances.astype(loadings.dtype)[index]
-        return jnp.sum(jnp.square(loadings), axis=1) + own
+        index, loadings = self._categories_and_loadings(X)
+        variances = self.variances.astype(loadings.dtype)[index]
+        return jnp.sum(jnp.square(loadings), axis=1) + variances
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """The r + p exact features: loadings, and the root of its variance for each category."""
-        index, loadings = self._rows("X", X)
-        own = jnp.sqrt(self.variances).astype(loadings.dtype)
-        is_own = index[:, None] == jnp.arange(len(own))
-        return jnp.concatenate([loadings, jnp.where(is_own, own, 0.0)], axis=1)
+        """The r + p exact features: r loadings, and p indicators times sqrt(diag)."""
+        index, loadings = self._categories_and_loadings(X)
+        scales = jnp.sqrt(self.variances).astype(loadings.dtype)
+        indicators = index[:, None] == jnp.arange(len(scales))
+        return jnp.concatenate([loadings, jnp.where(indicators, scales, 0.0)], axis=1)

@@ -15,34 +15,34 @@ class _Rows(NamedTuple):
     inputs: Float[Array, "n d"]
     directions: Float[Array, "n d"]  # of the derivatives, unit vectors; zero for the function
     is_derivative: Bool[Array, " n"]
-    is_known: Bool[Array, " n"]
+    is_valid: Bool[Array, " n"]  # whether the function has this derivative
 
 
 class WithDerivatives(AbstractKernel):
-    """A function and its partial derivatives: a last column says which of them a row is about.
+    """A function and its partial derivatives: the last input column selects one of them.
 
-    The column holds 0 for the function itself and j for its derivative in the j-th column of the
-    others (counted from 1). With D_0 f = f and D_j f = df / dx_j,
-    k((x, i), (z, j)) = cov(D_i f(x), D_j f(z)) = D_i D_j' k_1(x, z), where D_i acts on x and D_j'
-    on z: by automatic differentiation, for any kernel k_1 that can be differentiated once in x and
-    once in z. Values and derivatives may be observed at different places, and each is predicted
-    from all by its rows. Derivatives have units of the function over those of the column, and their
-    noise is another one: give `GaussianProcess` a noise for each row.
+    The last column holds 0 for the function itself and j for the derivative with respect to the
+    j-th input column (counted from 1). With D_0 f = f and D_j f = df / dx_j, the covariance of D_i
+    f(x) and D_j f(z) is k((x, i), (z, j)) = D_i D_j' k_1(x, z), where D_i acts on x and D_j' on z.
+    The derivatives are by automatic differentiation, for any kernel k_1 that can be differentiated
+    once in x and once in z. Values and derivatives may be observed at different inputs, and each is
+    predicted from all observations. A derivative has units of the function per unit of the input,
+    so its noise differs: give `GaussianProcess` a noise variance for each row.
 
     Args:
         kernel: k_1, the covariance of the function, of all columns but the last.
 
     Raises:
         TypeError: if `kernel` is not a kernel.
-        ValueError: when called, if the inputs have no column besides the last one, that holds
-            anything but 0 and the numbers of columns in which there are derivatives, or there is no
-            such column: functions with `Matern12` are not differentiable, and neither is
-            `Coregion` in its categories. Inside `jit` the covariances with such a row are NaN.
+        ValueError: when called, if the inputs have a single column, if the last column holds
+            anything but 0 and the numbers j of differentiable columns, or if no column is
+            differentiable, as with `Matern12`, or with `Coregion` in its categories. Inside `jit`
+            the covariances with such a row are NaN.
 
     References:
         Rasmussen and Williams (2006), eq. 9.1; Solak et al. (2003), Derivative Observations in
-        Gaussian Process Models of Dynamic Systems. The cost is that of some five matrices of k_1,
-        whatever the number of columns.
+        Gaussian Process Models of Dynamic Systems. A matrix of k costs about as much as five of
+        k_1, for any number of columns.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,62 +60,61 @@ class WithDerivatives(AbstractKernel):
     def __check_init__(self) -> None:
         checks.instance("kernel", self.kernel, AbstractKernel)
 
-    def _seen(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
+    def _inputs_of_parts(self, X: Float[Array, "n d"]) -> Float[Array, "n k"]:
         return X[:, :-1]
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
-        """Those of the kernel, and in the last column the derivatives that there are."""
+        """The categories of k_1, and in the last column the derivatives that exist."""
         if d < 2:
             raise ValueError(
                 "`WithDerivatives` takes inputs and a last column that says which derivative a row "
-                f"is about, got {d} column."
+                f"holds, got {d} column."
             )
         rough = self.kernel.rough_columns(d - 1)
         if len(rough) == d - 1:
             raise ValueError(
                 "functions with the `kernel` of `WithDerivatives` have no derivative in any of the "
-                f"{d - 1} column(s), as those with `Matern12`: take a smoother one."
+                f"{d - 1} column(s), as with `Matern12`: take a smoother one."
             )
-        known = (0, *(column + 1 for column in range(d - 1) if column not in rough))
-        return {**self.kernel.categories(d - 1), d - 1: known}
+        orders = (0, *(column + 1 for column in range(d - 1) if column not in rough))
+        return {**self.kernel.categories(d - 1), d - 1: orders}
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """All: there are no second derivatives."""
+        """All columns, since there are no second derivatives."""
         return frozenset(range(d))
 
     @property
     def has_smooth_features(self) -> bool:
-        """Whether the kernel's own features are smooth."""
+        """Whether k_1 has smooth features; see `AbstractKernel.has_smooth_features`."""
         return self.kernel.has_smooth_features
 
-    def _rows(self, name: str, X: Float[Array, "n d"]) -> _Rows:
-        self.check_categories(name, X)
+    def _rows(self, X: Float[Array, "n d"]) -> _Rows:
         num, which = X.shape[1] - 1, X[:, -1]
         directions = (which[:, None] == jnp.arange(1, num + 1, dtype=X.dtype)).astype(X.dtype)
-        known = jnp.array(self.categories(num + 1)[num], X.dtype)
-        return _Rows(self._seen(X), directions, which > 0, jnp.isin(which, known))
+        valid = jnp.array(self.categories(num + 1)[num], X.dtype)
+        return _Rows(self._inputs_of_parts(X), directions, which > 0, jnp.isin(which, valid))
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
-        left, right = self._rows("X", X), self._rows("Z", Z)
+        left, right = self._rows(X), self._rows(Z)
 
-        # Row by row in its own direction: k_1 of two rows depends on no other row.
+        # One derivative for all rows, each along its direction: k_1(x, z) depends on no other row.
         def along_right(x: Array) -> tuple[Array, Array]:
-            of_right = (right.inputs,), (right.directions,)
-            return jax.jvp(lambda z: self.kernel.evaluate(x, z), *of_right)
+            primals, tangents = (right.inputs,), (right.directions,)
+            return jax.jvp(lambda z: self.kernel.evaluate(x, z), primals, tangents)
 
         (value, by_right), (by_left, by_both) = jax.jvp(
             along_right, (left.inputs,), (left.directions,)
         )
-        is_known = left.is_known[:, None] & right.is_known
+        is_valid = left.is_valid[:, None] & right.is_valid
         of_function = jnp.where(right.is_derivative, by_right, value)
         of_derivative = jnp.where(right.is_derivative, by_both, by_left)
-        found = jnp.where(left.is_derivative[:, None], of_derivative, of_function)
-        return jnp.where(is_known, found, jnp.nan)
+        K = jnp.where(left.is_derivative[:, None], of_derivative, of_function)
+        return jnp.where(is_valid, K, jnp.nan)
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""
-        rows = self._rows("X", X)
+        rows = self._rows(X)
 
         def of_derivative(x: Array, direction: Array) -> Array:
             def along_right(left: Array) -> Array:
@@ -128,19 +127,19 @@ class WithDerivatives(AbstractKernel):
 
         variances = jax.vmap(of_derivative)(rows.inputs, rows.directions)
         of_function = self.kernel.evaluate_diag(rows.inputs)
-        found = jnp.where(rows.is_derivative, variances, of_function)
-        return jnp.where(rows.is_known, found, jnp.nan)
+        variances = jnp.where(rows.is_derivative, variances, of_function)
+        return jnp.where(rows.is_valid, variances, jnp.nan)
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """The kernel's features, or their derivatives: those of a function that is drawn."""
-        rows = self._rows("X", X)
-        begin = None if origin is None else self._seen(origin[None])[0]
+        """The features of k_1 or, for a derivative, their derivatives."""
+        rows = self._rows(X)
+        begin = None if origin is None else self._inputs_of_parts(origin[None])[0]
 
         def features(x: Array) -> Array:
             return self.kernel.evaluate_features(key, x, num_features, begin)
 
         value, derivative = jax.jvp(features, (rows.inputs,), (rows.directions,))
-        found = jnp.where(rows.is_derivative[:, None], derivative, value)
-        return jnp.where(rows.is_known[:, None], found, jnp.nan)
+        values = jnp.where(rows.is_derivative[:, None], derivative, value)
+        return jnp.where(rows.is_valid[:, None], values, jnp.nan)

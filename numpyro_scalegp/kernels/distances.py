@@ -4,23 +4,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
-from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import largest_of_batch
-from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.numerics.linalg import matmul
 
-# Below this many columns explicit differences cost no more than a matrix product.
+# Up to this many columns explicit differences cost no more than a matrix product.
 MAX_COLUMNS_OF_DIFFERENCES = 3
-# Errors of a squared distance up to which it is left to a matrix product: whatever the noise, and
-# where differences of a few columns would not make it much smaller.
+# A matrix product is used up to the first error of a squared distance, and up to the second one if
+# subtracting a few columns would not reduce the error by `_GAIN`.
 _SMALL_ERROR = 1e-6
 _MAX_ERROR = 1e-3
-# How much smaller is much.
 _GAIN = 4.0
 
 
 @jax.custom_jvp
 def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x, with a derivative that multiplies by it twice: 0 / x^2 is NaN where x^2 is zero."""
+    """1 / x, differentiated without x^2: if that underflows to zero, 0 / x^2 is NaN."""
     return 1.0 / jnp.maximum(x, float(jnp.finfo(x.dtype).tiny))
 
 
@@ -38,56 +36,56 @@ def squared_distances(
     *,
     by_differences: bool = False,
 ) -> Float[Array, "n m"]:
-    """Compute sum_k ((x_ik - z_jk) / lengthscale_k)^2 for all pairs of rows.
+    """Compute sum_k ((x_ik - z_jk) / lengthscale_k)^2 for all pairs of points.
 
-    Few columns are subtracted pair by pair, before anything is rounded. For more, both sets are
-    centered and the distances come from one product, ||x||^2 + ||z||^2 - 2 x'z, with an error
-    of about `eps` times the squared spread of the data in lengthscales: small beside a smooth
-    kernel's own scale, however far the data lie from the origin, but not beside little noise.
-    Where three columns are much wider than all others, as where few are relevant, these are
-    subtracted and the product has the rest. Where the error would still be larger than 1e-3, for
-    rows a hundred lengthscales wide in float32, all are.
+    Up to three columns are subtracted pair by pair, without rounding first. With more columns, both
+    sets are centered and the distances come from one product, ||x||^2 + ||z||^2 - 2 x'z, with an
+    error of about `eps` times the squared spread of the data in lengthscales. However far the data
+    lie from the origin, this is small for a smooth kernel, but not compared to a small noise
+    variance. If three columns are much wider than all others, as when few inputs are relevant,
+    these are subtracted and the product has the other columns. If the error would still exceed
+    1e-3, as for data a hundred lengthscales wide in float32, all columns are subtracted.
 
     Args:
         X: points, shape (n, d).
         Z: points, shape (m, d).
         lengthscale: shape () or (d,).
-        by_differences: subtract pair by pair whatever d is, for kernels that are not differentiable
-            at zero distance and would magnify that error.
+        by_differences: subtract pair by pair for any d; for kernels that are not differentiable at
+            zero distance, which would magnify the error.
 
     Returns:
-        Squared distances, shape (n, m), never negative, zero for equal rows up to that error, and
-        finite: each column's part ends where the sum would overflow, and has no derivative there.
-        Cost: O(n m d), by a matrix product for what is not subtracted.
+        Squared distances, shape (n, m), not negative, zero for equal points up to the error, and
+        finite: differences are clipped where the sum would overflow, with zero derivative there.
+        Cost: O(n m d), by a matrix product for columns that are not subtracted.
     """
     d = X.shape[1]
-    inverse = jnp.broadcast_to(reciprocal(checks.as_float(lengthscale, "lengthscale")), (d,))
-    # One type throughout: rows in float32 may meet hyperparameters or rows in float64.
-    X, Z, inverse = (part.astype(jnp.result_type(X, Z, inverse)) for part in (X, Z, inverse))
+    inverse = jnp.broadcast_to(reciprocal(1.0 * jnp.asarray(lengthscale)), (d,))
+    # A common dtype: inputs in float32 may meet hyperparameters or inputs in float64.
+    X, Z, inverse = (array.astype(jnp.result_type(X, Z, inverse)) for array in (X, Z, inverse))
     center = jax.lax.stop_gradient(jnp.mean(Z, axis=0, keepdims=True))
     if by_differences or d <= MAX_COLUMNS_OF_DIFFERENCES:
         return _few_columns(X, Z, center, inverse)
-    near = _scaled(X - center, inverse), _scaled(Z - center, inverse)
-    squares = [jnp.square(jax.lax.stop_gradient(one)) for one in near]
-    widths = sum(jnp.max(one, axis=0, initial=0.0) for one in squares)
+    centered = _scaled(X - center, inverse), _scaled(Z - center, inverse)
+    squares = [jnp.square(jax.lax.stop_gradient(rows)) for rows in centered]
+    widths = sum(jnp.max(square, axis=0, initial=0.0) for square in squares)
     widest = jax.lax.top_k(widths, MAX_COLUMNS_OF_DIFFERENCES)[1]
-    eps = jnp.finfo(near[0].dtype).eps
+    eps = jnp.finfo(centered[0].dtype).eps
     errors = [
-        eps * sum(jnp.max(jnp.sum(one, axis=1), initial=0.0) for one in parts)
-        for parts in (squares, [one.at[:, widest].set(0.0) for one in squares])
+        eps * sum(jnp.max(jnp.sum(square, axis=1), initial=0.0) for square in pair)
+        for pair in (squares, [square.at[:, widest].set(0.0) for square in squares])
     ]
-    # One way for all of a batch, or under `vmap` all of them would be taken.
-    way = _way(*map(largest_of_batch, errors))
-    distances = jax.lax.switch(way, _WAYS, X, Z, center, inverse, widest)
-    # Lift what rounding made negative, and leave the derivative as it is. Here, after the branches,
-    # it costs no further pass over the pairs: it becomes part of what is done with them next.
+    # The same method for all members of a batch: otherwise `vmap` would compute all of them.
+    method = _method(*map(largest_of_batch, errors))
+    distances = jax.lax.switch(method, _METHODS, X, Z, center, inverse, widest)
+    # Set rounding errors below zero to zero, without changing the derivative. Here, after the
+    # branches, this needs no further pass over the pairs: it is fused with the next operation.
     return distances - jax.lax.stop_gradient(jnp.minimum(distances, 0.0))
 
 
-def _way(error: Float[Array, ""], of_rest: Float[Array, ""]) -> Int[Array, ""]:
-    """The branch to take."""
-    is_better = (error > _SMALL_ERROR) & (of_rest <= error / _GAIN) & (of_rest <= _MAX_ERROR)
-    return jnp.where(is_better, 1, jnp.where(error <= _MAX_ERROR, 0, 2))
+def _method(error: Float[Array, ""], reduced: Float[Array, ""]) -> Int[Array, ""]:
+    """The index in `_METHODS`; `reduced` is a product's error without the widest columns."""
+    is_mixed = (error > _SMALL_ERROR) & (reduced <= error / _GAIN) & (reduced <= _MAX_ERROR)
+    return jnp.where(is_mixed, 1, jnp.where(error <= _MAX_ERROR, 0, 2))
 
 
 @jax.custom_jvp
@@ -103,22 +101,21 @@ def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, A
     (X, Z, center, inverse), (dX, dZ, _, dinverse) = primals, tangents
     squared = _few_columns(X, Z, center, inverse)
     inside = ~(squared >= _largest(squared.dtype))  # NaN stays NaN
-    # Derivatives in the scales by way of single rows cost no further pass over the pairs.
-    moved = [rows * inverse + (points - center) * dinverse for rows, points in ((dX, X), (dZ, Z))]
+    # Tangents of scaled points: derivatives in the scales need no further pass over the pairs.
+    scaled = [rows * inverse + (points - center) * dinverse for rows, points in ((dX, X), (dZ, Z))]
     total = jnp.zeros_like(squared)
     for k in range(X.shape[1]):
         column = jnp.where(inside, (X[:, None, k] - Z[None, :, k]) * inverse[k], 0.0)
-        total += 2.0 * column * (moved[0][:, None, k] - moved[1][None, :, k])
+        total += 2.0 * column * (scaled[0][:, None, k] - scaled[1][None, :, k])
     return squared, total
 
 
-def _by_both(
+def _mixed(
     X: Array, Z: Array, center: Array, inverse: Array, widest: Int[Array, " few"]
 ) -> Float[Array, "n m"]:
     """The widest columns by differences, the others by a product."""
-    of_widest = X[:, widest], Z[:, widest], center[:, widest], inverse[widest]
-    rest = inverse.at[widest].set(0.0)
-    return _few_columns(*of_widest) + _by_product(X, Z, center, rest, widest)
+    wide = _few_columns(X[:, widest], Z[:, widest], center[:, widest], inverse[widest])
+    return wide + _by_product(X, Z, center, inverse.at[widest].set(0.0), widest)
 
 
 def _by_product(
@@ -136,10 +133,10 @@ def _by_product(
 def _by_differences(
     X: Array, Z: Array, center: Array, inverse: Array, widest: Int[Array, " few"]
 ) -> Float[Array, "n m"]:
-    @jax.checkpoint  # no (n, m) array is kept of each column
+    @jax.checkpoint  # stores no (n, m) array for each column
     def add(total: Array, column: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        x, z, of_column = column
-        scaled = _within_bounds((x[:, None] - z[None, :]) * of_column, inverse.size)
+        x, z, scale = column
+        scaled = _within_bounds((x[:, None] - z[None, :]) * scale, inverse.size)
         return total + jnp.square(scaled), None
 
     zeros = jnp.zeros((len(X), len(Z)), jnp.result_type(X, inverse))
@@ -158,9 +155,9 @@ def _within_bounds(scaled: Float[Array, "..."], num_columns: int) -> Float[Array
 
 
 def _largest(dtype: jnp.dtype) -> float:
-    """The largest squared distance, which correlations may still multiply."""
+    """The largest squared distance; correlations can multiply it without overflow."""
     return float(jnp.finfo(dtype).max) / 64.0
 
 
-# What the way back needs is computed again: else all branches would keep (n, m, d) arrays.
-_WAYS = [jax.checkpoint(way) for way in (_by_product, _by_both, _by_differences)]
+# Recompute in the backward pass: otherwise all branches would store (n, m, d) arrays.
+_METHODS = [jax.checkpoint(method) for method in (_by_product, _mixed, _by_differences)]

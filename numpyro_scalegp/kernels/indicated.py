@@ -1,4 +1,4 @@
-"""A kernel of which some inputs have no part."""
+"""A kernel that is zero for some rows."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
@@ -10,8 +10,8 @@ from numpyro_scalegp.kernels.spectrum import Origin
 class Indicated(AbstractKernel):
     """k((x, a), (z, b)) = a b k_1(x, z), with an indicator of 0 or 1 as the last column.
 
-    Rows whose indicator is zero have no variance and no covariance: whatever is computed from the
-    kernel of all rows is that of the others.
+    Rows whose indicator is zero have no variance and no covariance, so they do not affect what is
+    computed from the kernel of all rows.
 
     Args:
         kernel: the kernel k_1 of the columns before the last.
@@ -21,37 +21,38 @@ class Indicated(AbstractKernel):
 
     @staticmethod
     def with_indicator(
-        X: Float[Array, "... n d"], is_part: Bool[Array, "... n"] | bool = True
+        X: Float[Array, "... n d"], is_active: Bool[Array, "... n"] | bool = True
     ) -> Float[Array, "... n d_and_one"]:
-        """Add the column that says which rows have a part."""
-        column = jnp.broadcast_to(jnp.asarray(is_part, X.dtype), X.shape[:-1])
+        """Add the indicator as the last column."""
+        column = jnp.broadcast_to(jnp.asarray(is_active, X.dtype), X.shape[:-1])
         return jnp.concatenate([X, column[..., None]], axis=-1)
 
-    def _seen(self, X: Float[Array, "... n d_and_one"]) -> Float[Array, "... n d"]:
+    def _inputs_of_parts(self, X: Float[Array, "... n d_and_one"]) -> Float[Array, "... n d"]:
         return X[..., :-1]
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
-        """Those of the kernel, among the columns before the last."""
+        """The kernel's categories, in the columns before the last."""
         return self.kernel.categories(d - 1)
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """Those of the kernel, among the columns before the last."""
+        """The kernel's rough columns, among the columns before the last."""
         return self.kernel.rough_columns(d - 1)
 
     @property
     def has_smooth_features(self) -> bool:
-        """Whether the kernel's own features are smooth."""
+        """Whether the kernel's features are smooth."""
         return self.kernel.has_smooth_features
 
     def evaluate(
         self, X: Float[Array, "n d_and_one"], Z: Float[Array, "m d_and_one"]
     ) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
-        return X[:, -1:] * Z[:, -1] * self.kernel.evaluate(self._seen(X), self._seen(Z))
+        K = self.kernel.evaluate(self._inputs_of_parts(X), self._inputs_of_parts(Z))
+        return X[:, -1:] * Z[:, -1] * K
 
     def evaluate_diag(self, X: Float[Array, "n d_and_one"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
-        return X[:, -1] * self.kernel.evaluate_diag(self._seen(X))
+        return X[:, -1] * self.kernel.evaluate_diag(self._inputs_of_parts(X))
 
     def evaluate_features(
         self,
@@ -60,7 +61,7 @@ class Indicated(AbstractKernel):
         num_features: int,
         origin: Origin,
     ) -> Float[Array, "n p"]:
-        """The kernel's features, zero for rows that have no part."""
+        """The kernel's features, zero for rows whose indicator is zero."""
         origin = None if origin is None else origin[:-1]
-        features = self.kernel.evaluate_features(key, self._seen(X), num_features, origin)
-        return X[:, -1:] * features
+        inputs = self._inputs_of_parts(X)
+        return X[:, -1:] * self.kernel.evaluate_features(key, inputs, num_features, origin)

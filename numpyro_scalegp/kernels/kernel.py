@@ -1,4 +1,4 @@
-"""The interface of a covariance function, and how two of them compose."""
+"""The interface of covariance functions, and their sums and products."""
 
 import abc
 import dataclasses
@@ -15,33 +15,39 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import batches, checks
-from numpyro_scalegp.core.linalg import matmul
 from numpyro_scalegp.kernels.spectrum import AbstractSpectrum, Origin, Waves
+from numpyro_scalegp.numerics.linalg import matmul
 
 
 class AbstractKernel(AbstractSpectrum):
     """A covariance function k(x, z) with array hyperparameters.
 
-    `k(X, Z)` is the matrix of all pairs and `k.diag(X)` its diagonal. Kernels compose with `+`, `*`
-    and positive scalars, and `k.on((0, 3))` restricts a kernel to some of the input columns.
-    Hyperparameters are arrays without priors or constraints: those belong to the model.
+    `k(X, Z)` is the matrix of all pairs k(x_i, z_j) and `k.diag(X)` the vector of k(x_i, x_i).
+    Kernels compose with `+`, `*` and positive scalars, and `k.on((0, 3))` applies a kernel to input
+    dimensions 0 and 3 only. Hyperparameters are arrays without priors or constraints: those belong
+    to the model.
+
+    `k(X, Z)`, `k.diag(X)` and `k.covariance(X)` check their inputs and work for batches.
+    `evaluate`, `evaluate_diag` and `evaluate_covariance` compute the same for a single kernel,
+    without checks; `each` maps a function of a single kernel over a batch.
 
     Hyperparameters with leading axes make a batch of kernels, such as one for each of G groups: a
-    `variance` of shape (G,), a `lengthscale` of shape (G, 1) or (G, d). It has results with the
-    same leading axes, also for inputs with a matrix for each member, (G, n, d).
+    `variance` of shape (G,), a `lengthscale` of shape (G, 1) or (G, d). Results have the same
+    leading axes. Inputs have shape (n, d), or (G, n, d) with a separate matrix for each kernel of
+    the batch.
 
-    A kernel of one's own implements `evaluate` and `evaluate_diag`, for one member; where random
-    features are wanted, `evaluate_features`, or, if it is stationary, `is_stationary` and
-    `sample_frequencies`: `AbstractStationary` has these for a function of the scaled distance.
-    Where it may be a batch, its `hyperparameter_ndims` say how many axes each hyperparameter of one
-    member has.
+    A custom kernel implements `evaluate` and `evaluate_diag` for a single kernel. For random
+    features it also implements `evaluate_features` or, if it is stationary, `is_stationary` and
+    `sample_frequencies`; `AbstractStationary` has these two for functions of the scaled distance.
+    To allow batches, it sets `hyperparameter_ndims`, the number of axes of each hyperparameter of a
+    single kernel.
     """
 
     hyperparameter_ndims: ClassVar[Mapping[str, int]] = {}
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """The shape of a batch of kernels, () for one.
+        """The shape of a batch of kernels, () for a single kernel.
 
         Raises:
             ValueError: if the leading axes of hyperparameters do not fit together.
@@ -58,29 +64,29 @@ class AbstractKernel(AbstractSpectrum):
         return batches.common_shape(message, **shapes)
 
     def as_batch(self) -> batches.Batch:
-        """This kernel with the number of leading axes of each of its arrays."""
+        """This kernel, with the number of leading batch axes of each of its arrays."""
         leading = jax.tree.map(lambda _: 0, self)
         for name, ndim in self.hyperparameter_ndims.items():
-            number = max(0, jnp.ndim(getattr(self, name)) - ndim)
-            leading = eqx.tree_at(operator.attrgetter(name), leading, number)
+            num_leading = max(0, jnp.ndim(getattr(self, name)) - ndim)
+            leading = eqx.tree_at(operator.attrgetter(name), leading, num_leading)
         for name, kernel in self.parts.items():
-            of_part = kernel.as_batch().leading
-            leading = eqx.tree_at(operator.attrgetter(name), leading, of_part)
+            leading_of_part = kernel.as_batch().leading
+            leading = eqx.tree_at(operator.attrgetter(name), leading, leading_of_part)
         return batches.Batch(self, leading)
 
-    def _each(self, function: Callable[..., Array], *inputs: Float[Array, "..."]) -> Array:
-        """A function of a kernel and of matrices of inputs, for each member of a batch."""
+    def each(self, function: Callable[..., Any], *inputs: Float[Array, "..."]) -> Any:
+        """Apply a function of a single kernel and input matrices to each member of a batch."""
         batch_shape = self.batch_shape
         if not batch_shape and all(X.ndim == 2 for X in inputs):
             return function(self, *inputs)
-        one = jax.ShapeDtypeStruct(inputs[0].shape[-2:], inputs[0].dtype)
-        for lengthscale, seen in jax.eval_shape(self.scaled_inputs, one):
-            d = seen.shape[-1]
+        single_input = jax.ShapeDtypeStruct(inputs[0].shape[-2:], inputs[0].dtype)
+        for lengthscale, scaled in jax.eval_shape(self.scaled_inputs, single_input):
+            d = scaled.shape[-1]
             if batch_shape and lengthscale.shape == (d,) == batch_shape[-1:] and d > 1:
                 raise ValueError(
                     f"`lengthscale` of shape ({d},) in a batch of shape {batch_shape} may be one "
-                    f"for each of {d} input columns or for each member: write lengthscale[None, :] "
-                    "for the former, lengthscale[:, None] for the latter."
+                    f"for each of {d} input dimensions or for each member: write "
+                    "lengthscale[None, :] for the former, lengthscale[:, None] for the latter."
                 )
         members = (batches.Batch(X, X.ndim - 2) for X in inputs)
         return batches.each(function, self.as_batch(), *members)
@@ -92,93 +98,140 @@ class AbstractKernel(AbstractSpectrum):
     def __call__(
         self, X: Float[ArrayLike, "... n d"], Z: Float[ArrayLike, "... m d"]
     ) -> Float[Array, "... n m"]:
-        """Evaluate the kernel for all pairs of rows.
+        """Evaluate the kernel for all pairs of points.
 
         Args:
             X: inputs, shape (n, d), or (*batch, n, d).
             Z: inputs, shape (m, d), or (*batch, m, d).
 
         Returns:
-            The (n, m) matrix of k(x_i, z_j) in the common dtype of inputs and hyperparameters; of a
-            batch (*batch, n, m).
+            The matrix of k(x_i, z_j), shape (n, m), or (*batch, n, m) for a batch, in the common
+            dtype of inputs and hyperparameters.
 
         Raises:
-            ValueError: if `X` or `Z` is no matrix, holds NaN or infinity, or the widths differ; if
-                the shapes of a batch do not fit together.
+            ValueError: if `X` or `Z` is not a matrix or holds NaN or infinity, if their numbers of
+                columns differ, or if the shapes of a batch do not fit together.
         """
-        X = checks.inputs("X", X, may_be_empty=True, may_be_batch=True)
-        Z = checks.inputs("Z", Z, width=X.shape[-1], may_be_empty=True, may_be_batch=True)
-
-        def of_one(kernel: AbstractKernel, X: Array, Z: Array) -> Array:
-            return checks.call_hook(kernel, "evaluate", (X.shape[0], Z.shape[0]), X, Z)
-
-        return self._each(of_one, X, Z)
+        X = self._checked("X", X)
+        Z = self._checked("Z", Z, X.shape[-1])
+        self._check_hook("evaluate", X, Z)
+        return self.each(lambda kernel, X, Z: kernel.evaluate(X, Z), X, Z)
 
     def diag(self, X: Float[ArrayLike, "... n d"]) -> Float[Array, "... n"]:
         """The variances k(x_i, x_i), shape (n,) or (*batch, n), in O(n d)."""
-        X = checks.inputs("X", X, may_be_empty=True, may_be_batch=True)
-
-        def of_one(kernel: AbstractKernel, X: Array) -> Array:
-            return checks.call_hook(kernel, "evaluate_diag", X.shape[:1], X)
-
-        return self._each(of_one, X)
+        X = self._checked("X", X)
+        self._check_hook("evaluate_diag", X)
+        return self.each(lambda kernel, X: kernel.evaluate_diag(X), X)
 
     def covariance(self, X: Float[ArrayLike, "... n d"]) -> Float[Array, "... n n"]:
         """K(X, X) with exactly the variances `diag(X)` on its diagonal, shape (*batch, n, n)."""
-        X = checks.inputs("X", X, may_be_empty=True, may_be_batch=True)
-        diagonal = jnp.eye(X.shape[-2], dtype=bool)
-        return jnp.where(diagonal, self.diag(X)[..., None], self(X, X))
+        X = self._checked("X", X)
+        self.check_hooks(X)
+        return self.each(lambda kernel, X: kernel.evaluate_covariance(X), X)
+
+    def evaluate_covariance(self, X: Float[Array, "n d"]) -> Float[Array, "n n"]:
+        """`covariance` of inputs that were checked, shape (n, n)."""
+        diagonal = jnp.eye(X.shape[0], dtype=bool)
+        return jnp.where(diagonal, self.evaluate_diag(X)[:, None], self.evaluate(X, X))
+
+    def _checked(
+        self, name: str, X: Float[ArrayLike, "... n d"], width: int | None = None
+    ) -> Float[Array, "... n d"]:
+        X = checks.inputs(name, X, width, may_be_empty=True, may_be_batch=True)
+        self.check_categories(name, X)
+        return X
+
+    def check_inputs(self, name: str, X: Float[Array, "... n d"]) -> None:
+        """Raise an error, with `name` for X, unless X is a valid input of this kernel."""
+        self.check_categories(name, X)
+        self.check_hooks(X)
+
+    def check_hooks(self, X: Float[Array, "... n d"]) -> None:
+        """Raise if this kernel or a part of it is a custom kernel that returns a wrong shape.
+
+        Its `evaluate` and `evaluate_diag` are traced for inputs like X; later evaluations do not
+        check shapes again.
+        """
+        self._check_hook("evaluate", X, X)
+        self._check_hook("evaluate_diag", X)
+
+    def _check_hook(self, hook: str, *inputs: Float[Array, "..."]) -> None:
+        if not self._has_user_hooks:
+            return
+
+        def check(kernel: AbstractKernel, *inputs: Array) -> list[Array]:
+            kernel._call_hook(hook, *inputs)
+            return []
+
+        eqx.filter_eval_shape(lambda kernel, *inputs: kernel.each(check, *inputs), self, *inputs)
+
+    def _call_hook(self, hook: str, *inputs: Float[Array, "..."]) -> None:
+        if _is_user_defined(self):
+            checks.call_hook(self, hook, tuple(len(X) for X in inputs), *inputs)
+            return
+        for kernel in self.parts.values():
+            kernel._call_hook(hook, *map(self._inputs_of_parts, inputs))
+
+    @property
+    def _has_user_hooks(self) -> bool:
+        return _is_user_defined(self) or any(
+            kernel._has_user_hooks for kernel in self.parts.values()
+        )
 
     @property
     def parts(self) -> dict[str, "AbstractKernel"]:
-        """The kernels that this one is made of, by the names of its fields."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: one for name, one in values.items() if isinstance(one, AbstractKernel)}
+        """The kernels that this kernel is composed of, by field name."""
+        return {
+            field.name: kernel
+            for field in dataclasses.fields(self)
+            if isinstance(kernel := getattr(self, field.name), AbstractKernel)
+        }
 
     def scaled_inputs(
         self, X: Float[Array, "... n d"]
     ) -> list[tuple[Float[Array, "..."], Float[Array, "... n k"]]]:
-        """Each lengthscale within this kernel, and the inputs that it divides.
+        """Each lengthscale within this kernel, with the inputs that it scales.
 
         Args:
             X: inputs, shape (n, d), or (*batch, n, d).
 
         Returns:
-            Pairs of a lengthscale, shape () or (k,), or with leading axes of a batch, in units of
-            its inputs, and these, (n, k).
+            Pairs of a lengthscale, shape () or (k,) after the leading axes of a batch, and the
+            inputs that it scales, shape (n, k), in the same units.
         """
-        seen = self._seen(X)
-        return [pair for kernel in self.parts.values() for pair in kernel.scaled_inputs(seen)]
+        inputs = self._inputs_of_parts(X)
+        return [pair for kernel in self.parts.values() for pair in kernel.scaled_inputs(inputs)]
 
-    def _seen(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
-        """The inputs as the parts of this kernel see them."""
+    def _inputs_of_parts(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
+        """The inputs at which this kernel evaluates its parts."""
         return X
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
-        """The input columns that hold categories, and which integers these are.
+        """The input columns that hold categories, and the integers that each may hold.
 
-        There is no derivative in such a column: inducing points and the like keep the categories
-        that they start with.
+        The kernel has no derivative in such a column, so inducing points keep the categories of
+        their initial values.
 
         Args:
-            d: number of input columns.
+            d: number of input dimensions.
 
         Returns:
             Sorted categories by column.
         """
-        found: dict[int, tuple[int, ...]] = {}
+        by_column: dict[int, tuple[int, ...]] = {}
         for kernel in self.parts.values():
-            for column, known in kernel.categories(d).items():
-                found[column] = tuple(sorted(set(known).intersection(found.get(column, known))))
-        return found
+            for column, integers in kernel.categories(d).items():
+                common = set(integers).intersection(by_column.get(column, integers))
+                by_column[column] = tuple(sorted(common))
+        return by_column
 
     def check_categories(self, name: str, X: Float[ArrayLike, "... n d"]) -> None:
-        """Raise, calling X `name`, where a column of categories holds anything else."""
-        for column, known in self.categories(jnp.shape(X)[-1]).items():
-            checks.categories(name, X, column, known)
+        """Raise an error, with `name` for X, if a column of categories has any other value."""
+        for column, integers in self.categories(jnp.shape(X)[-1]).items():
+            checks.categories(name, X, column, integers)
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """The input columns, of d, in which functions with this kernel have no derivative."""
+        """The columns, out of d, in which functions with this kernel are not differentiable."""
         return frozenset().union(*(kernel.rough_columns(d) for kernel in self.parts.values()))
 
     @property
@@ -187,81 +240,83 @@ class AbstractKernel(AbstractSpectrum):
         return any(kernel.is_component for kernel in self.parts.values())
 
     def component(self, part: "AbstractKernel") -> "AbstractKernel":
-        """The kernel of one part of a sum: what is left where all other terms are zero.
+        """The kernel of one term of a sum: this kernel with all other terms set to zero.
 
-        Every sum on the way to the part is reduced to the branch that holds it; factors and
-        wrappers stay: of 2 (a + b) c, the component of a is 2 a c. A function with this kernel is
-        the sum of independent functions, one for each component of a sum. With the same key, random
-        features have the same columns as those of the whole, zero where they belong to other parts,
-        so that with the same weights the components' functions add up to that of the whole.
+        Every sum that contains the term is reduced to it, and factors and wrappers remain: the
+        component of a in 2 (a + b) c is 2 a c. A function with this kernel is the sum of
+        independent functions, one for each component. With the same key, the random features of a
+        component have the same columns as this kernel's, with zeros for the other terms. So with
+        the same weights, the functions of the components add up to the function with this kernel.
 
         Args:
-            part: an object within this kernel, such as `kernel.left` or `kernel.kernel.right`; of
-                the kernel itself, the component is the kernel.
+            part: an object within this kernel, such as `kernel.left` or `kernel.kernel.right`. The
+                component of the kernel itself is the kernel.
 
         Returns:
             A kernel of the same structure.
 
         Raises:
             TypeError: if `part` is not a kernel.
-            ValueError: if `part` is not within this kernel, or in several places.
+            ValueError: if `part` does not occur in this kernel, or more than once.
         """
         checks.instance("part", part, AbstractKernel)
-        found = self._components(part)
-        if len(found) != 1:
-            places = "several places" if found else "none"
+        components = self._components(part)
+        if len(components) != 1:
             raise ValueError(
-                f"`part` must be an object in one place within this `{type(self).__name__}`, got a "
-                f"`{type(part).__name__}` that is in {places}: take it from the very kernel, such "
-                "as `kernel.left`, and let its terms be different objects."
+                f"`part` must occur once in this `{type(self).__name__}`, got a "
+                f"`{type(part).__name__}` that occurs {len(components)} times: take it from this "
+                "kernel, such as `kernel.left`, and make each term a separate object."
             )
-        return found[0]
+        return components[0]
 
     def restrict(self, change: Callable[["AbstractKernel"], "AbstractKernel"]) -> "AbstractKernel":
-        """The kernel of a part of f: `change` of this one, or of the one that it is made of."""
+        """The kernel of a component of f: `change(self)`.
+
+        A kernel that is defined by the features of another kernel applies `change` to that kernel.
+        """
         return change(self)
 
-    def _components(self, part: "AbstractKernel") -> list["AbstractKernel"]:
-        """This kernel reduced to the part, once for each place where that is."""
-        if self is part:
+    def _components(self, term: "AbstractKernel") -> list["AbstractKernel"]:
+        """This kernel reduced to the term, once for each of its occurrences."""
+        if self is term:
             return [self]
         return [
             eqx.tree_at(operator.attrgetter(name), self, component)
             for name, kernel in self.parts.items()
-            for component in kernel._components(part)
+            for component in kernel._components(term)
         ]
 
     def on(self, dims: Sequence[int]) -> "ActiveDims":
-        """The same kernel on the input columns `dims` only, each named once."""
+        """This kernel applied to the input dimensions `dims` only, without repeats."""
         return ActiveDims(self, _as_dims(dims))
 
-    def __add__(self, other: "AbstractKernel") -> "Sum":
-        return Sum(self, other) if isinstance(other, AbstractKernel) else NotImplemented
+    def __add__(self, kernel: "AbstractKernel") -> "Sum":
+        return Sum(self, kernel) if isinstance(kernel, AbstractKernel) else NotImplemented
 
-    def __radd__(self, other: Any) -> "AbstractKernel":
+    def __radd__(self, start: Any) -> "AbstractKernel":
         # `sum(kernels)` starts with the number 0.
-        return self if isinstance(other, int) and other == 0 else NotImplemented
+        return self if isinstance(start, int) and start == 0 else NotImplemented
 
-    def __mul__(self, other: "AbstractKernel | ArrayLike") -> "AbstractKernel":
-        if isinstance(other, AbstractKernel):
-            return Product(self, other)
-        return Scaled(self, checks.as_float(other, "scale"))
+    def __mul__(self, factor: "AbstractKernel | ArrayLike") -> "AbstractKernel":
+        if isinstance(factor, AbstractKernel):
+            return Product(self, factor)
+        return Scaled(self, checks.as_float(factor, "scale"))
 
-    def __rmul__(self, other: ArrayLike) -> "Scaled":
-        return Scaled(self, checks.as_float(other, "scale"))
+    def __rmul__(self, scale: ArrayLike) -> "Scaled":
+        return Scaled(self, checks.as_float(scale, "scale"))
 
     # NumPy arrays must leave `array * kernel` to `__rmul__` instead of looping over their entries.
     __array_ufunc__ = None
 
 
 class AbstractComposite(AbstractKernel):
-    """A kernel made of others, with the properties that all of these have."""
+    """A kernel composed of others, with the properties that all of them have."""
 
     def __check_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type is AbstractKernel:
                 checks.instance(field.name, getattr(self, field.name), AbstractKernel)
-        _ = self.batch_shape  # of parts that fit together
+        _ = self.batch_shape  # raises unless the parts' batch shapes fit together
 
     @property
     def is_stationary(self) -> bool:
@@ -287,19 +342,19 @@ class AbstractComposite(AbstractKernel):
         if self.is_component:
             raise ValueError(
                 "a component shares the random waves of the kernel it was taken from: call "
-                "`sample_waves`, or build the kernel of this part by itself."
+                "`sample_waves`, or build the kernel of this term by itself."
             )
         return self.sample_waves(key, num, d).frequencies
 
     @abc.abstractmethod
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
-        """Draw random waves from those of the parts."""
+        """Combine random waves of the parts."""
 
 
 class Sum(AbstractComposite):
     """The sum of two kernels, k(x, z) = k_1(x, z) + k_2(x, z).
 
-    `active` selects the terms that count: both, unless it is a `component` of another sum.
+    `active` selects the terms that are included: both, except in a `component` of another sum.
     """
 
     left: AbstractKernel
@@ -308,11 +363,11 @@ class Sum(AbstractComposite):
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Add up the active terms' matrices."""
-        return functools.reduce(operator.add, [kernel(X, Z) for kernel in self._terms])
+        return functools.reduce(operator.add, [kernel.evaluate(X, Z) for kernel in self._terms])
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """Add up the active terms' variances."""
-        return functools.reduce(operator.add, [kernel.diag(X) for kernel in self._terms])
+        return functools.reduce(operator.add, [kernel.evaluate_diag(X) for kernel in self._terms])
 
     @property
     def is_component(self) -> bool:
@@ -324,27 +379,29 @@ class Sum(AbstractComposite):
         terms = zip((self.left, self.right), self.active, strict=True)
         return [kernel for kernel, is_active in terms if is_active]
 
-    def _components(self, part: AbstractKernel) -> list[AbstractKernel]:
-        if self is part:
+    def _components(self, term: AbstractKernel) -> list[AbstractKernel]:
+        if self is term:
             return [self]
-        lefts = self.left._components(part) if self.active[0] else []
-        rights = self.right._components(part) if self.active[1] else []
-        found = [Sum(left, self.right, (True, False)) for left in lefts]
-        return [*found, *(Sum(self.left, right, (False, True)) for right in rights)]
+        lefts = self.left._components(term) if self.active[0] else []
+        rights = self.right._components(term) if self.active[1] else []
+        return [
+            *(Sum(left, self.right, (True, False)) for left in lefts),
+            *(Sum(self.left, right, (False, True)) for right in rights),
+        ]
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """Both kernels' features, half of the number each, side by side; zero if not active."""
+        """Concatenate half as many features of each term; zeros for a term that is not active."""
 
-        def of_term(kernel: AbstractKernel, is_active: bool, key: Array) -> Array:
+        def evaluate(kernel: AbstractKernel, is_active: bool, key: Array) -> Array:
             def features() -> Array:
                 return kernel.evaluate_features(key, X, max(2, num_features // 2), origin)
 
             return features() if is_active else jnp.zeros_like(jax.eval_shape(features))
 
         terms = zip((self.left, self.right), self.active, jax.random.split(key), strict=True)
-        return jnp.concatenate([of_term(*term) for term in terms], axis=1)
+        return jnp.concatenate([evaluate(*term) for term in terms], axis=1)
 
     def spectral_density(self, frequencies: Float[Array, "num d"]) -> Float[Array, " num"]:
         """Add up the active terms' densities."""
@@ -354,11 +411,11 @@ class Sum(AbstractComposite):
 
     @property
     def has_smooth_frequencies(self) -> bool:
-        """False: each wave is the one kernel's or the other's."""
+        """False: the variances decide from which term each wave is drawn."""
         return False
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
-        """Draw from the mixture of both spectral densities, weighed by the variances."""
+        """Draw from the mixture of both spectral densities, weighted by the variances."""
         choice_key, left_key, right_key = jax.random.split(key, 3)
         left = self.left.sample_waves(left_key, num, d)
         right = self.right.sample_waves(right_key, num, d)
@@ -380,21 +437,21 @@ class Product(AbstractComposite):
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Multiply both kernels' matrices entry by entry."""
-        return self.left(X, Z) * self.right(X, Z)
+        return self.left.evaluate(X, Z) * self.right.evaluate(X, Z)
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """Multiply both kernels' variances."""
-        return self.left.diag(X) * self.right.diag(X)
+        return self.left.evaluate_diag(X) * self.right.evaluate_diag(X)
 
     @property
     def has_smooth_features(self) -> bool:
-        """Whether the frequencies, or else both kernels' features, are smooth."""
+        """Whether the frequencies (if stationary) or both factors' features are smooth."""
         return self.has_smooth_frequencies if self.is_stationary else super().has_smooth_features
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """Fourier features of a stationary product; else products of both kernels' features.
+        """Fourier features of a stationary product; else products of both factors' features.
 
         With standard normal G and H, the columns of (Phi_1 G) * (Phi_2 H) / sqrt(p) have the
         expected inner product k_1 k_2.
@@ -404,7 +461,7 @@ class Product(AbstractComposite):
         keys = jax.random.split(key, 4)
         left = self.left.evaluate_features(keys[0], X, num_features, origin)
         right = self.right.evaluate_features(keys[1], X, num_features, origin)
-        # In the hyperparameters' dtype, as frequencies are: the same for inputs of another one.
+        # As frequencies, in the hyperparameters' dtype, so that the inputs' dtype has no effect.
         dtype = jnp.result_type(*jax.tree.leaves(eqx.filter(self, eqx.is_inexact_array)))
         G = jax.random.normal(keys[2], (left.shape[1], num_features), dtype)
         H = jax.random.normal(keys[3], (right.shape[1], num_features), dtype)
@@ -448,7 +505,7 @@ class Scaled(AbstractComposite):
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """The kernel's features times the root of the scale."""
+        """The kernel's features times the square root of the scale."""
         features = self.kernel.evaluate_features(key, X, num_features, origin)
         return jnp.sqrt(self.scale) * features
 
@@ -457,18 +514,18 @@ class Scaled(AbstractComposite):
         return self.scale * self.kernel.spectral_density(frequencies)
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
-        """Draw the kernel's own waves, with a variance that is scaled."""
+        """Draw the kernel's waves, with the variance scaled."""
         waves = self.kernel.sample_waves(key, num, d)
         return waves._replace(variance=self.scale * waves.variance)
 
 
 class ActiveDims(AbstractComposite):
-    """A kernel of the input columns `dims` only, k(x, z) = k_1(x[dims], z[dims]).
+    """A kernel applied to the input dimensions `dims` only, k(x, z) = k_1(x[dims], z[dims]).
 
     Raises:
         TypeError: if `dims` is not a sequence of integers.
-        ValueError: if `dims` is empty, negative or names a column twice, or, on evaluation, lies
-            beyond the inputs' width.
+        ValueError: if `dims` is empty, negative or names a column twice, or, on evaluation, names a
+            column that the inputs do not have.
     """
 
     kernel: AbstractKernel
@@ -482,7 +539,7 @@ class ActiveDims(AbstractComposite):
         if len(set(self.dims)) < len(self.dims):
             raise ValueError(f"`dims` must name each column once, got {self.dims}.")
 
-    def _seen(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
+    def _inputs_of_parts(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
         if max(self.dims) >= X.shape[-1]:
             raise ValueError(
                 f"`dims` must lie in 0..{X.shape[-1] - 1} for inputs of shape {X.shape}, "
@@ -491,29 +548,31 @@ class ActiveDims(AbstractComposite):
         return X[..., jnp.array(self.dims)]
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
-        """Those of the kernel, among the active columns."""
-        found = self.kernel.categories(len(self.dims))
-        return {self.dims[column]: known for column, known in found.items()}
+        """The kernel's categories, for the active columns below d."""
+        categories = self.kernel.categories(len(self.dims))
+        by_column = {self.dims[active]: integers for active, integers in categories.items()}
+        return {column: integers for column, integers in by_column.items() if column < d}
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """Those of the kernel, among the active columns."""
-        found = self.kernel.rough_columns(len(self.dims))
-        return frozenset(self.dims[column] for column in found)
+        """The active columns in which the kernel's functions are not differentiable."""
+        active_columns = self.kernel.rough_columns(len(self.dims))
+        return frozenset(self.dims[active] for active in active_columns)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """The kernel's matrix of the active columns."""
-        return self.kernel.evaluate(self._seen(X), self._seen(Z))
+        """The kernel's matrix for the active columns."""
+        return self.kernel.evaluate(self._inputs_of_parts(X), self._inputs_of_parts(Z))
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """The kernel's variances of the active columns."""
-        return self.kernel.evaluate_diag(self._seen(X))
+        """The kernel's variances for the active columns."""
+        return self.kernel.evaluate_diag(self._inputs_of_parts(X))
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The kernel's features of the active columns."""
-        origin = None if origin is None else self._seen(origin[None])[0]
-        return self.kernel.evaluate_features(key, self._seen(X), num_features, origin)
+        origin = None if origin is None else self._inputs_of_parts(origin[None])[0]
+        inputs = self._inputs_of_parts(X)
+        return self.kernel.evaluate_features(key, inputs, num_features, origin)
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw waves along the active columns; the frequencies of the others are zero."""
@@ -526,7 +585,7 @@ class ActiveDims(AbstractComposite):
 
 
 def as_single(name: str, kernel: Any) -> AbstractKernel:
-    """Return `kernel`, or raise unless it is one kernel, and no batch."""
+    """Return `kernel`, or raise unless it is a single kernel and not a batch."""
     checks.instance(name, kernel, AbstractKernel)
     if kernel.batch_shape:
         raise ValueError(
@@ -537,14 +596,19 @@ def as_single(name: str, kernel: Any) -> AbstractKernel:
     return kernel
 
 
+def _is_user_defined(kernel: AbstractKernel) -> bool:
+    """Whether a kernel's class is not this package's, so that what it returns must be checked."""
+    return type(kernel).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
 def _as_dims(dims: Any) -> tuple[int, ...]:
     try:
         entries = tuple(dims)
         if any(np.asarray(entry).dtype == bool for entry in entries):
-            raise TypeError  # a mask, which as numbers would name columns 0 and 1
+            raise TypeError  # a mask: its entries, as integers, would name columns 0 and 1
         return tuple(operator.index(entry) for entry in entries)
     except TypeError:
         raise TypeError(
-            f"`dims` must be a sequence of integers such as (0, 3), got {dims!r}: the numbers of "
-            "the columns, not a mask (for which write `np.flatnonzero(mask)`)."
+            f"`dims` must be a sequence of integers such as (0, 3), got {dims!r}: column indices, "
+            "not a mask (for which write `np.flatnonzero(mask)`)."
         ) from None

@@ -38,7 +38,7 @@ class Matern12(_Matern):
     """The Matern kernel of order 1/2 (exponential), for continuous, rough functions.
 
     k(x, z) = variance * exp(-r), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It has no
-    derivative at r = 0, where the gradient is taken to be zero. Arguments and errors are as of
+    derivative at r = 0, where the gradient is set to zero. Arguments and errors are the same as for
     `RBF`.
 
     References:
@@ -53,11 +53,11 @@ class Matern12(_Matern):
 
     @property
     def by_differences(self) -> bool:
-        """True."""
+        """True: the correlation has a kink at zero."""
         return True
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """All."""
+        """All columns: functions with this kernel are not differentiable."""
         return frozenset(range(d))
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
@@ -69,7 +69,7 @@ class Matern32(_Matern):
     """The Matern kernel of order 3/2, for functions with one derivative.
 
     k(x, z) = variance * (1 + sqrt(3) r) exp(-sqrt(3) r), with
-    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. Arguments and errors are as of `RBF`.
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. Arguments and errors are the same as for `RBF`.
 
     References:
         Rasmussen and Williams (2006), eq. 4.17.
@@ -90,7 +90,7 @@ class Matern52(_Matern):
     """The Matern kernel of order 5/2, for functions with two derivatives.
 
     k(x, z) = variance * (1 + sqrt(5) r + 5 r^2 / 3) exp(-sqrt(5) r), with
-    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. Arguments and errors are as of `RBF`.
+    r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. Arguments and errors are the same as for `RBF`.
 
     References:
         Rasmussen and Williams (2006), eq. 4.17.
@@ -107,8 +107,8 @@ class Matern52(_Matern):
         return _twice_smooth(5.0 * squared)
 
 
-# Matern profiles in s = (sqrt(2 nu) r)^2. As functions of s they differentiate into each other, so
-# that no square root is differentiated and the derivatives at s = 0 are the right, finite ones.
+# Matern correlations as functions of s = (sqrt(2 nu) r)^2. The derivative of each is a multiple of
+# the next rougher one, so no square root is differentiated and derivatives at s = 0 are finite.
 
 
 @jax.custom_jvp
@@ -150,8 +150,8 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return value, -_once_smooth_given(s, value) / 6.0 * ds
 
 
-# The same from the next smoother profile: a gradient needs both, and a division and a square root
-# cost less than another exponential, or than storing one for two uses.
+# The same from the next smoother correlation, which a gradient needs as well: a division and a
+# square root cost less than another exponential, or than storing its value.
 
 
 @jax.custom_jvp

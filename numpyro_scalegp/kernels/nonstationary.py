@@ -1,4 +1,4 @@
-"""Kernels that depend on where the inputs lie: linear, and kernels of mapped inputs."""
+"""Nonstationary kernels: linear, and kernels of mapped inputs."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import checks, functions
-from numpyro_scalegp.core.linalg import matmul
+from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.programs import functions
 
 
 class Linear(AbstractKernel):
@@ -19,8 +20,8 @@ class Linear(AbstractKernel):
     k(x, z) = variance * x'z + bias.
 
     Args:
-        variance: prior variance of the coefficients, in squared units of the function over the
-            inputs', positive; shape () or (*batch,).
+        variance: prior variance of the coefficients, in squared units of the function over squared
+            units of the inputs, positive; shape () or (*batch,).
         bias: prior variance of the intercept, in squared units of the function, not negative;
             shape () or (*batch,).
 
@@ -45,7 +46,7 @@ class Linear(AbstractKernel):
     def __check_init__(self) -> None:
         checks.positive("variance", self.variance)
         checks.positive("bias", self.bias, or_zero=True)
-        _ = self.batch_shape  # of shapes that fit together
+        _ = self.batch_shape  # raises unless batch shapes fit together
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
@@ -65,17 +66,16 @@ class Linear(AbstractKernel):
 
 
 class FeatureMapped(AbstractKernel):
-    """A kernel of mapped inputs, k(x, z) = k_1(g(x), g(z)): a deep kernel where g is a network.
+    """A kernel of mapped inputs, k(x, z) = k_1(g(x), g(z)): a deep kernel if g is a network.
 
     Args:
         kernel: the kernel k_1 on the outputs of the map.
-        feature_map: the map g. An Equinox module is applied row by row, as Equinox networks are
-            written; anything else (a plain function, a Flax NNX module, what
-            `numpyro.contrib.module` returns) is applied to the whole (n, d) array and returns
-            (n, p).
+        feature_map: the map g. An Equinox module maps a single row; any other callable (a plain
+            function, a Flax NNX module, the return value of a function of `numpyro.contrib.module`)
+            maps the (n, d) array to (n, p).
 
     Raises:
-        ValueError: if `feature_map` is not callable or does not return one row for each input row.
+        ValueError: if `feature_map` is not callable, or does not return a row for each input.
 
     References:
         Wilson, Hu, Salakhutdinov and Xing (2016), Deep Kernel Learning, eq. 5.
@@ -95,9 +95,9 @@ class FeatureMapped(AbstractKernel):
         self.kernel = kernel
         self.feature_map = functions.as_pytree(feature_map, "feature_map")
 
-    def _seen(self, X: Float[Array, "... n d"]) -> Float[Array, "... n p"]:
+    def _inputs_of_parts(self, X: Float[Array, "... n d"]) -> Float[Array, "... n p"]:
         if X.ndim > 2:
-            return jax.vmap(self._seen)(X)
+            return batches.mapped(self._inputs_of_parts, 2)(X)
         mapped = self.feature_map(X)
         if jnp.ndim(mapped) != 2 or mapped.shape[0] != X.shape[0]:
             raise ValueError(
@@ -107,39 +107,41 @@ class FeatureMapped(AbstractKernel):
         return mapped
 
     def categories(self, d: int) -> dict[int, tuple[int, ...]]:
-        """None: those of the kernel are outputs of the map."""
+        """No categories: the kernel's categories are outputs of the map, not inputs."""
         return {}
 
     def rough_columns(self, d: int) -> frozenset[int]:
-        """All, if the kernel has any among the outputs of the map."""
-        width = jax.eval_shape(self._seen, jax.ShapeDtypeStruct((1, d), float)).shape[1]
+        """All columns, if the kernel is rough in any output of the map."""
+        inputs = jax.ShapeDtypeStruct((1, d), float)
+        width = jax.eval_shape(self._inputs_of_parts, inputs).shape[1]
         return frozenset(range(d) if self.kernel.rough_columns(width) else ())
 
     @property
     def has_smooth_features(self) -> bool:
-        """Whether the kernel's own features are smooth."""
+        """Whether `kernel` has smooth features; see `AbstractKernel.has_smooth_features`."""
         return self.kernel.has_smooth_features
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
         """The features of the mapped inputs."""
-        origin = None if origin is None else self._seen(origin[None])[0]
-        return self.kernel.evaluate_features(key, self._seen(X), num_features, origin)
+        origin = None if origin is None else self._inputs_of_parts(origin[None])[0]
+        inputs = self._inputs_of_parts(X)
+        return self.kernel.evaluate_features(key, inputs, num_features, origin)
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
-        return self.kernel.evaluate(self._seen(X), self._seen(Z))
+        return self.kernel.evaluate(self._inputs_of_parts(X), self._inputs_of_parts(Z))
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
-        return self.kernel.evaluate_diag(self._seen(X))
+        return self.kernel.evaluate_diag(self._inputs_of_parts(X))
 
 
 def refuse_kernel(name: str, function: object) -> None:
-    """Raise for a kernel where the argument `name` is a map of inputs: both are callable."""
+    """Raise if the argument `name`, a function of inputs, is a kernel, which is callable, too."""
     if isinstance(function, AbstractKernel):
         raise TypeError(
             f"`{name}` must be a function of inputs, got the kernel `{type(function).__name__}`: "
-            "a kernel is an argument of its own."
+            "pass a kernel as `kernel`."
         )

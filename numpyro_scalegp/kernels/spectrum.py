@@ -1,4 +1,4 @@
-"""Random features of a covariance function, by its spectral density where it has one."""
+"""Random features of a covariance function, from its spectral density if it has one."""
 
 import abc
 import math
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.trigonometry import cos_sin_of_turns, turns_of
+from numpyro_scalegp.numerics.trigonometry import cos_sin_of_turns, turns_of
 
 Origin = Float[Array, " d"] | None
 
@@ -18,12 +18,12 @@ class Waves(NamedTuple):
     """Random waves of a stationary kernel: E[variance cos(w'(x - z))] = k(x, z)."""
 
     frequencies: Float[Array, "num d"]  # w, in radians per unit of the inputs
-    variance: Float[Array, ""]  # k(x, x); of a component, that of the kernel it was taken from
-    active: Bool[Array, " num"]  # of a component, the waves that are its own
+    variance: Float[Array, ""]  # k(x, x); for a component, of the kernel it was taken from
+    active: Bool[Array, " num"]  # for a component, which waves belong to it
 
 
 class AbstractSpectrum(eqx.Module):
-    """What random features a kernel has, and the frequencies of a stationary one."""
+    """The random features of a kernel, and the frequencies of a stationary one."""
 
     @abc.abstractmethod
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
@@ -37,7 +37,7 @@ class AbstractSpectrum(eqx.Module):
         Args:
             key: a typed JAX key.
             num: number of frequencies.
-            d: number of input columns.
+            d: number of input dimensions.
 
         Returns:
             Frequencies in radians per unit of the inputs, shape (num, d).
@@ -76,8 +76,8 @@ class AbstractSpectrum(eqx.Module):
     def has_smooth_features(self) -> bool:
         """Whether random features of a fixed key have a derivative in every hyperparameter.
 
-        Not where one decides between discrete frequencies: the lengthscale of `Periodic`, or the
-        variances of a sum inside of a product.
+        False if a hyperparameter selects among discrete frequencies, as do the lengthscale of
+        `Periodic` and the variances in a sum within a product.
         """
         return self.has_smooth_frequencies
 
@@ -87,7 +87,7 @@ class AbstractSpectrum(eqx.Module):
         return True
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
-        """Draw random waves, of which `sample_frequencies` gives the frequencies alone."""
+        """Draw random waves; `sample_frequencies` returns their frequencies alone."""
         frequencies = self.sample_frequencies(key, num, d)
         variance = self.evaluate_diag(jnp.zeros((1, d), frequencies.dtype))[0]
         return Waves(frequencies, variance, jnp.ones(num, bool))
@@ -104,25 +104,26 @@ class AbstractSpectrum(eqx.Module):
 
         E[phi(x)'phi(z)] = k(x, z) over keys. A stationary kernel has pairs of a cosine and a sine
         with frequencies from its spectral density; sums, products and mapped inputs combine the
-        features of their parts, and a linear kernel has its own, exact ones. With the same key, the
-        frequencies follow the hyperparameters (in steps where the spectrum is discrete, as that of
-        `Periodic`), and each row's features depend on that row alone.
+        features of their parts, and a linear kernel has exact features. With the same key, the
+        frequencies are a function of the hyperparameters (a step function if the spectrum is
+        discrete, as for `Periodic`), and the features of a point depend on no other point.
 
         Args:
-            key: a typed JAX key; the features of other rows belong together if drawn with the same.
+            key: a typed JAX key; use the same key for features of other inputs of the same
+                function.
             X: inputs, shape (n, d).
-            num_features: number of features wanted, an even number of at least 2.
-            origin: a row at which every wave begins, shape (d,), zero by default. It does not
-                change the expectation. Far from it a rounding of a frequency is another function:
-                give a row of the data where features belong together that different programs
-                compute, or that follow the hyperparameters, such as `X[0]`.
+            num_features: number of features, even and at least 2.
+            origin: a point where every wave has phase zero, shape (d,), by default zero. It does
+                not change the expectation. Far from it, rounding a frequency changes the function:
+                pass a data point such as `X[0]` if different programs compute features of the same
+                function, or if hyperparameters change.
 
         Returns:
-            Features, shape (n, p); p is `num_features` unless the kernel has a part with exact
+            Features, shape (n, p); p is `num_features` unless a part of the kernel has exact
             features. Time O(n d p), memory O(n p).
 
         Raises:
-            ValueError: if the kernel is not stationary and not made of parts that have features.
+            ValueError: if the kernel is neither stationary nor composed of parts with features.
 
         References:
             Rahimi and Recht (2007), Random Features for Large-Scale Kernel Machines; Sutherland and

@@ -15,10 +15,10 @@ from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
 
-# Nodes of a quadrature, and the exponent at which its integrand ends.
+# Nodes of a quadrature, and the negative exponent at which it cuts off the integrand.
 _NUM_NODES = 257
 _DECAY = 60.0
-# In place of a frequency of zero, where a limit would be taken.
+# Replaces a squared frequency of zero, where the density is a limit.
 _LEAST_SQUARE = 1e-30
 
 
@@ -31,16 +31,16 @@ def check_lengthscale_and_variance(
 
 
 def check_columns(name: str, value: Array, d: int) -> None:
-    """Raise unless there is one value for each of d columns, or one that they share."""
-    if value.shape != (1,):  # of a member of a batch, whose shape is (*batch, 1)
-        checks.shape(name, value, (), (d,), why="one value for each input column")
+    """Raise unless there is one value for each of d columns, or one for all."""
+    if value.shape not in ((), (1,), (d,)):  # (1,): a member of a batch of shape (*batch, 1)
+        checks.shape(name, value, (), (d,), why="one value for each input dimension")
 
 
 class AbstractStationary(AbstractKernel):
-    """k(x, z) = variance * correlation(||(x - z) / lengthscale||^2).
+    """The base class of k(x, z) = variance * correlation(||(x - z) / lengthscale||^2).
 
-    A kernel of one's own has the fields `lengthscale` and `variance` and implements `correlation`
-    and, for random features, `sample_precisions`.
+    A custom kernel has the fields `lengthscale` and `variance` and implements `correlation` and,
+    for random features, `sample_precisions`.
     """
 
     hyperparameter_ndims: ClassVar[Mapping[str, int]] = {"lengthscale": 1, "variance": 0}
@@ -50,7 +50,7 @@ class AbstractStationary(AbstractKernel):
 
     def __check_init__(self) -> None:
         check_lengthscale_and_variance(self.lengthscale, self.variance)
-        _ = self.batch_shape  # of shapes that fit together
+        _ = self.batch_shape  # raises unless batch shapes fit together
 
     @abc.abstractmethod
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
@@ -59,9 +59,10 @@ class AbstractStationary(AbstractKernel):
     def sample_precisions(
         self, key: Key[Array, ""], num: int, dtype: jnp.dtype
     ) -> Float[Array, " num"]:
-        """Draw t, shape (num,), of the mixture of RBFs correlation(r^2) = E[exp(-t r^2 / 2)].
+        """Draw precisions t, shape (num,), with correlation(r^2) = E[exp(-t r^2 / 2)].
 
-        Every correlation that is valid in all dimensions is such a mixture (Schoenberg, 1938).
+        Every correlation that is valid in all dimensions is such a mixture of RBFs (Schoenberg,
+        1938).
         """
         raise ValueError(
             f"`{type(self).__name__}` does not define how its frequencies are drawn: implement "
@@ -91,7 +92,7 @@ class AbstractStationary(AbstractKernel):
 
     @property
     def is_stationary(self) -> bool:
-        """True."""
+        """True: k(x, z) depends on x - z alone."""
         return True
 
     def scaled_inputs(
@@ -102,7 +103,7 @@ class AbstractStationary(AbstractKernel):
 
     @property
     def by_differences(self) -> bool:
-        """Whether small distances need all digits, as where `correlation` is rough at zero."""
+        """Whether small distances must be accurate, because `correlation` is rough at zero."""
         return False
 
     def _check_width(self, d: int) -> None:
@@ -122,7 +123,7 @@ class AbstractStationary(AbstractKernel):
         """The variances k(x_i, x_i), shape (n,)."""
         self._check_width(X.shape[1])
         dtype = jnp.result_type(X, self.lengthscale, self.variance)
-        # Rows that are not finite have no variance: else one row alone would pass for a good one.
+        # NaN for rows with NaN, which k(x, x) = variance alone would hide.
         return jnp.where(jnp.isnan(X).any(axis=1), jnp.nan, self.variance.astype(dtype))
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
@@ -131,7 +132,7 @@ class AbstractStationary(AbstractKernel):
         normal_key, precision_key = jax.random.split(checks.as_key(key))
         dtype = self.lengthscale.dtype
         normal = jax.random.normal(normal_key, (num, d), dtype)
-        # One scale for a whole vector: the density is isotropic in d dimensions, not a product.
+        # One scale for each vector: the density is isotropic in d dimensions, not a product.
         arguments = precision_key, num, dtype
         precisions = checks.call_hook(self, "sample_precisions", (num,), *arguments)
         scale = jnp.sqrt(precisions)[:, None]
@@ -144,8 +145,8 @@ class RBF(AbstractStationary):
     k(x, z) = variance * exp(-r^2 / 2), with r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2.
 
     Args:
-        lengthscale: in units of the inputs, positive; shape () or, one a column, (d,); of a batch
-            of kernels (*batch, 1) or (*batch, d).
+        lengthscale: in units of the inputs, positive; shape (), or (d,) with one value for each
+            input dimension; for a batch of kernels (*batch, 1) or (*batch, d).
         variance: the amplitude squared, in squared units of the function, positive; shape () or
             (*batch,).
 
@@ -176,7 +177,7 @@ class RBF(AbstractStationary):
     def sample_precisions(
         self, key: Key[Array, ""], num: int, dtype: jnp.dtype
     ) -> Float[Array, " num"]:
-        """Ones: no mixture."""
+        """Ones, since the RBF is a single component of the mixture."""
         return jnp.ones(num, dtype)
 
     def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
@@ -190,10 +191,10 @@ class RationalQuadratic(AbstractStationary):
     k(x, z) = variance * (1 + r^2 / (2 alpha))^(-alpha), with
     r^2 = sum_i ((x_i - z_i) / lengthscale_i)^2. It tends to `RBF` as alpha grows.
 
-    `lengthscale`, `variance` and errors are as of `RBF`.
+    `lengthscale`, `variance` and errors are the same as for `RBF`.
 
     Args:
-        alpha: weight of small against large scales, positive; shape () or (*batch,).
+        alpha: relative weight of small and large lengthscales, positive; shape () or (*batch,).
 
     References:
         Rasmussen and Williams (2006), eq. 4.19.
@@ -225,9 +226,9 @@ class RationalQuadratic(AbstractStationary):
         return jax.random.gamma(key, self.alpha, (num,), dtype) / self.alpha
 
     def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
-        """The mean of those of the mixed RBF kernels, (2 pi / t)^(d / 2) exp(-w^2 / (2 t)).
+        """The mean over t of the RBF densities (2 pi / t)^(d / 2) exp(-w^2 / (2 t)).
 
-        Infinite at zero frequency where alpha <= d / 2.
+        It is infinite at zero frequency if alpha <= d / 2.
         """
         squared = jnp.maximum(squared, _LEAST_SQUARE)
         order, z = self.alpha - 0.5 * d, jnp.sqrt(2.0 * self.alpha * squared)
@@ -246,7 +247,7 @@ def _log_bessel(order: Float[Array, ""], z: Float[Array, " num"]) -> Float[Array
     reach = (_DECAY + 5.0 * jnp.abs(order)) / z
     end = jax.lax.stop_gradient(jnp.arccosh(1.0 + reach))[:, None]
     v = end * jnp.linspace(0.0, 1.0, _NUM_NODES, dtype=z.dtype)
-    # cosh(order v), and of cosh(v) what exceeds one, without overflow or lost digits.
+    # cosh(order v) and cosh(v) - 1, without overflow or loss of digits.
     log_cosh = jnp.logaddexp(order * v, -order * v) - math.log(2.0)
     terms = log_cosh - 2.0 * z[:, None] * jnp.square(jnp.sinh(0.5 * v))
     total = jax.scipy.special.logsumexp(terms[:, 1:], axis=1)
@@ -287,16 +288,16 @@ class Constant(AbstractKernel):
 
     @property
     def is_stationary(self) -> bool:
-        """True."""
+        """True: k(x, z) is constant."""
         return True
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
-        """The one exact feature, sqrt(variance)."""
+        """A single exact feature, sqrt(variance)."""
         dtype = jnp.result_type(X, self.variance)
         return jnp.broadcast_to(jnp.sqrt(self.variance).astype(dtype), (X.shape[0], 1))
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
-        """Return zeros: all the power of a constant lies at frequency zero."""
+        """Return zeros: a constant has no other frequency."""
         return jnp.zeros((num, d), self.variance.dtype)

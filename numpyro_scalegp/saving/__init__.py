@@ -1,4 +1,4 @@
-"""Fitted objects in one file: arrays in NumPy's format, their structure beside them as JSON."""
+"""Save a fitted object to one file: its arrays in NumPy's format, its structure as JSON."""
 
 from numpyro_scalegp.saving.api import load, save
 

@@ -14,21 +14,23 @@ from numpyro_scalegp.saving.names import Trusted
 
 
 def save(path: file.Path, fitted: Any) -> None:
-    """Save a posterior, a kernel, parameters, a result or state of SVI, or containers of them.
+    """Save a posterior, a kernel, parameters, a result or state of SVI, or a container of these.
 
     One `.npz` file holds everything: hyperparameters, data, representer weights, posterior samples,
-    seeds, an optimizer's state. A loaded posterior predicts without another solve; training goes on
-    from a loaded state as if it had not been interrupted. The file is written beside and then put
-    in place: at each moment `path` is the old file or the new one, whole. A process that is killed
-    while it saves may leave a file `.NAME.*.tmp`, which can be deleted.
+    seeds, the optimizer's state. A loaded posterior predicts without another solve, and training
+    resumes from a loaded state as if it had not been interrupted. A temporary file is
+    written to the same folder and then replaces `path`, so that `path` is always complete: the old
+    file or the new one. A process that is killed while it saves may leave a file `.NAME.*.tmp`,
+    which can be deleted.
 
-    Code is not stored. Of functions and classes the file has the names; where a function has none
-    that can be found again, such as a lambda or a closure, it has the arrays in there, and `load`
-    takes the code from `like=`. Of users' code the file keeps what it gave at a few rows, which
-    `load` compares: for a posterior that holds a model, conditioning on two draws.
+    Code is not stored. The file holds the names of functions and classes. For a function that
+    cannot be looked up by name, such as a lambda or a closure, it holds the arrays that the
+    function captures, and `load` takes the code from `like=`. For functions and classes of yours,
+    the file also holds their values at a few inputs (for a posterior that holds a model, its
+    moments given two draws), which `load` compares with the values of the current code.
 
-    Where several processes hold an array together, all of them save; the first one writes the file.
-    Such arrays are whole in the memory of each host meanwhile.
+    If several processes share an array, all of them must call `save`; the first one writes the
+    file. During the call, each host holds a full copy of these arrays.
 
     Args:
         path: the file, by convention `*.npz`; it is replaced. A string, bytes or a `pathlib.Path`.
@@ -36,10 +38,11 @@ def save(path: file.Path, fitted: Any) -> None:
             tuples, Equinox modules, NumPyro distributions, other pytrees, functions.
 
     Raises:
-        ValueError: if something in it cannot be restored, with the path to it, such as
-            `.kernel.lengthscale`; nothing is written then.
-        TypeError: if `path` is none.
-        OSError: if the file cannot be written, with its name; what was there before stays.
+        ValueError: if part of `fitted` cannot be restored; the message gives the path to it, such
+            as `.kernel.lengthscale`, and nothing is written.
+        TypeError: if `path` is not a path.
+        OSError: if the file cannot be written; the message names it, and an existing file is left
+            unchanged.
 
     Example:
         >>> import pathlib, tempfile
@@ -57,7 +60,9 @@ def save(path: file.Path, fitted: Any) -> None:
     try:
         structure = encoder.encode(fitted, "")
     except RecursionError as error:
-        raise ValueError("cannot save what holds itself or is nested too deeply.") from error
+        raise ValueError(
+            "cannot save an object that contains itself or is nested too deeply."
+        ) from error
     if encoder.is_shared:
         _write_by_first(path, structure, encoder.arrays)
     else:
@@ -65,7 +70,7 @@ def save(path: file.Path, fitted: Any) -> None:
 
 
 def _write_by_first(path: str, structure: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Write the file in the first process, for which the others wait."""
+    """Write the file in the first process while the other processes wait."""
     failure: Exception | None = None
     if jax.process_index() == 0:
         try:
@@ -88,41 +93,42 @@ def load(
     like: Any = _NO_TEMPLATE,
     trusted: Iterable[str | type | Callable[..., Any]] = (),
 ) -> Any:
-    """Load what `save` wrote.
+    """Load an object from a file that `save` wrote.
 
-    A file cannot run code of its choice: classes it names are looked up in this package, Equinox,
-    JAX, NumPyro, optax and Flax, functions in a short list of functions of arrays, and nothing is
-    unpickled.
+    A file cannot run arbitrary code: the classes that it names are looked up in this package,
+    Equinox, JAX, NumPyro, optax and Flax, the functions in a short list of array functions, and
+    nothing is unpickled.
 
     Args:
         path: the file.
-        like: an object of the same structure, such as `svi.init(key, *args)`, from which classes
-            and functions are taken, while arrays, keys, numbers and strings come from the file. Its
-            arrays may be `jax.ShapeDtypeStruct`, as `equinox.filter_eval_shape` makes them; where
-            they lie on a mesh, those of the file are put there alike, whatever number of devices
-            had them. Needed where functions are lambdas or closures; with it, no name in the file
-            is looked up. A part of it may be `...`, for whatever the file has there.
-        trusted: other packages whose classes and functions the file may name, or these classes and
-            functions themselves, such as `("my_package", MyNetwork, my_mean)`. Packages are
+        like: a template, which is an object of the same structure, such as
+            `svi.init(key, *args)`. Classes and functions are taken from the template; arrays, keys,
+            numbers and strings come from the file. The template's arrays may be
+            `jax.ShapeDtypeStruct`, as `equinox.filter_eval_shape` returns them; if they lie on a
+            mesh, the loaded arrays are placed there in the same way, regardless of the number of
+            devices when they were saved. A template is required if the object holds lambdas or
+            closures; with a template, no name in the file is looked up. `...` as a part of the
+            template accepts anything.
+        trusted: further packages whose classes and functions the file may name, or these classes
+            and functions themselves, such as `("my_package", MyNetwork, my_mean)`. Packages are
             imported.
 
     Returns:
-        The object. Arrays are on JAX's default device or on the mesh of those of `like`, NumPy's
-        stay NumPy's. 64-bit arrays become 32-bit ones, with a warning, unless 64-bit types are
-        enabled.
+        The object. JAX arrays are on the default device or placed as in `like`; NumPy arrays stay
+        NumPy arrays. 64-bit arrays become 32-bit, with a warning, unless 64-bit types are enabled.
 
     Raises:
-        TypeError: if `path` is none.
+        TypeError: if `path` is not a path.
         FileNotFoundError: if there is no file.
-        OSError: if it cannot be read, with its name.
-        ValueError: if the file is damaged; if it names what is not trusted, lacks a field of a
-            class or has one too many, or holds what its class does not take; or if it does not fit
-            `like`; or if a function or class of the user's gives other values than it did when the
-            object was saved. The message names the file and the path in the object.
+        OSError: if the file cannot be read; the message names it.
+        ValueError: if the file is damaged; if it names a class or function that is not trusted; if
+            the fields of an object are not the fields of its class, or hold invalid values; if it
+            does not match `like`; or if a function or class of yours computes other values than
+            when the object was saved. The message names the file and the path in the object.
     """
-    decoder_trust = Trusted(trusted)
+    trusted_names = Trusted(trusted)
     path = file.as_path(path)
     structure, arrays = file.read(path)
     template = () if like is _NO_TEMPLATE else (like,)
-    decoder = Decoder(arrays, decoder_trust, path)
+    decoder = Decoder(arrays, trusted_names, path)
     return decoder.load(structure, template)

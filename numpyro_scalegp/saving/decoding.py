@@ -1,4 +1,4 @@
-"""From a JSON value and named arrays back to the object."""
+"""Decode the object from a JSON value and named arrays."""
 
 import dataclasses
 import inspect
@@ -14,9 +14,9 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.mesh import placed_like
-from numpyro_scalegp.core.programs import Traced
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.saving import answers, names, schema
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.programs.compiled import Traced
+from numpyro_scalegp.saving import names, recorded_values, schema
 from numpyro_scalegp.saving.encoding import (
     DICTS,
     KEY_IMPLEMENTATIONS,
@@ -30,16 +30,19 @@ from numpyro_scalegp.saving.encoding import (
     is_node,
 )
 
-Template = tuple[Any, ...]  # of one object, or none
+Template = tuple[Any, ...]  # (object,), or () without a template
 
 
 class Decoder:
-    """Rebuilds an object from names or, where there is a template, from its classes and functions.
+    """Rebuilds an object.
+
+    Classes and functions are taken from the template if there is one, and looked up by name
+    otherwise.
 
     Args:
         arrays: the file's arrays.
-        trusted: what the file may name.
-        file: its name, for errors and warnings.
+        trusted: the classes and functions that the file may name.
+        file: the name of the file, for errors and warnings.
     """
 
     def __init__(self, arrays: dict[str, np.ndarray], trusted: names.Trusted, file: str) -> None:
@@ -49,14 +52,14 @@ class Decoder:
         self.narrowed: set[str] = set()
 
     def load(self, code: Any, like: Template) -> Any:
-        """The object; all errors name the file."""
+        """The object. Every error names the file."""
         try:
             value = self.decode(code, like, "")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"cannot load `{self.file}`: {error}") from error
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
-                f"cannot load `{self.file}`: it is not as `sgp.save` writes "
+                f"cannot load `{self.file}`: `sgp.save` does not write such a file "
                 f"({type(error).__name__}: {error})."
             ) from error
         if self.narrowed:
@@ -70,13 +73,13 @@ class Decoder:
         return value
 
     def decode(self, code: Any, like: Template, path: str) -> Any:
-        """The object that `code` stands for."""
+        """The object that `code` encodes."""
         if like and like[0] is ...:
             like = ()
         if like and isinstance(like[0], Traced):
-            like = (None,)  # no program is saved; the function that was traced stands beside it
+            like = (None,)  # not saved: the function that was traced is a separate field
         if type(code) in PLAIN:
-            _same(type(code), like, path)
+            _require_type(type(code), like, path)
             return code
         return _DECODERS[code["kind"]](self, code, like, path)
 
@@ -85,12 +88,12 @@ class Decoder:
         if list(stored.shape) != code["shape"]:
             raise ValueError(f"the array at {at(path)} has shape {stored.shape} in the file.")
         # Types that NumPy lacks are stored as unsigned integers.
-        known = code["dtype"][0] in "<>|="
-        dtype = np.dtype(code["dtype"]) if known else jnp.dtype(code["dtype"])
-        array = stored if known else stored.view(dtype)
+        is_numpy = code["dtype"][0] in "<>|="
+        dtype = np.dtype(code["dtype"]) if is_numpy else jnp.dtype(code["dtype"])
+        array = stored if is_numpy else stored.view(dtype)
         if array.dtype != dtype:
             raise ValueError(f"the array at {at(path)} has the dtype {array.dtype} in the file.")
-        _fits(array.shape, dtype, like, path)
+        _require_array(array.shape, dtype, like, path)
         if code["form"] == "numpy":
             return array.copy()
         if code["form"] == "scalar":
@@ -99,7 +102,7 @@ class Decoder:
             self.narrowed.add(dtype.name)
             array = _narrowed(array, path)
         if code.get("weak") and dtype in _weak_dtypes():
-            # From a number of Python, and so never widening the type of a result.
+            # A weak type, from a Python number, does not widen the dtype of a result.
             loaded = jnp.full(array.shape, dtype.type(0).item()).at[...].set(array)
         else:
             loaded = jnp.array(array)
@@ -110,67 +113,67 @@ class Decoder:
             raise ValueError(f"there are no keys of {code['implementation']!r}.")
         data = self._decode_array(code["data"], (), path)
         key = jax.random.wrap_key_data(data, impl=code["implementation"])
-        _fits(key.shape, key.dtype, like, path)
+        _require_array(key.shape, key.dtype, like, path)
         return placed_like(key, like[0]) if like else key
 
     def _decode_dict(self, code: Any, like: Template, path: str) -> Any:
         of = DICTS[code["kind"]]
-        _same(of, like, path)
+        _require_type(of, like, path)
         keys = [self.decode(key, (), path) for key, _ in code["items"]]
-        for one in like:
-            _same_names(keys, list(one), path)
+        for template in like:
+            _require_names(keys, list(template), path)
         return of(
-            (key, self.decode(item, tuple(one[key] for one in like), f"{path}[{key!r}]"))
+            (key, self.decode(item, tuple(t[key] for t in like), f"{path}[{key!r}]"))
             for key, (_, item) in zip(keys, code["items"], strict=True)
         )
 
     def _decode_sequence(self, code: Any, like: Template, path: str) -> Any:
         of = SEQUENCES[code["kind"]]
-        _same(of, like, path)
+        _require_type(of, like, path)
         items = code["items"]
-        for one in like:
-            if len(one) != len(items):
+        for template in like:
+            if len(template) != len(items):
                 raise ValueError(
-                    f"`like` has {len(one)} entries at {at(path)}, and the file {len(items)}."
+                    f"`like` has {len(template)} entries at {at(path)}, and the file {len(items)}."
                 )
         return of(
-            self.decode(item, tuple(one[i] for one in like), f"{path}[{i}]")
+            self.decode(item, tuple(t[i] for t in like), f"{path}[{i}]")
             for i, item in enumerate(items)
         )
 
     def _class(self, code: Any, like: Template, path: str, of: type) -> type:
-        """The class of an object, which must be a kind of `of`."""
-        for one in like:
-            if type(one).__qualname__ != code["class"].partition(":")[2]:
+        """The class of an object, which must be a subclass of `of`."""
+        for template in like:
+            if type(template).__qualname__ != code["class"].partition(":")[2]:
                 raise ValueError(
-                    f"`like` has a `{type(one).__qualname__}` at {at(path)}, and the file a "
+                    f"`like` has a `{type(template).__qualname__}` at {at(path)}, and the file a "
                     f"`{code['class']}`."
                 )
-        found = type(like[0]) if like else self.trusted.find_class(code["class"])
-        if not issubclass(found, of):
-            raise ValueError(f"{code['class']} at {at(path)} is no kind of `{of.__name__}`.")
-        return found
+        cls = type(like[0]) if like else self.trusted.find_class(code["class"])
+        if not issubclass(cls, of):
+            raise ValueError(f"{code['class']} at {at(path)} is not a `{of.__name__}`.")
+        return cls
 
     def _fields(
-        self, code: Any, like: Template, path: str, wanted: Iterable[str]
+        self, code: Any, like: Template, path: str, expected: Iterable[str]
     ) -> dict[str, Any]:
-        """The fields of an object: all of them, and no others."""
-        _same_names(list(code["fields"]), list(wanted), path, code["class"])
+        """The fields of an object, which must have these names."""
+        _require_names(list(code["fields"]), list(expected), path, code["class"])
         return {
-            name: self.decode(field, tuple(getattr(one, name) for one in like), f"{path}.{name}")
+            name: self.decode(field, tuple(getattr(t, name) for t in like), f"{path}.{name}")
             for name, field in code["fields"].items()
             if field is None or type(field) is not dict or field["kind"] != "default"
         }
 
     def _check(self, code: Any, value: Any, path: str) -> None:
-        """Run the checks of a class, of objects that had not passed them those of kinds alone."""
+        """Run the checks that the object passed when it was saved: of all fields, or of types."""
         try:
             if code.get("unchecked"):
                 schema.check_kinds(value)
                 return
             check(value)
             if isinstance(value, AbstractPosterior):
-                answers.check_moments(value)
+                recorded_values.check_moments(value)
         except Exception as error:
             raise ValueError(f"{at(path)}, a `{type(value).__qualname__}`: {error}") from error
 
@@ -183,48 +186,51 @@ class Decoder:
 
     def _decode_module(self, code: Any, like: Template, path: str) -> Any:
         of = self._class(code, like, path, eqx.Module)
-        wanted = schema.saved_fields(of)
-        fields = self._fields(code, like, path, wanted)
+        fields = self._fields(code, like, path, schema.saved_fields(of))
         for name in code["fields"].keys() - fields.keys():
             default = inspect.signature(of).parameters[name].default
             if not callable(default):
                 raise ValueError(f"the field {at(path)}.{name} has no function as its default.")
             if like and getattr(like[0], name) is not default:
-                raise ValueError(f"`like` has no default at {at(path)}.{name}, and the file one.")
+                raise ValueError(
+                    f"`like` does not have the default at {at(path)}.{name}, and the file does."
+                )
             fields[name] = default
         module: Any = object.__new__(of)
         for field in dataclasses.fields(of):
             object.__setattr__(module, field.name, fields.get(field.name, field.default))
         self._check(code, module, path)
         if "answers" in code:
-            self._compare(code, module, path)
+            self._compare_values(code, module, path)
         return module
 
-    def _compare(self, code: Any, module: Any, path: str) -> None:
-        """Raise if users' code in an object gives other values than when it was saved."""
-        rows, values = self.decode(code["answers"], (), path)
-        named = ", ".join(f"`{name}`" for name in dict.fromkeys(code["code"]))
+    def _compare_values(self, code: Any, module: Any, path: str) -> None:
+        """Raise if users' code in an object computes other values than when it was saved."""
+        inputs, values = self.decode(code["answers"], (), path)
+        recorded = recorded_values.RecordedValues(inputs, values)
+        functions = ", ".join(f"`{name}`" for name in dict.fromkeys(code["code"]))
         try:
-            differs = answers.differs(module, answers.Answers(rows, values))
+            differs = recorded_values.differs(module, recorded)
         except Exception as error:
             raise ValueError(
                 f"{at(path)}, a `{type(module).__qualname__}`, cannot be computed as it was when "
-                f"it was saved: does {named} take other arguments now? "
+                f"it was saved: does {functions} take other arguments now? "
                 f"({type(error).__name__}: {error})"
             ) from error
         if differs:
             raise ValueError(
                 f"{at(path)}, a `{type(module).__qualname__}`, gives other values than when it was "
-                f"saved: {named}, or what that reads, was edited since. A file has the names of "
-                "functions and classes and no code: load it with the code of then, or fit again."
+                f"saved: {functions}, or code that it calls, was edited since. A file holds the "
+                "names of functions and classes but not their code: load it with the code that it "
+                "was saved with, or fit again."
             )
 
     def _decode_distribution(self, code: Any, like: Template, path: str) -> Any:
         of: Any = self._class(code, like, path, Distribution)
-        data, others = fields_of(of)
-        fields = self._fields(code, tuple(map(_Fields, like)), path, {*data, *others})
-        static = tuple(fields[name] for name in others)
-        value = of.tree_unflatten(static, tuple(fields[name] for name in data))
+        data_names, static_names = fields_of(of)
+        fields = self._fields(code, tuple(map(_Fields, like)), path, {*data_names, *static_names})
+        static = tuple(fields[name] for name in static_names)
+        value = of.tree_unflatten(static, tuple(fields[name] for name in data_names))
         self._check(code, value, path)
         return value
 
@@ -232,7 +238,7 @@ class Decoder:
         of: Any = self._class(code, like, path, object)
         if not is_node(of):
             raise ValueError(f"{code['class']} at {at(path)} is no pytree.")
-        templates = tuple(list(flatten(one)) for one in like)
+        templates = tuple(list(flatten(template)) for template in like)
         children, static = self.decode(code["parts"], templates, path)
         value = of.tree_unflatten(static, children)
         if type(value) is not of:
@@ -241,16 +247,16 @@ class Decoder:
 
     def _decode_partial(self, code: Any, like: Template, path: str) -> Any:
         of = PARTIALS[code["of"]]
-        _same(of, like, path)
-        parts = tuple((one.func, one.args, one.keywords) for one in like)
+        _require_type(of, like, path)
+        parts = tuple((t.func, t.args, t.keywords) for t in like)
         function, args, keywords = self.decode(code["parts"], parts, path)
         return of(function, *args, **keywords)
 
     def _decode_treedef(self, code: Any, like: Template, path: str) -> Any:
-        found = jax.tree.structure(self.decode(code["example"], (), path))
-        if like and like[0] != found:
+        structure = jax.tree.structure(self.decode(code["example"], (), path))
+        if like and like[0] != structure:
             raise ValueError(f"`like` has another structure at {at(path)} than the file.")
-        return found
+        return structure
 
     def _decode_dtype(self, code: Any, like: Template, path: str) -> Any:
         dtype = jnp.dtype(code["name"])
@@ -266,7 +272,7 @@ class Decoder:
             return self.trusted.find_function(code["name"])
         plain = isinstance(like[0], types.FunctionType)
         name = names.name_of(like[0]) or (names.full_name(like[0]) if plain else repr(like[0]))
-        # A script and a module that is imported have different names for the same function.
+        # The module of a function is `__main__` in a script and has another name when imported.
         if name.partition(":")[2] != code["name"].partition(":")[2]:
             raise ValueError(f"`like` has {name} at {at(path)}, and the file {code['name']}.")
         return like[0]
@@ -283,7 +289,7 @@ class Decoder:
     def _decode_method(self, code: Any, like: Template, path: str) -> Any:
         if not like:
             _needs_template(path)
-        _same(types.MethodType, like, path)
+        _require_type(types.MethodType, like, path)
         if like[0].__name__ != code["name"]:
             raise ValueError(
                 f"`like` has {like[0]!r} at {at(path)}, and the file `{code['name']}`."
@@ -294,42 +300,42 @@ class Decoder:
     def _decode_closure(self, code: Any, like: Template, path: str) -> Any:
         if not like:
             _needs_template(path)
-        _same(types.FunctionType, like, path)
+        _require_type(types.FunctionType, like, path)
         (function,) = like
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        held = dict(zip(function.__code__.co_freevars, cells, strict=True))
-        template = [held, function.__defaults__, function.__kwdefaults__]
+        captured = dict(zip(function.__code__.co_freevars, cells, strict=True))
+        template = [captured, function.__defaults__, function.__kwdefaults__]
         parts = self.decode(code["parts"], (template,), path)
         if _is_same(parts, template):
-            return function  # the very same, so that nothing is compiled again
-        held, defaults, keywords = parts
-        closure = tuple(types.CellType(held[name]) for name in function.__code__.co_freevars)
-        again = types.FunctionType(
+            return function  # itself, so that nothing is compiled again
+        captured, defaults, keywords = parts
+        closure = tuple(types.CellType(captured[name]) for name in function.__code__.co_freevars)
+        rebuilt = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, defaults, closure
         )
-        again.__kwdefaults__ = keywords
-        again.__qualname__, again.__module__ = function.__qualname__, function.__module__
-        return again
+        rebuilt.__kwdefaults__ = keywords
+        rebuilt.__qualname__, rebuilt.__module__ = function.__qualname__, function.__module__
+        return rebuilt
 
     def _decode_pytree(self, code: Any, like: Template, path: str) -> Any:
         if not like:
             _needs_template(path)
         self._class(code, like, path, object)
         leaves, structure = jax.tree_util.tree_flatten_with_path(like[0])
-        here = [jax.tree_util.keystr(at) for at, _ in leaves]
-        _same_names([name for name, _ in code["leaves"]], here, path)
-        given = dict(code["leaves"])
+        leaf_names = [jax.tree_util.keystr(leaf_path) for leaf_path, _ in leaves]
+        _require_names([name for name, _ in code["leaves"]], leaf_names, path)
+        codes = dict(code["leaves"])
         return jax.tree.unflatten(
             structure,
             [
-                self.decode(given[name], (leaf,), path + name)
-                for name, (_, leaf) in zip(here, leaves, strict=True)
+                self.decode(codes[name], (leaf,), path + name)
+                for name, (_, leaf) in zip(leaf_names, leaves, strict=True)
             ],
         )
 
 
 class _Fields:
-    """The fields of a distribution as attributes, None for those that it has not computed."""
+    """The fields of a distribution as attributes; None for fields that are not computed yet."""
 
     def __init__(self, distribution: Distribution) -> None:
         self.distribution = distribution
@@ -341,57 +347,59 @@ class _Fields:
 def _needs_template(path: str) -> NoReturn:
     raise ValueError(
         f"the code at {at(path)} has no name under which it can be found: build an object of the "
-        "same structure, such as the one that was saved as it was before training, and pass it as "
-        "`like=`."
+        "same structure, such as the saved one before its training, and pass it as `like=`."
     )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether containers hold the same objects, or equal plain ones."""
-    if type(one) is not type(other):
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether containers of the same structure hold the same objects, or equal plain values."""
+    if type(a) is not type(b):
         return False
-    if isinstance(one, dict):
-        return all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return all(map(_is_same, one, other))
-    return one is other or (type(one) in PLAIN and one == other)
+    if isinstance(a, dict):
+        return all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return all(map(_is_same, a, b))
+    return a is b or (type(a) in PLAIN and a == b)
 
 
-def _same(of: type, like: Template, path: str) -> None:
-    for one in like:
-        if type(one) is not of:
+def _require_type(of: type, like: Template, path: str) -> None:
+    for template in like:
+        if type(template) is not of:
             raise ValueError(
-                f"`like` has a `{type(one).__qualname__}` at {at(path)}, and the file a "
+                f"`like` has a `{type(template).__qualname__}` at {at(path)}, and the file a "
                 f"`{of.__qualname__}`."
             )
 
 
-def _same_names(found: list[Any], wanted: list[Any], path: str, of: str | None = None) -> None:
-    """Raise unless both are the same up to their order."""
-    missing = [name for name in wanted if name not in found]
-    unknown = [name for name in found if name not in wanted]
-    if missing or unknown or len(found) != len(wanted):
+def _require_names(
+    actual: list[Any], expected: list[Any], path: str, of: str | None = None
+) -> None:
+    """Raise unless the names are the expected ones, in any order."""
+    missing = [name for name in expected if name not in actual]
+    unknown = [name for name in actual if name not in expected]
+    if missing or unknown or len(actual) != len(expected):
         raise ValueError(
             f"at {at(path)} the file lacks {missing} and has {unknown} besides what "
             f"{'`like`' if of is None else of} has."
         )
 
 
-def _fits(shape: tuple[int, ...], dtype: Any, like: Template, path: str) -> None:
-    for one in like:
-        if not hasattr(one, "shape") or not hasattr(one, "dtype"):
+def _require_array(shape: tuple[int, ...], dtype: Any, like: Template, path: str) -> None:
+    for template in like:
+        if not hasattr(template, "shape") or not hasattr(template, "dtype"):
             raise ValueError(
-                f"`like` has a `{type(one).__qualname__}` at {at(path)}, and the file an array."
+                f"`like` has a `{type(template).__qualname__}` at {at(path)}, and the file an "
+                "array."
             )
-        if one.shape != shape or one.dtype != dtype:
+        if template.shape != shape or template.dtype != dtype:
             raise ValueError(
-                f"`like` has an array of shape {one.shape} and dtype {one.dtype} at {at(path)}, "
-                f"and the file one of shape {shape} and dtype {dtype}."
+                f"`like` has an array of shape {template.shape} and dtype {template.dtype} at "
+                f"{at(path)}, and the file one of shape {shape} and dtype {dtype}."
             )
 
 
 def _narrowed(array: np.ndarray, path: str) -> np.ndarray:
-    """The array in the 32-bit type in which JAX keeps it."""
+    """The array in the 32-bit dtype that JAX uses for it."""
     with np.errstate(over="ignore"):
         narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     exact = array.dtype.kind in "iu"

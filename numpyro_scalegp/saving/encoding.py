@@ -1,4 +1,4 @@
-"""From an object to a JSON value and named arrays."""
+"""Encode an object as a JSON value and named arrays."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core.host import as_numpy
-from numpyro_scalegp.core.programs import Traced
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
-from numpyro_scalegp.saving import answers, names, schema
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.programs.compiled import Traced
+from numpyro_scalegp.saving import names, recorded_values, schema
 
 PLAIN = (bool, int, float, str, type(None))
 KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -27,12 +27,12 @@ DICTS = {"dict": dict, "OrderedDict": OrderedDict}
 
 
 def at(path: str) -> str:
-    """A place in the object that is saved or loaded, for messages."""
+    """A path in the object that is saved or loaded, for messages."""
     return f"`fitted{path}`"
 
 
 def check(value: Any) -> None:
-    """Run the checks that a class makes when an object of it is built, and those of its fields."""
+    """Check an object's fields against their annotations, and run the checks of its constructor."""
     schema.check_fields(value)
     if isinstance(value, eqx.Module):
         for of in type(value).__mro__:
@@ -43,7 +43,10 @@ def check(value: Any) -> None:
 
 
 def fields_of(of: type[Distribution]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of a distribution's data and of its other fields, in the order of this process."""
+    """The names of a distribution's data fields and of its static fields.
+
+    NumPyro gathers them in sets, so that their order may differ between processes.
+    """
     return of.gather_pytree_data_fields(), of.gather_pytree_aux_fields()
 
 
@@ -63,30 +66,30 @@ def flatten(node: Any) -> tuple[list[Any], Any]:
 
 
 class Encoder:
-    """Makes the JSON value; what cannot be restored is refused, with the path to it."""
+    """Encodes an object; raises an error, with the path, for a part that cannot be restored."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self.is_shared = False  # whether several processes hold an array together
-        self.unanswered: list[str] = []  # names of users' code whose values are not recorded yet
-        self.inputs: Any = None  # of the innermost object around that has some
+        self.unrecorded: list[str] = []  # names of users' code whose values are not recorded yet
+        self.inputs: Any = None  # those held by the innermost enclosing posterior or distribution
 
     def encode(self, value: Any, path: str) -> Any:
-        """A JSON value for `value`, whose arrays go to `arrays`."""
+        """A JSON value for `value`; its arrays are added to `self.arrays`."""
         if type(value) in PLAIN:
             return value
-        before = self.inputs
+        outer_inputs = self.inputs
         if isinstance(value, AbstractPosterior | Distribution):
-            self.inputs = answers.inputs_of(value)
+            self.inputs = recorded_values.inputs_of(value)
         code = self._encode(value, path)
-        self.inputs = before
+        self.inputs = outer_inputs
         return code
 
     def _encode(self, value: Any, path: str) -> Any:
         if isinstance(value, jax.Array | np.ndarray | np.generic):
             return self._array(value, path)
         if isinstance(value, Traced):
-            return None  # the function that was traced stands beside it
+            return None  # the function that was traced is saved as a separate field
         if isinstance(value, eqx.Module):
             return self._module(value, path)
         if isinstance(value, dict | list | tuple) and not is_node(type(value)):
@@ -103,7 +106,7 @@ class Encoder:
             and type(value).tree_flatten is Distribution.tree_flatten
         ):
             present = {
-                name: vars(value).get(name) for part in fields_of(type(value)) for name in part
+                name: vars(value).get(name) for group in fields_of(type(value)) for name in group
             }
             return self._fields("distribution", value, present, path)
         if is_node(type(value)):
@@ -123,7 +126,7 @@ class Encoder:
         form = "jax" if isinstance(value, jax.Array) else "numpy"
         plain = type(value) in (np.ndarray, np.memmap) or type(value).__module__.startswith("jax")
         if isinstance(value, np.ndarray) and not plain:
-            raise self._refused(value, path, "of NumPy's arrays only plain ones can be restored.")
+            raise self._refused(value, path, "a subclass of NumPy's arrays cannot be restored.")
         if form == "jax" and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             implementation = str(jax.random.key_impl(value))
             if implementation not in KEY_IMPLEMENTATIONS:
@@ -137,16 +140,16 @@ class Encoder:
         except RuntimeError as error:
             raise self._refused(value, path, f"{error}") from error
         dtype = array.dtype
-        own = _is_jax_dtype(dtype)
-        if not own and (dtype.kind not in NUMPY_KINDS or dtype.hasobject):
+        is_jax_dtype = _is_jax_dtype(dtype)
+        if not is_jax_dtype and (dtype.kind not in NUMPY_KINDS or dtype.hasobject):
             raise self._refused(value, path, f"arrays of dtype {dtype} cannot be restored.")
         name = f"array_{len(self.arrays)}"
-        self.arrays[name] = array.view(f"u{dtype.itemsize}") if own else array
+        self.arrays[name] = array.view(f"u{dtype.itemsize}") if is_jax_dtype else array
         if isinstance(value, np.generic):
             form = "scalar"
         code: dict[str, Any] = {"kind": "array", "name": name, "form": form}
         code["shape"] = list(array.shape)
-        code["dtype"] = dtype.name if own else dtype.str
+        code["dtype"] = dtype.name if is_jax_dtype else dtype.str
         if form == "jax" and value.weak_type:
             code["weak"] = True
         return code
@@ -161,38 +164,39 @@ class Encoder:
             present = dict(zip(value._fields, value, strict=True))
             return self._fields("namedtuple", value, present, path)
         if type(value) in SEQUENCES.values():
-            items = [self.encode(one, f"{path}[{i}]") for i, one in enumerate(value)]
+            items = [self.encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
             return {"kind": type(value).__name__, "items": items}
-        raise self._refused(value, path, "of dicts, lists and tuples only the plain ones can be.")
+        raise self._refused(value, path, "a subclass of dict, list or tuple cannot be restored.")
 
     def _fields(self, kind: str, value: Any, present: Mapping[str, Any], path: str) -> Any:
         codes = {name: self.encode(field, f"{path}.{name}") for name, field in present.items()}
         code = {"kind": kind, "class": self._class_name(type(value)), "fields": codes}
-        # Not what its class would make, but still a pytree: an optimizer's moments, or a stack.
+        # A pytree that the constructor would reject: an optimizer's moments in the shape of a
+        # kernel, or a stack of objects.
         return code if passes_checks(value) else {**code, "unchecked": True}
 
     def _class_name(self, of: type) -> str:
         name = names.full_name(of)
         if not names.is_of_packages(name):
-            self.unanswered.append(name)
+            self.unrecorded.append(name)
         return name
 
     def _module(self, value: eqx.Module, path: str) -> Any:
-        num_before = len(self.unanswered)
+        num_before = len(self.unrecorded)
         code = self._module_fields(value, path)
-        if len(self.unanswered) > num_before and answers.can_answer(value):
-            checked = "unchecked" not in code and not self.is_shared
-            record = answers.recorded(value, self.inputs) if checked else None
-            if record is not None:
-                code["answers"] = self.encode([record.rows, record.values], path)
-                code["code"] = self.unanswered[num_before:]
-                del self.unanswered[num_before:]
+        if len(self.unrecorded) > num_before and recorded_values.can_be_evaluated(value):
+            is_checked = "unchecked" not in code and not self.is_shared
+            recorded = recorded_values.record(value, self.inputs) if is_checked else None
+            if recorded is not None:
+                code["answers"] = self.encode([recorded.inputs, recorded.values], path)
+                code["code"] = self.unrecorded[num_before:]
+                del self.unrecorded[num_before:]
         return code
 
     def _module_fields(self, value: eqx.Module, path: str) -> Any:
         present = {name: getattr(value, name) for name in schema.saved_fields(type(value))}
         parameters = inspect.signature(type(value)).parameters
-        # Equinox's networks have anonymous functions as defaults.
+        # Equinox's networks have lambdas as defaults.
         defaults = {
             name
             for name, field in present.items()
@@ -206,14 +210,14 @@ class Encoder:
         return code
 
     def _code(self, value: Any, path: str) -> Any:
-        """Functions, by name or with what they hold, and pytrees that only a template rebuilds."""
+        """Code for functions, and for pytrees that can be rebuilt only from a template."""
         form = dtype_form(value)
         if form is not None:
             return {"kind": "dtype", "form": form, "name": np.dtype(value).name}
         name = names.name_of(value)
         if callable(value) and (name is None or not names.is_of_packages(name)):
             shown = getattr(value, "__qualname__", type(value).__qualname__)
-            self.unanswered.append(name or f"{getattr(value, '__module__', '')}:{shown}")
+            self.unrecorded.append(name or f"{getattr(value, '__module__', '')}:{shown}")
         if name is not None:
             return {"kind": "class" if isinstance(value, type) else "function", "name": name}
         if isinstance(value, type | types.ModuleType):
@@ -224,7 +228,7 @@ class Encoder:
         if isinstance(value, types.FunctionType):
             return self._closure(value, path)
         if dataclasses.is_dataclass(value) and not _holds_arrays([value]):
-            # Such as a Flax module, whose arrays lie elsewhere.
+            # Such as a Flax module, whose parameters are kept outside of it.
             return {"kind": "code", "of": type(value).__qualname__}
         if jax.tree_util.all_leaves([value]):
             why = (
@@ -241,22 +245,22 @@ class Encoder:
         return {"kind": "pytree", "class": names.full_name(type(value)), "leaves": codes}
 
     def _closure(self, value: types.FunctionType, path: str) -> Any:
-        """What a function without a name holds besides its code."""
-        for name, found in _globals_of(value).items():
-            if _holds_arrays(found):
+        """The captured variables and default arguments of a function that has no name."""
+        for name, variable in _globals_of(value).items():
+            if _holds_arrays(variable):
                 why = (
                     f"it reads the global array `{name}`. Make that an argument, with "
                     "`functools.partial`."
                 )
                 raise self._refused(value, path, why)
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        held = dict(zip(value.__code__.co_freevars, cells, strict=True))
-        parts = self.encode([held, value.__defaults__, value.__kwdefaults__], path)
+        captured = dict(zip(value.__code__.co_freevars, cells, strict=True))
+        parts = self.encode([captured, value.__defaults__, value.__kwdefaults__], path)
         return {"kind": "closure", "name": value.__qualname__, "parts": parts}
 
 
 def passes_checks(value: Any) -> bool:
-    """Whether a class accepts what an object of it holds."""
+    """Whether an object passes the checks of its class."""
     try:
         check(value)
     except Exception:
@@ -265,7 +269,7 @@ def passes_checks(value: Any) -> bool:
 
 
 def dtype_form(value: Any) -> str | None:
-    """Which way of writing a dtype `value` is, if it is one."""
+    """Which form of a dtype `value` is, if any: a dtype, a NumPy or a JAX scalar type."""
     if isinstance(value, np.dtype):
         return None if value.hasobject or value.names else "dtype"
     if isinstance(value, type) and issubclass(value, np.generic):
@@ -283,15 +287,15 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def _globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """The global variables that a function and those within it may read."""
+    """The global variables that a function and the functions within it may read."""
     codes, names_read = [function.__code__], set[str]()
     while codes:
         code = codes.pop()
         names_read.update(code.co_names)
-        codes.extend(one for one in code.co_consts if isinstance(one, types.CodeType))
+        codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
     return {name: function.__globals__[name] for name in names_read & set(function.__globals__)}
 
 
 def _is_jax_dtype(dtype: np.dtype) -> bool:
-    """Whether a dtype is one of those that JAX adds to NumPy's, such as bfloat16."""
+    """Whether a dtype is one that JAX adds to NumPy's, such as bfloat16."""
     return dtype.type.__module__ == "ml_dtypes"

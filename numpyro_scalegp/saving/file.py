@@ -1,4 +1,4 @@
-"""A file that is whole or not there: NumPy's `.npz`, written beside and then put in place."""
+"""Read and write `.npz` files; a file is replaced only when the new one is complete."""
 
 import contextlib
 import errno
@@ -23,7 +23,7 @@ def as_path(value: Any, name: str = "path") -> str:
     """A path as a string.
 
     Raises:
-        TypeError: if it is none; the message calls it `name`.
+        TypeError: if `value` is not a path; the message calls it `name`.
         ValueError: if it is empty, or holds a null character.
     """
     if not isinstance(value, str | bytes | os.PathLike):
@@ -36,7 +36,7 @@ def as_path(value: Any, name: str = "path") -> str:
 
 
 def write(path: str, structure: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Write a file; until it is whole, what stands at `path` stays.
+    """Write a file. An existing file at `path` stays until the new one is complete.
 
     Raises:
         ValueError: if the structure cannot be written as JSON.
@@ -53,23 +53,23 @@ def read(path: str) -> tuple[Any, dict[str, np.ndarray]]:
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if it is cut short, damaged, or not a file that `write` wrote.
-        OSError: if it cannot be read.
+        ValueError: if the file is cut short, damaged, or was not written by `write`.
+        OSError: if the file cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-            packed = [one.filename for one in entries if one.compress_type != zipfile.ZIP_STORED]
-            if packed:
-                raise ValueError(f"the entries {packed} are compressed")
+            compressed = [e.filename for e in entries if e.compress_type != zipfile.ZIP_STORED]
+            if compressed:
+                raise ValueError(f"the entries {compressed} are compressed")
             if sum(entry.file_size for entry in entries) > os.path.getsize(path):
                 raise ValueError("its entries overlap")
             arrays = {entry.filename: _read(archive, entry) for entry in entries}
         header = json.loads(arrays.pop(f"{_STRUCTURE}.npy").tobytes())
         made_by, version = header["format"], header["version"]
     except Exception as error:
-        # Nothing but what a file holds raises here, in modules of many hands, or the system: a
-        # damaged directory of the archive asks it for a place before the file's first byte.
+        # The readers raise many types of errors for a damaged file, EINVAL among them: a damaged
+        # archive directory makes `zipfile` seek to a negative position.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise _naming(error, path) from error
         raise ValueError(
@@ -85,7 +85,7 @@ def read(path: str) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """An array, of which no more is read than the file holds, and nothing unpickled."""
+    """An entry's array, read without unpickling and without trusting the size it claims."""
     with archive.open(entry) as file:
         read_header = {
             (1, 0): np.lib.format.read_array_header_1_0,
@@ -103,7 +103,7 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _naming(error: OSError, path: str) -> OSError:
-    """The error with the file's name in it."""
+    """The error with the file's name in its message."""
     if error.filename is not None:
         return error
     if error.errno is None:
@@ -112,20 +112,21 @@ def _naming(error: OSError, path: str) -> OSError:
 
 
 def place_of(path: str) -> str:
-    """Where a file is to lie, if there can be one.
+    """The real path at which a file will be written, after checking that it can be.
 
     Raises:
-        OSError: if it is a directory or a device, or the folder is not there or cannot be written
-            to.
+        OSError: if it is a directory or a device, or its folder does not exist or is not writable.
     """
     target = os.path.realpath(path)
     if os.path.isdir(target):
         raise IsADirectoryError(f"`{path}` is a directory: give the name of a file.")
     if os.path.exists(target) and not os.path.isfile(target):
-        raise OSError(f"`{path}` is a device or a pipe, which a file would replace: give another.")
+        raise OSError(
+            f"`{path}` is a device or a pipe, which a file would replace: give the name of a file."
+        )
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"there is no folder `{folder}` for `{path}`: make it.")
+        raise FileNotFoundError(f"there is no folder `{folder}` for `{path}`: create it.")
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"the folder `{folder}` for `{path}` cannot be written to.")
     return target
@@ -133,27 +134,27 @@ def place_of(path: str) -> str:
 
 @contextlib.contextmanager
 def put_in_place(path: str) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when it is whole and on the disk.
+    """A new file that replaces `path` when it is complete and on the disk.
 
     Raises:
-        OSError: if it cannot be written, with its name; what was there stays.
+        OSError: if the file cannot be written; the message names it, and an existing file stays.
     """
     target = place_of(path)
     folder, name = os.path.split(target)
-    beside = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
-    # As `open` would make it: the user's umask holds, unlike with `tempfile`.
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
+    temporary = os.path.join(folder, f".{name[:40]}.{uuid.uuid4().hex}.tmp")
+    # With the permissions of the user's umask, as by `open`, which `tempfile` ignores.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         if os.path.exists(target):
-            os.chmod(beside, os.stat(target).st_mode & 0o7777)
-        os.replace(beside, target)
+            os.chmod(temporary, os.stat(target).st_mode & 0o7777)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)
+            os.remove(temporary)
         if isinstance(error, OSError):
             raise _naming(error, path) from error
         raise
@@ -164,14 +165,14 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 
 def _sync_folder(folder: str) -> None:
-    """Put the folder's new entry on the disk, where the system can."""
+    """Flush the folder's new entry to the disk, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some file systems
             raise
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """The classes and functions that a file may name.
 
-A file is data from elsewhere. What it names is looked up, never called as it comes: classes in
-packages that are trusted, functions in a list of functions of arrays that read and write no files.
+A file may come from an untrusted source. Classes are looked up in trusted packages, functions in a
+list of functions of arrays that neither read nor write files.
 """
 
 import contextlib
@@ -25,29 +25,29 @@ ndtr ndtri softmax xlog1py xlogy"""
 _NETWORKS = """celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu
 log_sigmoid log_softmax logsumexp mish one_hot relu relu6 selu sigmoid silu soft_sign softmax
 softplus sparse_plus sparse_sigmoid squareplus standardize swish tanh"""
-# A function that is called with the user's inputs later must be harmless: jax.numpy has some that
-# write files, jax.debug has some that call what they are given.
+# A function that is later called with the user's inputs must be harmless: some functions of
+# jax.numpy write files, some of jax.debug call their arguments.
 _FUNCTIONS: dict[str, str] = {
     "jax.nn": _NETWORKS,
     "jax.numpy": _ELEMENTWISE,
     "jax.lax": _ELEMENTWISE,
     "jax.scipy.special": _SPECIAL,
-    "numpyro_scalegp.core.functions": "_repeat _rows_of",
-    "numpyro_scalegp.families.latent": "LatentGP.condition",
-    "numpyro_scalegp.families.nearest_neighbors": "NearestNeighborGP.condition",
-    "numpyro_scalegp.families.weight_space": "WeightSpaceGP.condition",
-    "numpyro_scalegp.log_determinants.variational": "slowly_decaying",
+    "numpyro_scalegp.programs.functions": "_repeat _rows_of",
+    "numpyro_scalegp.variational.latent": "LatentGP.condition",
+    "numpyro_scalegp.neighbors.prior": "NearestNeighborGP.condition",
+    "numpyro_scalegp.variational.quadruply.weight_space": "WeightSpaceGP.condition",
+    "numpyro_scalegp.integrated.finite_rkhs.variational": "slowly_decaying",
 }
 
 
 class Trusted:
-    """What a file may name.
+    """The classes and functions that a file may name.
 
     Args:
-        more: besides the packages above, names of packages, classes and functions.
+        more: names of packages, classes and functions to trust besides the packages above.
 
     Raises:
-        TypeError: if an entry of `more` is none of these.
+        TypeError: if an entry of `more` is not a string, class or function.
     """
 
     def __init__(self, more: Iterable[str | type | Callable[..., Any]] = ()) -> None:
@@ -55,48 +55,50 @@ class Trusted:
             raise TypeError(f"`trusted` must be a tuple, got a string: write trusted=({more!r},).")
         self.packages: set[str] = set()
         self.objects: list[Any] = []
-        for one in more:
-            if isinstance(one, str):
-                self.packages.add(one)
-            elif isinstance(one, type | types.FunctionType):
-                self.objects.append(one)
+        for entry in more:
+            if isinstance(entry, str):
+                self.packages.add(entry)
+            elif isinstance(entry, type | types.FunctionType):
+                self.objects.append(entry)
             else:
                 raise TypeError(
                     "`trusted` must hold names of packages, classes and functions, got "
-                    f"{type(one).__name__}."
+                    f"{type(entry).__name__}."
                 )
 
     def find_class(self, name: str) -> type:
-        """The class of a name `module:qualname`."""
-        found = self._given(name) or _look_up(name, self._allow(name, PACKAGES))
-        if not isinstance(found, type):
-            raise ValueError(f"{name} is no class.")
-        return found
+        """The class with the name `module:qualname`."""
+        cls = self._trusted_object(name) or _look_up(name, self._trusted_module(name, PACKAGES))
+        if not isinstance(cls, type):
+            raise ValueError(f"{name} is not a class.")
+        return cls
 
     def find_function(self, name: str) -> Callable[..., Any]:
-        """The function of a name `module:qualname`."""
-        given = self._given(name) or _known_functions().get(name)
-        found = given or _look_up(name, self._allow(name, ()))
-        if not callable(found) or isinstance(found, type):
-            raise ValueError(f"{name} is no function.")
-        return found
+        """The function with the name `module:qualname`."""
+        function = self._trusted_object(name) or _listed_functions().get(name)
+        function = function or _look_up(name, self._trusted_module(name, ()))
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(f"{name} is not a function.")
+        return function
 
-    def _given(self, name: str) -> Any:
-        """The object of `trusted` that has this name; a script's own module may have another."""
+    def _trusted_object(self, name: str) -> Any:
+        """The object of `trusted` with this name, if any; a script's module may be `__main__`."""
         module, _, qualname = name.partition(":")
-        for one in self.objects:
-            scripts = "__main__" in (module, one.__module__)
-            if one.__qualname__ == qualname and (scripts or one.__module__ == module):
-                return one
+        for candidate in self.objects:
+            in_script = "__main__" in (module, candidate.__module__)
+            same_module = in_script or candidate.__module__ == module
+            if candidate.__qualname__ == qualname and same_module:
+                return candidate
         return None
 
-    def _allow(self, name: str, packages: Iterable[str]) -> str:
+    def _trusted_module(self, name: str, packages: Iterable[str]) -> str:
         """The module of `name`, if its package is trusted."""
         module = name.partition(":")[0]
         parts = module.split(".")
-        names = {".".join(parts[: end + 1]) for end in range(len(parts))}
-        private = any(part.startswith("__") for part in parts) and module not in self.packages
-        if private or not names & {*packages, *self.packages}:
+        parents = {".".join(parts[: end + 1]) for end in range(len(parts))}
+        is_dunder = any(component.startswith("__") for component in parts)
+        is_private = is_dunder and module not in self.packages
+        if is_private or not parents & {*packages, *self.packages}:
             raise ValueError(
                 f"the file names {name}, which is not trusted: if you know the file, pass "
                 f"trusted=({parts[0]!r},) or the class or function itself, or build an object of "
@@ -106,10 +108,10 @@ class Trusted:
 
 
 def name_of(value: Any) -> str | None:
-    """The name under which `value`, a function or class, is found again; None if it is not."""
-    known = _names_of_known_functions()
-    if _is_hashable(value) and value in known:
-        return known[value]
+    """The name under which a function or class can be looked up; None if it has no such name."""
+    listed = _names_of_listed_functions()
+    if _is_hashable(value) and value in listed:
+        return listed[value]
     if not isinstance(value, types.FunctionType | type):
         return None
     name = full_name(value)
@@ -121,17 +123,17 @@ def name_of(value: Any) -> str | None:
 
 
 def is_of_packages(name: str) -> bool:
-    """Whether a name is one of the packages above, whose releases say what changed."""
+    """Whether a name belongs to one of the packages above, whose releases document changes."""
     return name.partition(":")[0].partition(".")[0] in {*PACKAGES, "jaxlib"}
 
 
 def full_name(value: Any) -> str:
-    """Module and qualified name, whether or not `value` is found there."""
+    """Module and qualified name of `value`, which may not be found under that name."""
     return f"{value.__module__}:{value.__qualname__}"
 
 
 def _look_up(name: str, module: str, *, load: bool = True) -> Any:
-    """What a module defines under a name: never what it imports, nor what that imports."""
+    """The class or function that a module itself defines under a name, not one that it imports."""
     qualname = name.partition(":")[2]
     if module not in sys.modules and load:
         try:
@@ -140,34 +142,34 @@ def _look_up(name: str, module: str, *, load: bool = True) -> Any:
             raise ValueError(
                 f"the file names {name}, but `{module}` cannot be imported: {error}."
             ) from error
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        inside = found is sys.modules.get(module) or isinstance(found, type)
-        found = vars(found).get(part) if inside and found is not None else None
-    canonical = isinstance(found, type | types.FunctionType) and full_name(found) == name
-    if not canonical:
+    value: Any = sys.modules.get(module)
+    for attribute in qualname.split("."):
+        is_namespace = value is sys.modules.get(module) or isinstance(value, type)
+        value = vars(value).get(attribute) if is_namespace and value is not None else None
+    is_canonical = isinstance(value, type | types.FunctionType) and full_name(value) == name
+    if not is_canonical:
         raise ValueError(
             f"there is no class or function {name}: build an object of the same structure and pass "
             "it as `like=`."
         )
-    return found
+    return value
 
 
 @functools.cache
-def _known_functions() -> dict[str, Callable[..., Any]]:
-    known = {}
+def _listed_functions() -> dict[str, Callable[..., Any]]:
+    functions = {}
     for module, names in _FUNCTIONS.items():
         namespace = importlib.import_module(module)
         for name in names.split():
             with contextlib.suppress(AttributeError):  # another release of JAX may lack it
-                known[f"{module}:{name}"] = operator.attrgetter(name)(namespace)
-    return known
+                functions[f"{module}:{name}"] = operator.attrgetter(name)(namespace)
+    return functions
 
 
 @functools.cache
-def _names_of_known_functions() -> dict[Any, str]:
+def _names_of_listed_functions() -> dict[Any, str]:
     names: dict[Any, str] = {}
-    for name, function in _known_functions().items():
+    for name, function in _listed_functions().items():
         names.setdefault(function, name)
     return names
 

@@ -1,7 +1,7 @@
-"""What the fields of this package's classes may hold, by their annotations.
+"""Check the fields of this package's objects against their type annotations.
 
-The annotations are those that the tests check at each call. A file may hold anything, so they are
-read here when an object is loaded, and when it is saved, to know whether it is to pass.
+The tests check the annotations at each call. A file may hold anything, so they are also checked
+when an object is loaded, and when it is saved, to store whether it passes.
 """
 
 import collections.abc
@@ -18,43 +18,42 @@ import numpy as np
 from numpyro.distributions import Distribution
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.functions import RowsFunction
-from numpyro_scalegp.estimators.solver_state import SolverState
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.integrated.iterative.solver_state import SolverState
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.programs.functions import RowsFunction
 
 _NUMBERS = (bool, int, float, complex)
-# Of a distribution's fields those that no argument has the name of.
+# The fields of a distribution that are not named after an argument of its constructor.
 _DERIVED: dict[str, Any] = {
     "_batch_shape": tuple[int, ...],
     "_event_shape": tuple[int, ...],
     "_validate_args": bool | None,
     "key": jax.Array | None,
-    "mean_function": RowsFunction,
     "likelihood": RowsFunction,
     "state": SolverState | None,
 }
 
 
 def check_fields(value: Any) -> None:
-    """Raise unless each field of an object of this package is of the kind that it is annotated as.
+    """Check each field of an object of this package against its annotation.
 
     Sizes of the same name, such as the n of `X` and `y`, must be the same in all of its fields.
 
     Raises:
-        ValueError: if a field is not, with its name.
+        ValueError: if a field does not match; the message names it.
     """
     of: Any = type(value)
     with jaxtyping.jaxtyped("context"):
         for name, annotation in annotations(of).items():
             field = _field(value, name)
-            # Here and not in a function, where the sizes would be those of another context.
+            # Not in a function, which would have its own context of sizes.
             shapes = _array_types(annotation) if eqx.is_array_like(field) else []
             fits = any([isinstance(field, shape) for shape in shapes])
             if not (fits or (not shapes and _fits(field, annotation))):
                 raise ValueError(f"`{name}` must be {_shown(annotation)}, got {_described(field)}.")
             if name.startswith("num_") and isinstance(field, int):
                 checks.count(name, field, 0)
-            if name == "jitter":
+            if name == "jitter" and not shapes:
                 checks.jitter(field)
     if isinstance(value, RowsFunction):
         function = value.arrays
@@ -66,13 +65,14 @@ def check_fields(value: Any) -> None:
 
 
 def check_kinds(value: Any) -> None:
-    """Raise unless each field might be one of a pytree like an object of this package.
+    """Check the types of the fields of an object that does not pass `check_fields`.
 
-    A stack of posteriors has arrays with further axes. An optimizer's moments in the shape of a
-    kernel have other numbers, and what is masked has nothing in a field's place.
+    Such objects are pytrees with the structure of an object of this package: in a stack of
+    posteriors the arrays have further axes, in an optimizer's moments for a kernel the
+    hyperparameters may be negative, and in a masked pytree fields are empty.
 
     Raises:
-        ValueError: if a field might not, with its name.
+        ValueError: if a field has another type; the message names it.
     """
     of: Any = type(value)
     static = {f.name for f in _fields(of) if f.metadata.get("static", False)}
@@ -80,24 +80,24 @@ def check_kinds(value: Any) -> None:
         field = _field(value, name)
         is_array = isinstance(field, jax.Array | np.ndarray)
         if isinstance(value, AbstractPosterior):
-            may_stand = is_array and bool(_array_types(annotation))
+            is_allowed = is_array and bool(_array_types(annotation))
         else:
-            is_nothing = field is None or (isinstance(field, tuple) and not jax.tree.leaves(field))
-            may_stand = is_array or is_nothing or isinstance(field, np.generic | int | float)
-        if not (_fits(field, annotation) or (name not in static and may_stand)):
+            is_empty = field is None or (isinstance(field, tuple) and not jax.tree.leaves(field))
+            is_allowed = is_array or is_empty or isinstance(field, np.generic | int | float)
+        if not (_fits(field, annotation) or (name not in static and is_allowed)):
             raise ValueError(f"`{name}` must be {_shown(annotation)}, got {_described(field)}.")
 
 
 @functools.cache
 def annotations(of: Any) -> dict[str, Any]:
-    """The annotations of what objects of a class hold, none for classes of other packages."""
+    """The annotations of the saved fields of a class; empty for classes of other packages."""
     if of.__module__.partition(".")[0] != __name__.partition(".")[0]:
         return {}
     if issubclass(of, Distribution):
         names = (*of.gather_pytree_data_fields(), *of.gather_pytree_aux_fields())
-        # Arguments become fields of the same name, of a subclass those of its base as well.
+        # Arguments of the constructor, and of the bases' constructors, become fields of that name.
         bases = [base for base in reversed(of.__mro__) if "__init__" in vars(base)]
-        hints: dict[str, Any] = {}
+        hints: dict[str, Any] = {"mean_function": RowsFunction}
         for base in bases:
             arguments = typing.get_type_hints(vars(base)["__init__"])
             hints |= {name: hint for name, hint in arguments.items() if hint is not Any}
@@ -110,7 +110,7 @@ def annotations(of: Any) -> dict[str, Any]:
 
 
 def _field(value: Any, name: str) -> Any:
-    # What a distribution has not computed yet is none of its attributes.
+    # A distribution lacks the attributes that it has not computed yet.
     return vars(value).get(name) if isinstance(value, Distribution) else getattr(value, name)
 
 
@@ -124,14 +124,14 @@ def _fields(of: type) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is of an annotation's kind; any is, of one that is not understood."""
+    """Whether a value matches an annotation; true for annotations of an unknown form."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True
     if annotation is None:
         return value is None
     if origin in (typing.Union, types.UnionType):
-        # Arguments that may be numbers become arrays.
+        # Where an annotation allows arrays and numbers, the field holds an array.
         arrays = _array_types(annotation)
         return any(_fits(value, arg) for arg in args if not (arrays and arg in _NUMBERS))
     if origin is typing.Literal:
@@ -153,7 +153,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _array_types(annotation: Any) -> list[Any]:
-    """The arrays among what an annotation allows."""
+    """The array types that an annotation allows."""
     options = typing.get_args(annotation) or (annotation,)
     return [
         option

@@ -1,7 +1,7 @@
-"""Data that are larger than memory: mini-batches from files, training on them, predictions."""
+"""Data larger than memory: mini-batches from files, training and predictions."""
 
-from numpyro_scalegp.streams.arrays import arrays
-from numpyro_scalegp.streams.parquet import parquet
+from numpyro_scalegp.streams.from_arrays import arrays
+from numpyro_scalegp.streams.from_parquet import parquet
 from numpyro_scalegp.streams.predictions import predict
 from numpyro_scalegp.streams.stream import Stream
 from numpyro_scalegp.streams.training import run

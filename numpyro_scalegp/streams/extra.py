@@ -1,4 +1,4 @@
-"""The packages of the extra `streams`, imported where they are first needed."""
+"""Import the packages of the extra `streams` when they are first needed."""
 
 import importlib
 from typing import Any

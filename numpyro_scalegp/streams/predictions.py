@@ -1,4 +1,4 @@
-"""Predictions for all rows of a stream, written as they are made."""
+"""Predictions for all rows of a stream, written in chunks as they are computed."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Num
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
-from numpyro_scalegp.core.programs import CompiledForLoop
-from numpyro_scalegp.posteriors.posterior import AbstractPosterior
+from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.programs.compiled import CompiledForLoop
 from numpyro_scalegp.saving.file import Path, as_path, put_in_place
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.stream import Stream, parts_of
@@ -31,25 +31,27 @@ def predict(
 ) -> None:
     """Write a posterior's mean and variance at all rows of a stream, in the order of the data.
 
-    The file is written beside and put in place when it is whole. Host memory holds a few chunks,
-    whatever the number of rows.
+    The file appears only when it is complete. Host memory holds a few chunks, regardless of the
+    number of rows.
 
     Args:
-        posterior: of one function; or any function from inputs X, shape (m, d), to a dict of arrays
-            of shape (m,), such as
-            `lambda X: {"rate": jnp.exp(posterior.mean(X) + posterior.variance(X) / 2)}`. It is
-            compiled.
-        stream: of which X is taken, through its `map`s.
+        posterior: a posterior over one function; or any function from inputs X, shape (m, d), to a
+            dict of arrays of shape (m,), such as
+            `lambda X: {"rate": jnp.exp(posterior.mean(X) + posterior.variance(X) / 2)}`. The
+            function is compiled.
+        stream: the stream of the inputs X, after its `map`s.
         file: `*.parquet`, with the columns `mean` and `variance` and a row group for each chunk; or
             `*.npy`, an array of shape (n, 2) with these columns, for `numpy.load` with `mmap_mode`.
-            The columns of a function are in the order in which it gives them.
-        chunk_size: rows worked on at a time.
+            The arrays of a function become columns in the order of its dict.
+        chunk_size: number of rows predicted at a time.
 
     Raises:
-        TypeError: if `posterior` is neither, or returns something else; if `file` is no path.
-        OSError: if `file` cannot be written, with its name; what was there before stays.
-        ValueError: if `file` has another ending, or an array another shape.
-        ImportError: if grain is not installed or, for a Parquet file, pyarrow.
+        TypeError: if `posterior` is neither a posterior nor a function that returns such a dict, or
+            `file` is not a path.
+        OSError: if `file` cannot be written; the message names it, and an existing file is left
+            unchanged.
+        ValueError: if `file` does not end in .parquet or .npy, or an array has another shape.
+        ImportError: if grain or, for a Parquet file, pyarrow is not installed.
 
     Example:
         >>> import pathlib, tempfile
@@ -67,24 +69,24 @@ def predict(
     checks.instance("stream", stream, Stream, "of `sgp.streams.parquet` or `sgp.streams.arrays`")
     checks.count("chunk_size", chunk_size)
     file = as_path(file, "file")
-    # No more than there are, or a few rows would be padded to a large chunk.
+    # At most the number of rows, so that a few rows are not padded to a large chunk.
     size = min(chunk_size, stream.num_rows)
     compute, function = CompiledForLoop(_columns), _function(posterior)
     with put_in_place(file) as out, _writer(file, out, stream.num_rows) as write:
-        before: tuple[Any, int] | None = None
+        previous: tuple[Any, int] | None = None
         for batch in stream.chunks(size):
             X = parts_of(batch)[0]
-            now = compute(function, jnp.asarray(_padded(X, size))), len(X)
-            if before is not None:  # the device works on one chunk while the last one is written
-                write(_on_host(*before))
-            before = now
-        if before is not None:
-            write(_on_host(*before))
+            current = compute(function, jnp.asarray(_padded(X, size))), len(X)
+            if previous is not None:  # written while the device computes the current chunk
+                write(_on_host(*previous))
+            previous = current
+        if previous is not None:
+            write(_on_host(*previous))
 
 
 def _function(posterior: Any) -> Callable[[Array], Columns]:
     if isinstance(posterior, AbstractPosterior):
-        # An argument of what is compiled, and not a constant in it.
+        # The posterior is an argument of the compiled program, not a constant in it.
         return eqx.Partial(_moments, posterior)
     if callable(posterior) and not isinstance(posterior, type):
         return posterior
@@ -99,7 +101,7 @@ def _moments(posterior: AbstractPosterior, X: Array) -> Columns:
 
 
 def _columns(function: Callable[[Array], Columns], X: Array) -> tuple[list[str], list[Array]]:
-    """Names and columns at rows, checked; not a dict, whose keys JAX would put in order."""
+    """Names and columns at inputs, checked. JAX would sort the keys of a dict."""
     columns = function(X)
     if not (isinstance(columns, dict) and columns and all(isinstance(n, str) for n in columns)):
         raise TypeError(
@@ -117,7 +119,7 @@ def _columns(function: Callable[[Array], Columns], X: Array) -> tuple[list[str],
 
 
 def _padded(X: Num[np.ndarray, "m d"], size: int) -> Num[np.ndarray, "size d"]:
-    """Rows repeated up to the size of a chunk, so that the last one compiles nothing."""
+    """X padded with its last row to the size of a chunk, so that all chunks use one program."""
     return X if len(X) >= size else np.concatenate([X, np.repeat(X[-1:], size - len(X), axis=0)])
 
 
@@ -127,7 +129,7 @@ def _on_host(columns: tuple[list[str], list[Array]], size: int) -> Columns:
 
 @contextlib.contextmanager
 def _writer(file: str, out: BinaryIO, num_rows: int) -> Iterator[Write]:
-    """A function that appends columns to a file, of the kind that its name says."""
+    """A function that appends columns to a file in the format of its extension."""
     ending = os.path.splitext(file)[1]
     if ending == ".npy":
         yield _to_numpy(out, num_rows)

@@ -1,7 +1,8 @@
-"""Mini-batches without end, in an order that can be resumed."""
+"""Infinite streams of mini-batches that can be resumed."""
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,46 +12,47 @@ import numpy as np
 from numpyro_scalegp.core import checks, precision
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.order import Order, Pieces
-from numpyro_scalegp.streams.resumable import resumable
 
 Batch = Any  # (X, y), or X alone
 
+_DATA = "data"  # the key of the fingerprint in the state of an iterator of grain
+
 
 class AbstractRows(abc.ABC):
-    """Rows that are read by their numbers."""
+    """Data whose rows can be read by their numbers."""
 
     num_rows: int
-    fingerprint: int  # a checksum that tells data from other data
+    fingerprint: int  # a checksum of the data
     has_read: bool = False
     error_of_other_data: ClassVar[type[Exception]]
 
-    def warn_of_first(self, given: np.ndarray, X: np.ndarray) -> None:
-        """Warn if inputs of the first rows that are read have lost digits in which they differ."""
+    def warn_of_first(self, original: np.ndarray, X: np.ndarray) -> None:
+        """Warn if rounding has made different inputs equal, in the first rows that are read."""
         remedy = 'Read them with `dtype="float64"`, and subtract an origin near the data in a `map`'
-        precision.warn_of_merged_rows("X", given, X, remedy)
+        precision.warn_of_merged_rows("X", original, X, remedy)
         self.has_read = True
 
     def check_fingerprint(self, fingerprint: Any, source: str) -> None:
         """Raise if a state was made with other data.
 
         Args:
-            fingerprint: that of the state's data.
-            source: what has the state, such as "the state".
+            fingerprint: the fingerprint in the state.
+            source: a description of the state, such as "the state".
 
         Raises:
-            OSError: of data in files.
-            ValueError: of arrays.
+            OSError: for data in files, if the fingerprints differ.
+            ValueError: for arrays, if the fingerprints differ.
         """
         if fingerprint != self.fingerprint:
             raise self.error_of_other_data(
                 f"{source} belongs to another stream: it was made with other files, columns or "
-                "values, or these have changed since. Make the stream of the data as they were, or "
-                "begin again without it."
+                "values, or these have changed since. Make the stream from the unchanged data, or "
+                "start again without it."
             )
 
     @abc.abstractmethod
     def read(self, pieces: Pieces) -> Batch:
-        """The rows of the pieces, one piece after another: (X, y), or X alone.
+        """Read the rows of the pieces, concatenated: (X, y), or X alone.
 
         Raises:
             ValueError: if a value is missing or not finite.
@@ -59,13 +61,13 @@ class AbstractRows(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Batches (X, y) of rows, in NumPy, without end; X alone where there is no target.
+    """An infinite stream of batches (X, y) in NumPy, or of X alone without a target.
 
     Made by `sgp.streams.parquet` and `sgp.streams.arrays`. Each `iter(stream)` begins at the first
-    batch. It is an iterator of grain, with `get_state()`, a dict of integers, `set_state(state)`
-    and `close()`: with the same data, arguments and state the same batches follow, and other data
-    are refused. A call that fails or is interrupted leaves the state as it was. A thread reads
-    ahead by one window.
+    batch. The iterator is a grain iterator: `get_state()` returns a dict of integers, and
+    `set_state(state)` resumes from it with the same batches, if the data and the stream's arguments
+    are the same; a state from other data raises an error. A call that fails or is interrupted
+    leaves the state unchanged. A thread reads one window ahead; `close()` ends it.
     """
 
     rows: AbstractRows
@@ -74,21 +76,22 @@ class Stream:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the data, the `size` of the model's plate."""
+        """Number of rows of the data, the `size` of the model's plate."""
         return self.rows.num_rows
 
     @property
     def batch_size(self) -> int:
-        """Rows of each batch."""
+        """Number of rows in each batch."""
         return self.order.batch_size
 
     def map(self, function: Callable[..., Batch]) -> "Stream":
         """A stream with a function applied to each batch, in NumPy.
 
         Args:
-            function: from the arrays of a batch, as in `lambda X, y: (X / scale, y)`, to those of
-                another, with as many rows. `predict` applies it as well, to other numbers of rows,
-                and without y where the stream has no target: `lambda X, y=None: ...` is for both.
+            function: a function from the arrays of a batch to arrays with the same number of rows,
+                such as `lambda X, y: (X / scale, y)`. `predict` also applies it, to chunks of
+                another size and without y if the stream has no target: `lambda X, y=None: ...`
+                covers both cases.
         """
         checks.function("function", function)
         return dataclasses.replace(self, functions=(*self.functions, function))
@@ -100,7 +103,7 @@ class Stream:
 
     @property
     def batches(self) -> Any:
-        """The same, with states that any data take."""
+        """The dataset, without the check that a state belongs to these data."""
         grain = imported("grain")
         windows = grain.MapDataset.range(self.order.num_windows).repeat()
         windows = windows.map_with_index(self._window).to_iter_dataset(_read_ahead(grain))
@@ -111,7 +114,7 @@ class Stream:
         return iter(self.dataset)
 
     def chunks(self, size: int) -> Any:
-        """A `grain.IterDataset` of all rows once, in the order of the data, `size` at a time.
+        """A `grain.IterDataset` of all rows in the order of the data, `size` rows at a time.
 
         The last chunk may have fewer rows.
         """
@@ -120,19 +123,19 @@ class Stream:
         def read(index: int) -> Batch:
             return self.rows.read([(index * size, min(self.num_rows, (index + 1) * size))])
 
-        numbers = grain.MapDataset.range(-(-self.num_rows // size))
-        return numbers.map(read).to_iter_dataset(_read_ahead(grain)).map(self.mapped)
+        indices = grain.MapDataset.range(-(-self.num_rows // size))
+        return indices.map(read).to_iter_dataset(_read_ahead(grain)).map(self.mapped)
 
     def _window(self, index: int, _: int) -> Batch:
         """All rows of a window, shuffled."""
         batch = self.rows.read(self.order.pieces(index))
-        parts = parts_of(batch)
-        shuffled = self.order.permutation(index, len(parts[0]))
-        parts = tuple(np.take(part, shuffled, axis=0) for part in parts)
-        return parts if isinstance(batch, tuple) else parts[0]
+        arrays = parts_of(batch)
+        permutation = self.order.permutation(index, len(arrays[0]))
+        arrays = tuple(np.take(array, permutation, axis=0) for array in arrays)
+        return arrays if isinstance(batch, tuple) else arrays[0]
 
     def mapped(self, batch: Batch) -> Batch:
-        """A batch as it is read, after the stream's functions."""
+        """A batch after the functions of `map`."""
         for function in self.functions:
             batch = _applied(function, batch)
         return batch
@@ -144,19 +147,62 @@ def parts_of(batch: Batch) -> tuple[Any, ...]:
 
 
 def _applied(function: Callable[..., Batch], batch: Batch) -> Batch:
-    """What a function makes of a batch, in which the rows must stay."""
-    parts = parts_of(batch)
-    found = function(*parts)
-    found = tuple(found) if isinstance(found, list) else found
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(found)]
-    if not shapes or any(shape[:1] != parts[0].shape[:1] for shape in shapes):
+    """Apply a function of `map` to a batch; it must keep the number of rows."""
+    arrays = parts_of(batch)
+    mapped = function(*arrays)
+    mapped = tuple(mapped) if isinstance(mapped, list) else mapped
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(mapped)]
+    if not shapes or any(shape[:1] != arrays[0].shape[:1] for shape in shapes):
         raise ValueError(
-            f"a function of `map` must return arrays with the {len(parts[0])} rows that it is "
+            f"a function of `map` must return arrays with the {len(arrays[0])} rows that it is "
             f"given, got shapes {shapes}: leave rows out where the data are written."
         )
-    return found
+    return mapped
 
 
 def _read_ahead(grain: Any) -> Any:
-    # One thread keeps the readers of a file going where they are; a window more costs memory.
+    # With one thread the readers read a file sequentially; each further window costs memory.
     return grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+
+
+def resumable(dataset: Any, rows: AbstractRows) -> Any:
+    """A `grain.IterDataset` of the same elements; its states hold a fingerprint of the rows."""
+    return _dataset_class()(dataset, rows)
+
+
+@functools.cache
+def _dataset_class() -> Any:
+    grain = imported("grain")
+    Dataset: Any = grain.IterDataset
+    Iterator: Any = grain.DatasetIterator
+
+    class ResumableIterDataset(Dataset):
+        def __init__(self, parent: Any, rows: AbstractRows) -> None:
+            super().__init__(parent)
+            self.rows = rows
+
+        def __iter__(self) -> Any:
+            return ResumableIterator(iter(self._parent), self.rows)
+
+    class ResumableIterator(Iterator):
+        def __init__(self, parent: Any, rows: AbstractRows) -> None:
+            super().__init__(parent)
+            self.rows = rows
+
+        def __next__(self) -> Any:
+            state = self._parent.get_state()
+            try:
+                return next(self._parent)
+            except BaseException:
+                # Otherwise rows that were read before the failure would be skipped.
+                self._parent.set_state(state)
+                raise
+
+        def get_state(self) -> dict[str, Any]:
+            return {"parent": self._parent.get_state(), _DATA: self.rows.fingerprint}
+
+        def set_state(self, state: dict[str, Any]) -> None:
+            self.rows.check_fingerprint(state.get(_DATA), "the state")
+            self._parent.set_state(state["parent"])
+
+    return ResumableIterDataset

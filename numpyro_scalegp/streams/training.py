@@ -1,4 +1,4 @@
-"""Training on a stream, with checkpoints from which it goes on."""
+"""Training on a stream, with checkpoints from which it resumes."""
 
 import collections
 import contextlib
@@ -16,24 +16,24 @@ from numpyro.infer.svi import SVIRunResult, SVIState
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import texts_of_processes
-from numpyro_scalegp.core.programs import CompiledForLoop
-from numpyro_scalegp.infer import RowSVI
-from numpyro_scalegp.saving import load, save
+from numpyro_scalegp.programs.compiled import CompiledForLoop
+from numpyro_scalegp.saving.api import load, save
 from numpyro_scalegp.saving.file import Path, as_path, place_of
 from numpyro_scalegp.streams.extra import imported
 from numpyro_scalegp.streams.stream import Stream, parts_of
 from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
+from numpyro_scalegp.variational.quadruply.row_svi import RowSVI
 
-# Batches on the device that wait for their step, and steps that wait for the device.
+# Number of batches on the device that wait for a step, and of steps that wait for the device.
 _AHEAD = 2
 
 
 class Progress(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     state: SVIState
     losses: Any  # of the steps so far
-    position: Any  # of the stream's iterator, in front of the next batch
+    position: Any  # state of the stream's iterator before the next batch
     order: Any  # of the stream
     data: Any  # a fingerprint of the stream's rows; None where processes share the state
 
@@ -53,28 +53,28 @@ def run(
     init_params: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> SVIRunResult:
-    """Train on a stream: `SVI.run`, with another batch in each step.
+    """Train on a stream: `SVI.run`, with a new batch in each step.
 
-    The model gets the arrays of a batch as its positional arguments, (X, y). Steps are compiled
-    once and work on donated buffers; the next two batches are on the device while a step runs.
-    `RowSVI` refits its control variate each `refresh_every` steps, as in its own `run`.
+    The model receives the arrays of a batch as positional arguments, (X, y). Steps are compiled
+    once and donate their buffers; the next two batches are on the device while a step runs.
+    `RowSVI` refits its control variate every `refresh_every` steps, as in `RowSVI.run`.
 
-    If the file `checkpoint` is there, training goes on from it, to the same result to the last
-    bit, however the process that wrote it has ended. `num_steps` counts those steps too, and may be
-    larger than it was.
+    If the file `checkpoint` exists, training resumes from it, even if the process that wrote it
+    was killed. The result is bit for bit the same as without interruption. `num_steps` includes
+    the steps before the checkpoint and may be larger than in the earlier call.
 
     Args:
         svi: an `SVI` or `RowSVI`.
         key: a typed JAX key, for `svi.init` with the first batch.
         num_steps: number of steps, each with `stream.batch_size` rows.
-        stream: of `sgp.streams.parquet` or `sgp.streams.arrays`.
+        stream: a stream of `sgp.streams.parquet` or `sgp.streams.arrays`.
         checkpoint: the file, by convention `*.npz`; None for no checkpoints.
-        every: steps from one checkpoint to the next. There is one at the end as well.
-        place: a function that puts the arrays of a batch, its arguments, on devices, and returns
-            them in a tuple; `jax.device_put` by default. It runs in another thread.
-        stable_update: whether a step whose loss or gradient is not finite is left out, as by
-            `SVI.stable_update`.
-        progress_bar: whether to show one.
+        every: number of steps between checkpoints. There is also one after the last step.
+        place: a function that puts the arrays of a batch, which are its arguments, on devices and
+            returns them in a tuple; `jax.device_put` by default. It runs in another thread.
+        stable_update: whether to skip a step whose loss or gradient is not finite, as
+            `SVI.stable_update` does.
+        progress_bar: whether to show a progress bar.
         init_params: initial values of parameters, as for `SVI.init`.
         **kwargs: the model's keyword arguments, such as `size=stream.num_rows` for the plate.
 
@@ -82,12 +82,12 @@ def run(
         Parameters, state and the losses of all steps, shape (num_steps,).
 
     Raises:
-        ValueError: if `num_steps` or `every` is not positive, the checkpoint belongs to another
-            model, to a stream of other arrays or to another order, or has more steps; in several
-            processes, if one checkpoint cannot be for all of them.
-        TypeError: if `checkpoint` is no path.
-        OSError: if `checkpoint` cannot be written, such as in a folder that is not there; if it was
-            made with other files, or the stream's files have changed.
+        ValueError: if `num_steps` or `every` is not positive; if the checkpoint belongs to another
+            model, other arrays or another order, or has more steps; if several processes cannot
+            share one checkpoint.
+        TypeError: if `checkpoint` is not a path.
+        OSError: if `checkpoint` cannot be written, for example because its folder does not exist;
+            if it was made with other files; if the stream's files have changed.
 
     Example:
         >>> import jax, numpy as np, numpyro, optax
@@ -116,15 +116,15 @@ def run(
         checks.function("place", place)
     checkpoint = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     if checkpoint is not None and jax.process_count() == 1:
-        place_of(checkpoint)  # now, and not after the steps to the first checkpoint
+        place_of(checkpoint)  # raises now instead of at the first checkpoint
     batches = _on_device(stream, place)
     try:
-        with contextlib.closing(iter(stream)) as first:  # the batch of the first step as well
-            batch = next(first)
+        with contextlib.closing(iter(stream)) as iterator:
+            batch = next(iterator)  # also the batch of the first step
         state = svi.init(
             checks.as_key(key), *_placed(batch, place), init_params=init_params, **kwargs
         )
-        # Copies: steps donate them, and they may be arrays of the model.
+        # Copies, because steps donate the arrays, which may belong to the model.
         state = jax.tree.map(jnp.copy, state)
         data: int | None = stream.rows.fingerprint
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(state)):
@@ -157,47 +157,47 @@ def _placed(batch: Any, place: Callable[..., Any] | None) -> tuple[Any, ...]:
 
 
 def _check_processes(stream: Stream, checkpoint: str | None) -> None:
-    """Raise where processes that share a state could not go on from one checkpoint."""
+    """Raise if processes that share a state could not resume from one checkpoint."""
     if checkpoint is None:
         return
-    found = texts_of_processes(f"{tuple(stream.order)}, {os.path.exists(checkpoint)}")
-    if len({*found}) > 1:
+    descriptions = texts_of_processes(f"{tuple(stream.order)}, {os.path.exists(checkpoint)}")
+    if len({*descriptions}) > 1:
         raise ValueError(
             f"the checkpoint `{checkpoint}` holds one position in the stream for all "
-            "processes: they must have streams of as many rows, with the same arguments, and all "
-            "of them the file or none. Rows, batch size, window, ranges, seed and whether the file "
-            f"is there: {'; '.join(found)}."
+            "processes: their streams must have the same number of rows and the same arguments, "
+            "and the file must exist for all of them or for none. Rows, batch size, window, "
+            f"ranges, seed and whether the file exists: {'; '.join(descriptions)}."
         )
 
 
 def _on_device(stream: Stream, place: Callable[..., Any] | None) -> Any:
-    """An iterator over batches on devices, which prefetches."""
+    """An iterator that prefetches batches to devices."""
     placed = stream.batches.map(lambda batch: _placed(batch, place))
     prefetch = imported("grain.experimental").ThreadPrefetchIterDataset
     return iter(prefetch(placed, prefetch_buffer_size=_AHEAD))
 
 
 def _resumed(checkpoint: str, start: Progress, num_steps: int, stream: Stream) -> Progress:
-    """The progress in a file, if it belongs to this training."""
-    # The number of losses is that of the steps, whatever it is.
-    found = load(checkpoint, like=start._replace(losses=..., data=...))
-    if None not in (found.data, start.data):
-        stream.rows.check_fingerprint(found.data, f"the checkpoint `{checkpoint}`")
-    if found.order != start.order:
+    """The progress in a checkpoint, if it belongs to this model and stream."""
+    # `losses` has any length, since it is the number of steps.
+    progress = load(checkpoint, like=start._replace(losses=..., data=...))
+    if None not in (progress.data, start.data):
+        stream.rows.check_fingerprint(progress.data, f"the checkpoint `{checkpoint}`")
+    if progress.order != start.order:
         raise ValueError(
             f"`{checkpoint}` belongs to another stream: its rows, batch size, window, "
-            f"ranges and seed are {found.order}, and those of `stream` {start.order}."
+            f"ranges and seed are {progress.order}, but `stream` has {start.order}."
         )
-    if len(found.losses) > num_steps:
+    if len(progress.losses) > num_steps:
         raise ValueError(
-            f"`{checkpoint}` has {len(found.losses)} steps, and `num_steps` is "
+            f"`{checkpoint}` has {len(progress.losses)} steps, and `num_steps` is "
             f"{num_steps}: ask for at least as many, or delete the file."
         )
-    return found
+    return progress
 
 
 class _Steps:
-    """Compiled steps."""
+    """Compiled training steps."""
 
     def __init__(self, svi: SVI, kwargs: dict[str, Any], stable: bool) -> None:
         self.svi = svi
@@ -213,7 +213,7 @@ class _Steps:
     def until(
         self, stop: int, progress: Progress, batches: Iterator[Any], bar: tqdm.tqdm
     ) -> Progress:
-        """Go on until `stop` steps are done."""
+        """Run steps until `stop` steps are done."""
         state, losses, pending = progress.state, list(progress.losses), collections.deque[Array]()
         for done in range(len(losses), stop):
             batch = next(batches)
@@ -221,7 +221,7 @@ class _Steps:
                 state = self.svi.refresh(state, *batch, **self.kwargs)
             state, loss = self.step((batch, self.kwargs), state)
             pending.append(loss)
-            # Or batches that wait for their steps would fill the device.
+            # Otherwise batches that wait for their steps would fill the device.
             if len(pending) > _AHEAD:
                 losses.append(np.asarray(pending.popleft()))
             bar.update()

@@ -1,1 +1,1 @@
-"""Running models and guides, and reading GP sites and likelihoods off their traces."""
+"""Running models and guides, and reading the sites of Gaussian processes off their traces."""

@@ -1,4 +1,4 @@
-"""Arguments of a model, by position and by name."""
+"""Positional and keyword arguments of models."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from numpyro_scalegp.core import checks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Under this name a decorated function gets the model's keywords, apart from its options.
+# The keyword under which a decorated function receives the model's keywords as a dict.
 _OF_MODEL = "keywords of the model"
 
 
@@ -23,14 +23,14 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> "Arguments":
-        """From positional arguments, a dict of keywords, or a tuple of both.
+        """Arguments from a tuple, a dict of keywords, or a pair (tuple, dict).
 
         Args:
-            name: of the argument that holds them, for errors.
-            value: a tuple, a mapping with strings as keys, or (tuple, mapping).
+            name: the name of the argument that holds them, for errors.
+            value: a tuple, a mapping with string keys, or (tuple, mapping).
 
         Raises:
-            TypeError: if it is none of these.
+            TypeError: if it is anything else.
         """
         if isinstance(value, Mapping):
             return cls((), dict(value))
@@ -50,11 +50,11 @@ class Arguments(NamedTuple):
 
         Args:
             model: the model.
-            name: of what holds the arguments.
+            name: a name for these arguments, for the error.
         """
         try:
             signature = inspect.signature(_inside(model))
-        except (TypeError, ValueError):  # a callable that shows none
+        except (TypeError, ValueError):  # a callable without a signature
             return
         try:
             signature.bind(*self.args, **self.kwargs)
@@ -65,26 +65,27 @@ class Arguments(NamedTuple):
 
 
 def model_keywords_first(model_of: Callable[..., tuple[Any, int]]) -> Callable[[F], F]:
-    """Let a function that runs a model leave the model's keywords to the model.
+    """Decorate a function that runs a model, so that the model's keywords take precedence.
 
-    A keyword of a call belongs to the model if the model has a parameter of that name which no
-    positional argument fills; otherwise it is an option of the function, if there is one of that
-    name. So an option never hides an argument of the model, and a model whose parameter has the
-    name of an option takes it by position where both are wanted. Models that take any keywords
-    (`**kwargs`) have none of these names.
+    A keyword of a call goes to the model if the model has a parameter of that name that no
+    positional argument fills. Otherwise it is an option of the function, if the function has one of
+    that name. So an option never hides an argument of the model; to set both, pass the model's by
+    position. The `**kwargs` of a model do not take keywords from the options.
 
     Args:
-        model_of: from the positional arguments of a call to the model, and how many of the
-            arguments come before the model's own.
+        model_of: maps the positional arguments of a call to the model, and to the number of
+            arguments before the model's own.
 
     Returns:
-        A decorator. The function gets all of the model's keywords as its `**kwargs`, which
-        `of_model` takes out.
+        A decorator. The function receives the model's keywords in its `**kwargs`, from which
+        `of_model` extracts them.
     """
 
     def decorated(function: F) -> F:
         names = inspect.signature(function).parameters
-        options = {name for name, one in names.items() if one.kind is one.KEYWORD_ONLY}
+        options = {
+            name for name, parameter in names.items() if parameter.kind is parameter.KEYWORD_ONLY
+        }
         leading = _by_position(names)
 
         @functools.wraps(function)
@@ -93,15 +94,15 @@ def model_keywords_first(model_of: Callable[..., tuple[Any, int]]) -> Callable[[
             try:
                 model, num_leading = model_of(*args, **by_name)
             except (TypeError, AttributeError):
-                model, num_leading = None, 0  # the function itself raises
+                model, num_leading = None, 0  # the function will raise
             parameters = _parameters(model)
             positional = _by_position(parameters)
             filled = positional[: max(0, len(args) - num_leading)]
             of_model = parameters.keys() - set(filled)
-            own = {*(options - of_model), *leading[len(args) :]}
-            mine = {name: value for name, value in kwargs.items() if name in own}
-            others = {name: value for name, value in kwargs.items() if name not in own}
-            return function(*args, **mine, **{_OF_MODEL: others})
+            own_names = {*(options - of_model), *leading[len(args) :]}
+            own_kwargs = {name: kwargs[name] for name in kwargs if name in own_names}
+            model_kwargs = {name: kwargs[name] for name in kwargs if name not in own_names}
+            return function(*args, **own_kwargs, **{_OF_MODEL: model_kwargs})
 
         return cast(F, call)
 
@@ -109,27 +110,27 @@ def model_keywords_first(model_of: Callable[..., tuple[Any, int]]) -> Callable[[
 
 
 def of_model(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The model's keywords, of the `**kwargs` that a decorated function gets."""
+    """The model's keywords, from the `**kwargs` of a decorated function."""
     return kwargs[_OF_MODEL]
 
 
 def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a model that have names, behind handlers; none if they do not show."""
+    """The named parameters of a model within handlers; empty if it has no signature."""
     try:
         parameters = inspect.signature(_inside(model)).parameters
     except (TypeError, ValueError):
         return {}
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return {name: one for name, one in parameters.items() if one.kind not in variable}
+    return {name: p for name, p in parameters.items() if p.kind not in variable}
 
 
 def _by_position(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [name for name, one in parameters.items() if one.kind in kinds]
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
 
 
 def handlers_around(model: Any) -> list[Messenger]:
-    """The handlers that are wrapped around a model, the outermost first."""
+    """The handlers wrapped around a model, the outermost first."""
     around = []
     while isinstance(model, Messenger) and model.fn is not None:
         around.append(model)

@@ -1,4 +1,4 @@
-"""Runs of models and guides, with given values in the place of what they would make themselves."""
+"""Runs of models and guides, with chosen values for their sites."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from jaxtyping import Array, Key
 from numpyro import handlers
 
 from numpyro_scalegp.core import checks, tables
-from numpyro_scalegp.distributions.rows import role_of, unwrapped
+from numpyro_scalegp.sites.rows import role_of, unwrapped
 
 Trace = dict[str, Any]
 
-# In a site's `infer`, where its value is a function of other sites in this run.
+# Marks, in a site's `infer`, that its value is a function of other sites in this run.
 MADE_OF_OTHERS = "made_of_other_sites"
 
 
@@ -25,16 +25,16 @@ def substituted(
     values: dict[str, Any] | None = None,
     indices: dict[str, Any] | None = None,
 ) -> handlers.substitute:
-    """Put given values in the place of what a model or a guide would make itself.
+    """Substitute values for the parameters, latent sites and plates of a model or a guide.
 
-    Deterministic sites are functions of the others, and observed ones have their value: neither is
-    ever replaced, though NumPyro's samples and medians have values of the former too.
+    Deterministic and observed sites are never replaced, though NumPyro's samples and medians have
+    values of deterministic sites, too.
 
     Args:
         run: a model or a guide; None for a context manager.
         params: values of parameters and mutable sites, by name.
-        values: values of latent sample sites.
-        indices: of plates.
+        values: values of latent sample sites, by name.
+        indices: indices of plates, by name.
     """
     latent, plates = values or {}, indices or {}
 
@@ -65,25 +65,25 @@ def traced(
     Args:
         run: a model or a guide.
         key: a JAX key.
-        params: values of parameters and mutable sites, by name; the run writes to none of them.
+        params: values of parameters and mutable sites, by name; the run does not change them.
         args: positional arguments of the run.
         kwargs: keyword arguments of the run.
-        values: values of latent sample sites.
-        replayed: the trace of a guide, whose latent sites and plates have the same values.
+        values: values of latent sample sites, by name.
+        replayed: the trace of a guide, from which latent sites and plates take their values.
     """
-    # Mutable state is written to in place.
-    own = jax.tree.map(lambda leaf: leaf, params)
-    given: Callable[..., Any] = substituted(handlers.seed(run, key), own, values)
+    # The run writes mutable state in place, here to a copy.
+    params = jax.tree.map(lambda leaf: leaf, params)
+    handled: Callable[..., Any] = substituted(handlers.seed(run, key), params, values)
     if replayed is not None:
-        given = handlers.replay(given, replayed)
-    return trace_of_call(given, args, kwargs)
+        handled = handlers.replay(handled, replayed)
+    return trace_of_call(handled, args, kwargs)
 
 
 def trace_of_call(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """The trace of a call, with arrays in place of a collapsed GP's observations in a table.
+    """The trace of a call; a collapsed GP's observations become arrays if they are a table.
 
     Raises:
-        TypeError: if a table is what another distribution is to have drawn.
+        TypeError: if a table is the value of a site with another distribution.
     """
     trace = handlers.trace(run).get_trace(*args, **kwargs)
     for name, site in trace.items():
@@ -91,7 +91,7 @@ def trace_of_call(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             if role_of(site["fn"]) != "collapsed":
                 raise TypeError(
                     f"the observations of `{name}` are {checks.described(site['value'])}, of which "
-                    "NumPyro's distributions have no density: give the model arrays, as of "
+                    "NumPyro's distributions have no density: give the model arrays, such as "
                     "`y.to_numpy()` or `jnp.asarray(y)`, or take them by `sgp.plate(...).take`."
                 )
             site["value"] = tables.as_arrays(site["value"], name)
@@ -119,7 +119,7 @@ def drawn_values(trace: Trace) -> dict[str, Any]:
 
 
 def indices_of(trace: Trace) -> dict[str, Any]:
-    """The indices that each plate took."""
+    """The indices of each plate."""
     return {name: site["value"] for name, site in trace.items() if site["type"] == "plate"}
 
 
@@ -128,15 +128,15 @@ def mutable_values(trace: Trace) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
 
 
-class Staged:
-    """A function, run once, now; later calls evaluate the program that this run left.
+class TracedProgram:
+    """A function that is traced once, immediately; calls evaluate the traced program.
 
-    So a model that is evaluated at many values of a function, differentiated in it and inspected
-    runs once.
+    So a model runs once, even if it is evaluated at many values of a function, differentiated and
+    inspected.
 
     Args:
-        function: from trees of arrays to a tree of arrays; it may close over traced values.
-        *like: its arguments, of which shapes and types count.
+        function: maps trees of arrays to a tree of arrays; it may close over traced values.
+        *like: arguments that have the shapes and dtypes of later ones.
     """
 
     def __init__(self, function: Callable[..., Any], *like: Any) -> None:
@@ -151,16 +151,16 @@ class Staged:
         self.structure = structure
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """The result of the function."""
         leaves = zip(jax.tree.leaves(args), self.program.in_avals, strict=True)
         arrays = [jnp.asarray(leaf, aval.dtype) for leaf, aval in leaves]
         return jax.tree.unflatten(self.structure, jaxpr_as_fun(self.program)(*arrays))
 
     def variables(self) -> Any:
-        """The program's variables, in the place of what the function returns."""
+        """The function's result, with variables of the program in place of arrays."""
         return jax.tree.unflatten(self.structure, self.program.jaxpr.outvars)
 
 
 def flat_provenance(leaves: Any) -> list[frozenset[str]]:
-    """The sets of names that `numpyro.ops.provenance.eval_provenance` gives."""
-    return jax.tree.leaves(leaves, is_leaf=lambda one: isinstance(one, frozenset))
+    """The sets of names in a tree from `numpyro.ops.provenance.eval_provenance`."""
+    return jax.tree.leaves(leaves, is_leaf=lambda leaf: isinstance(leaf, frozenset))

@@ -1,4 +1,4 @@
-"""Handlers that stand in for the GP sites of models and guides, which are never sampled."""
+"""Handlers that replace the GP sites of models and guides, which are never sampled."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,11 +13,10 @@ from numpyro import handlers
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_scalegp.core.index_sampling import stratified_indices
-from numpyro_scalegp.distributions.mini_batches import takes_part
-from numpyro_scalegp.distributions.rows import role_of, unwrapped
-from numpyro_scalegp.families import AbstractVariationalGP
-from numpyro_scalegp.families.family import AbstractPriorGP
-from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.sites.family import AbstractPriorGP, AbstractVariationalGP
+from numpyro_scalegp.sites.mini_batches import is_subsampled
+from numpyro_scalegp.sites.rows import role_of, unwrapped
 from numpyro_scalegp.tracing.runs import is_latent, is_observed, substituted
 
 Model = Callable[..., Any]
@@ -25,11 +24,11 @@ Prior = type[AbstractPriorGP]
 
 
 class StandIn(Messenger):
-    """Stands in for the GP sites of a guide and records their families.
+    """Sets the values of the GP sites of a guide and records their families.
 
     Args:
-        value: the value of a site, from its name, its family and a key, or None where handlers
-            outside have the keys; None for zeros, which take no moments.
+        value: computes the value of a site from its name, its family and a key (None if the key
+            comes from handlers outside); None for zeros, which need no moments.
     """
 
     def __init__(self, value: Callable[..., Array] | None = None) -> None:
@@ -42,7 +41,7 @@ class StandIn(Messenger):
         return self
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        """Record a family, and put a value in the place of a draw."""
+        """Record the family of a GP site and set its value."""
         if msg["type"] != "sample" or getattr(msg["fn"], "role", "") != "variational":
             return
         name, family = msg["name"], msg["fn"]
@@ -56,20 +55,20 @@ class StandIn(Messenger):
 
 
 def joint_draw(name: str, family: AbstractVariationalGP, key: Array) -> Float[Array, "*batch n"]:
-    """A draw from the process at all rows jointly, for `StandIn`."""
+    """A joint draw from the process at all inputs, for `StandIn`."""
     return family.posterior().sample(key, family.X)[0]
 
 
 class GPSite(NamedTuple):
-    """A GP site of a model, as the model made it under given hyperparameters."""
+    """A GP site of a model at fixed hyperparameters."""
 
     name: str
-    prior: Any  # of the class that the guide is for
+    prior: Any  # an instance of the guide's prior class
     batch_shape: tuple[int, ...]  # of independent functions, by plates
     plates: tuple[CondIndepStackFrame, ...]
-    partial: tuple[str, ...] = ()  # plates of the model that take a part of their elements
-    spread: Callable[[int], Array] | None = None  # rows of other mini-batches, at most so many
-    is_normal: bool = True  # whether all observations are
+    partial: tuple[str, ...] = ()  # the model's subsampled plates
+    spread: Callable[[int], Array] | None = None  # up to this many inputs, from several batches
+    is_normal: bool = True  # whether all observations have normal distributions
 
     @property
     def kernel(self) -> AbstractKernel:
@@ -78,24 +77,24 @@ class GPSite(NamedTuple):
 
     @property
     def X(self) -> Float[Array, "... n d"]:
-        """The rows."""
+        """The inputs."""
         return self.prior.X
 
     def rows(self, max_rows: int = 20_000) -> Float[Array, "... m d"]:
-        """Rows from all over the data: those here, or of mini-batches that share none."""
+        """Inputs from all the data: X, or the inputs of disjoint mini-batches."""
         return self.X if self.spread is None else self.spread(max_rows)
 
 
 class HideGPSite(Messenger):
     """Replaces a GP site by zeros, records it, and hides it from all handlers outside.
 
-    So neither the model nor NumPyro's own guides ever factorize the prior's covariance.
+    So neither the model nor NumPyro's guides factorize the prior covariance.
 
     Args:
         model: the model.
-        site: the name of its GP site, or None if it has just one.
-        kind: the kind of prior that the site has.
-        hide_others: also replace other GP sites that have no value yet, without recording them.
+        site: the name of its GP site, or None if it has only one.
+        kind: the class of the site's prior.
+        hide_others: also replace other GP sites without a value, but do not record them.
     """
 
     def __init__(
@@ -105,17 +104,18 @@ class HideGPSite(Messenger):
         self.site = site
         self.kind = kind
         self.hide_others = hide_others
-        self.found: list[GPSite] = []
-        self.partial: dict[str, Any] = {}  # plates that take a part of their elements: sizes
-        self.is_normal = True  # whether all observations are
+        self.sites: list[GPSite] = []
+        self.partial: dict[str, Any] = {}  # sizes and subsample sizes of subsampled plates
+        self.is_normal = True  # whether all observations have normal distributions
 
     def process_message(self, msg: dict) -> None:
-        """Stop at the GP site."""
-        if takes_part(msg):
+        """Replace and hide the GP site."""
+        if is_subsampled(msg):
             if msg["name"] in self.partial:
                 raise ValueError(
-                    f"the plate `{msg['name']}` is made twice, and would take other elements each "
-                    "time: make it once, rows = sgp.plate(...), and enter it wherever it is needed."
+                    f"the plate `{msg['name']}` is made twice, and would take a different "
+                    "subsample each time: make it once, rows = sgp.plate(...), and enter it "
+                    "wherever it is needed."
                 )
             self.partial[msg["name"]] = msg["args"]
         if is_observed(msg):
@@ -130,48 +130,48 @@ class HideGPSite(Messenger):
             )
         prior, wrapper, _ = inside = unwrapped(msg["fn"])
         inside.refuse_transform(msg["name"])
-        is_own = prior.made_of == self.kind.made_of
+        is_of_kind = prior.made_of == self.kind.made_of
         if wrapper:
             raise ValueError(
                 f"the GP site `{msg['name']}` has a {wrapper} around it: write independent "
                 "functions as a plate, with numpyro.plate(name, size) around the site, and mask "
                 "the likelihood in place of the function."
             )
-        if msg["name"] == self.site and not is_own:
+        if msg["name"] == self.site and not is_of_kind:
             raise ValueError(
                 f"the GP site `{self.site}` has a `{type(prior).__name__}` prior, and this guide "
                 f"is for a `{self.kind.__name__}`."
             )
-        is_other = self.site not in (None, msg["name"]) or not is_own
+        is_other = self.site not in (None, msg["name"]) or not is_of_kind
         if is_other and not self.hide_others:
             return
         plates = tuple(msg["cond_indep_stack"])
         if not self.partial.keys().isdisjoint(frame.name for frame in plates):
             names = ", ".join(f"`{frame.name}`" for frame in plates)
             raise ValueError(
-                f"the GP site `{msg['name']}` stands inside the plate {names}, which takes a part "
-                "of its functions: a guide owns all of them. Only rows come in mini-batches, and "
+                f"the GP site `{msg['name']}` stands inside the plate {names}, which subsamples "
+                "its functions: a guide owns all of them. Only rows come in mini-batches, and "
                 "their plate belongs around the likelihood."
             )
         if is_other and msg["value"] is not None:
             return
         if not is_other:
             batch_shape = msg["fn"].batch_shape
-            self.found.append(GPSite(msg["name"], prior, batch_shape, plates))
+            self.sites.append(GPSite(msg["name"], prior, batch_shape, plates))
         msg["value"] = jnp.zeros(msg["fn"].shape(), jnp.result_type(prior.X, float))
         msg["stop"] = True
 
     def the_site(self) -> GPSite:
-        """The GP site that the last run of the model met.
+        """The GP site of the model's last run.
 
         Raises:
             ValueError: if there was none, or more than one and no name was given.
         """
-        names = [found.name for found in self.found]
+        names = [site.name for site in self.sites]
         if not names:
-            wanted = "no GP site" if self.site is None else f"no GP site `{self.site}`"
+            missing = "no GP site" if self.site is None else f"no GP site `{self.site}`"
             raise ValueError(
-                f"the model has {wanted}: write "
+                f"the model has {missing}: write "
                 f"numpyro.sample(name, sgp.{self.kind.__name__}({self.kind.made_of}, X))."
             )
         if len(names) > 1:
@@ -179,16 +179,16 @@ class HideGPSite(Messenger):
                 f"the model has the GP sites {names}: name the one that this guide owns with "
                 "`site=`, and give a GP guide for the others as `rest=`."
             )
-        return self.found[0]._replace(partial=tuple(sorted(self.partial)), is_normal=self.is_normal)
+        return self.sites[0]._replace(partial=tuple(sorted(self.partial)), is_normal=self.is_normal)
 
 
 class WithoutSite:
-    """A model without one GP site: what a guide for all other sites is built on.
+    """A model without its GP site, on which a guide for all other sites is built.
 
     Args:
         model: the model.
-        site: the name of its GP site, or None if it has just one.
-        kind: the kind of prior that the site has.
+        site: the name of its GP site, or None if it has only one.
+        kind: the class of the site's prior.
     """
 
     def __init__(self, model: Model, site: str | None, kind: Prior) -> None:
@@ -199,7 +199,7 @@ class WithoutSite:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with zeros for the function."""
-        # A handler for each run, so that no traced value outlives it.
+        # A new handler for each run, so that no tracer leaks from it.
         hidden = HideGPSite(self.model, self.site, self.kind)
         return (_MaskObserved(hidden) if self._is_masked else hidden)(*args, **kwargs)
 
@@ -214,7 +214,7 @@ class WithoutSite:
 
 
 class _MaskObserved(Messenger):
-    """Leaves the densities of observed sites out."""
+    """Masks the densities of observed sites."""
 
     def process_message(self, msg: dict[str, Any]) -> None:
         """Mask an observed site."""
@@ -231,56 +231,58 @@ def find_gp_site(
     kwargs: dict[str, Any],
     indices: dict[str, Any] | None = None,
 ) -> GPSite:
-    """Run a model at given values of its other sites and return its GP site.
+    """Run a model at values of its other sites and return its GP site.
 
     Parameters, mutable state and plates stay visible to the handlers outside, so that networks in
-    the model see the optimizer's parameters and a plate's rows are drawn once; the rest is hidden.
+    the model see the optimizer's parameters, and each plate is subsampled once. All other sites are
+    hidden.
 
     Args:
         model: the model.
-        site: the name of its GP site, or None if it has just one.
-        kind: the kind of prior that the site has.
-        values: values of the other latent sites, functions included; without one they are zeros.
+        site: the name of its GP site, or None if it has only one.
+        kind: the class of the site's prior.
+        values: values of the other latent sites, including functions; a function without a value
+            is zero.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        indices: of plates, as far as they are drawn already.
+        indices: indices of the plates that are already subsampled, by name.
 
     Raises:
         ValueError: if the model has no such site, or several, or `values` has a value of it.
     """
-    # The values come first: a function that has one is no site to be hidden.
-    given = substituted(model, {}, values, indices)
-    hidden = HideGPSite(given, site, kind, hide_others=True)
+    # Substitute first, so that a function with a value is not hidden.
+    model_at_values = substituted(model, {}, values, indices)
+    hidden = HideGPSite(model_at_values, site, kind, hide_others=True)
     visible = ("param", "mutable", "plate")
     seeded = handlers.seed(hidden, numpyro.prng_key())
     with handlers.trace() as trace:
         handlers.block(seeded, hide_fn=lambda msg: msg["type"] not in visible)(*args, **kwargs)
-    found = hidden.the_site()
-    if found.name in values:
+    gp_site = hidden.the_site()
+    if gp_site.name in values:
         raise ValueError(
-            f"`rest` samples `{found.name}`, the function that this guide owns: give a guide for "
-            "all other sites alone as `rest=`."
+            f"`rest` samples `{gp_site.name}`, the function that this guide owns: give a guide for "
+            "only the other sites as `rest=`."
         )
-    params = {name: one["value"] for name, one in trace.items() if one["type"] != "plate"}
-    parts = [(name, *sizes) for name, sizes in hidden.partial.items()]
-    if len(parts) != 1 or parts[0][2] != found.X.shape[-2]:
-        return found
-    ((plate, size, taken),) = parts
+    params = {name: msg["value"] for name, msg in trace.items() if msg["type"] != "plate"}
+    plates = [(name, *sizes) for name, sizes in hidden.partial.items()]
+    if len(plates) != 1 or plates[0][2] != gp_site.X.shape[-2]:
+        return gp_site
+    ((plate, size, batch_size),) = plates
 
     def spread(max_rows: int) -> Array:
-        count = max(1, min(max_rows, size) // taken)
-        index = stratified_indices(jax.random.key(0), size, count * taken)
+        count = max(1, min(max_rows, size) // batch_size)
+        index = stratified_indices(jax.random.key(0), size, count * batch_size)
 
-        def of_batch(index: Array) -> Array:
-            again = substituted(model, params, values, {**(indices or {}), plate: index})
-            other = HideGPSite(again, site, kind, hide_others=True)
+        def inputs_of_batch(index: Array) -> Array:
+            batch_model = substituted(model, params, values, {**(indices or {}), plate: index})
+            hidden = HideGPSite(batch_model, site, kind, hide_others=True)
             with handlers.block():
-                handlers.seed(other, jax.random.key(0))(*args, **kwargs)
-            return other.the_site().X
+                handlers.seed(hidden, jax.random.key(0))(*args, **kwargs)
+            return hidden.the_site().X
 
-        # Each mini-batch has rows from all over the data, too.
-        batches = jax.lax.map(of_batch, index.reshape(taken, count).T)
-        *members, _, d = found.X.shape
+        # So each mini-batch has rows from all the data, too.
+        batches = jax.lax.map(inputs_of_batch, index.reshape(batch_size, count).T)
+        *members, _, d = gp_site.X.shape
         return jnp.moveaxis(batches, 0, -3).reshape(*members, -1, d)
 
-    return found._replace(spread=spread)
+    return gp_site._replace(spread=spread)

@@ -70,7 +70,7 @@ def test_rows_that_merge_in_float32(kind):
     checks.inputs("X", seconds - seconds[0])
     checks.inputs("X", seconds[0] + 1000 * np.arange(12, dtype=kind)[:, None])
     checks.inputs("X", np.array([[0.0], [-0.0]]))
-    # So are the few pairs that agree by chance.
+    # So are a few pairs that agree by chance.
     checks.inputs("X", np.random.default_rng(0).normal(size=(100_000, 1)))
 
 
@@ -113,7 +113,7 @@ def test_traced_values_that_are_not_positive_become_nan():
     values = jnp.array([-1.0, 0.0, jnp.inf, jnp.nan, 2.0])
     expected = np.array([np.nan, np.nan, np.nan, np.nan, 2.0])
     np.testing.assert_array_equal(convert(values), expected)
-    # A gradient of zero would pass for a maximum.
+    # A gradient of zero would look like a maximum.
     gradient = jax.jit(jax.grad(lambda v: jnp.sum(checks.as_positive(v))))(values)
     np.testing.assert_array_equal(gradient, np.where(np.isnan(expected), np.nan, 1.0))
     zero_too = jax.jit(lambda v: checks.as_positive(v, or_zero=True))(values)

@@ -1,4 +1,4 @@
-"""Work in chunks of rows gives what work on all rows gives."""
+"""Functions of chunks of rows against the same functions of all rows."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from numpyro_scalegp.core import chunks
 
 
 @pytest.mark.parametrize("n", [1, 4, 5, 8, 13])
-def test_chunks_equal_the_whole(n, dtype):
+def test_chunks_equal_all_rows(n, dtype):
     X = jnp.arange(2.0 * n).reshape(n, 2)
     sizes = []
 
@@ -26,7 +26,7 @@ def test_chunks_equal_the_whole(n, dtype):
     np.testing.assert_array_equal(results["outer"], expected["outer"])
 
 
-def test_one_trace_whatever_the_number_of_chunks():
+def test_one_trace_for_any_number_of_chunks():
     traces = 0
 
     def function(rows):
@@ -70,12 +70,12 @@ def test_sum_rows_adds_up_all_rows_once(chunk_size, x64):
         return {"total": weights @ X, "gram": (weights[:, None] * X).T @ X}
 
     def value(X):
-        found = chunks.sum_rows(moments, (X, jnp.array(weights)), chunk_size)
-        return jnp.sum(found["gram"] ** 2) + jnp.sum(found["total"])
+        sums = chunks.sum_rows(moments, (X, jnp.array(weights)), chunk_size)
+        return jnp.sum(sums["gram"] ** 2) + jnp.sum(sums["total"])
 
-    found = chunks.sum_rows(moments, (jnp.array(X), jnp.array(weights)), chunk_size)
+    sums = chunks.sum_rows(moments, (jnp.array(X), jnp.array(weights)), chunk_size)
     expected = moments((X, weights))
-    np.testing.assert_allclose(found["gram"], expected["gram"])
-    np.testing.assert_allclose(found["total"], expected["total"])
+    np.testing.assert_allclose(sums["gram"], expected["gram"])
+    np.testing.assert_allclose(sums["total"], expected["total"])
     direct = jax.grad(lambda X: jnp.sum(moments((X, weights))["gram"] ** 2) + jnp.sum(weights @ X))
     np.testing.assert_allclose(jax.grad(value)(jnp.array(X)), direct(jnp.array(X)))

@@ -27,8 +27,8 @@ def test_each_index_is_drawn_equally_often(size, subsample_size):
     assert np.max(np.abs(frequencies - share)) < 4 * error
 
 
-def test_unequal_runs_without_the_shift_are_found_out():
-    # One index from each of three runs of 3, 3 and 4: the same check must fail.
+def test_unequal_strata_without_the_shift_are_detected():
+    # One index from each of three strata of 3, 3 and 4: the same check must fail.
     num, edges = 20_000, np.array([0, 3, 6, 10])
     keys = jax.random.split(jax.random.key(0), num)
     draw = jax.vmap(lambda key: jax.random.randint(key, (3,), edges[:-1], edges[1:]))
@@ -48,7 +48,7 @@ def test_indices_are_distinct_and_in_range(size, subsample_size):
     assert indices.max() < size
     ordered = np.sort(indices, axis=1)
     assert np.all(np.diff(ordered, axis=1) > 0)
-    # All of the range is used: the lowest and the highest tenth are met.
+    # All of the range is used, including the lowest and the highest tenth.
     assert indices.min() < size / 10 or size < 20
     assert indices.max() > 0.9 * size - 1
 

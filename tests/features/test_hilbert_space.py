@@ -1,4 +1,4 @@
-"""Hilbert-space features against the kernels that they stand for, and against NumPyro's own."""
+"""Hilbert-space features against the kernels that they approximate, and against NumPyro's."""
 
 import operator
 
@@ -11,7 +11,6 @@ from numpyro.contrib.hsgp.approximation import hsgp_matern, hsgp_squared_exponen
 from scipy.special import ive, kv
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.features.hilbert_space import _fourier_weights
 from numpyro_scalegp.kernels.stationary import _log_bessel
 from tests.conformance import each
 
@@ -32,35 +31,37 @@ SMOOTH = [
 
 @each("kernel", [*SMOOTH, ("matern12", lambda s: sgp.kernels.Matern12(s, 0.7))])
 def test_a_spectral_density_is_the_transform_of_the_kernel(kernel, x64):
-    one = kernel(0.5)
+    covariance = kernel(0.5)
     w = jnp.linspace(0.0, 1000.0, 50_001)[1:, None] - 0.01  # midpoints
-    density = one.spectral_density(w)
+    density = covariance.spectral_density(w)
     r = np.array([[0.0], [0.2], [0.7]])
-    found = [jnp.sum(density * jnp.cos(w[:, 0] * x)) * 0.02 / jnp.pi for x in r[:, 0]]
-    atol = 2e-3 if "12" in type(one).__name__ else 1e-6
-    np.testing.assert_allclose(np.array(found), one(r[:1], r)[0], rtol=2e-4, atol=atol)
+    transforms = [jnp.sum(density * jnp.cos(w[:, 0] * x)) * 0.02 / jnp.pi for x in r[:, 0]]
+    atol = 2e-3 if "12" in type(covariance).__name__ else 1e-6
+    np.testing.assert_allclose(np.array(transforms), covariance(r[:1], r)[0], rtol=2e-4, atol=atol)
 
 
 @each("kernel", SMOOTH[:4])
 def test_densities_in_two_dimensions(kernel, x64):
-    one = kernel(jnp.array([0.5, 0.8]))
+    covariance = kernel(jnp.array([0.5, 0.8]))
     axis = np.linspace(-40.0, 40.0, 401)
     w = np.stack(np.meshgrid(axis, axis, indexing="ij"), axis=-1).reshape(-1, 2)
-    density = one.spectral_density(jnp.array(w))
+    density = covariance.spectral_density(jnp.array(w))
     for x in (np.array([0.3, -0.2]), np.array([0.0, 0.6])):
-        found = jnp.sum(density * jnp.cos(w @ x)) * (0.2 / (2.0 * jnp.pi)) ** 2
-        np.testing.assert_allclose(found, one(np.zeros((1, 2)), x[None])[0, 0], atol=1e-3)
+        transform = jnp.sum(density * jnp.cos(w @ x)) * (0.2 / (2.0 * jnp.pi)) ** 2
+        np.testing.assert_allclose(
+            transform, covariance(np.zeros((1, 2)), x[None])[0, 0], atol=1e-3
+        )
 
 
 def test_bessel_functions(x64):
     z = np.array([1e-3, 0.1, 1.0, 10.0, 300.0])
     for order in (0.0, 0.3, -1.2, 4.5, 30.0):
-        found = jnp.exp(_log_bessel(jnp.array(order), jnp.array(z)))
-        np.testing.assert_allclose(found, kv(order, z), rtol=1e-12)
+        values = jnp.exp(_log_bessel(jnp.array(order), jnp.array(z)))
+        np.testing.assert_allclose(values, kv(order, z), rtol=1e-12)
     for lengthscale in (0.1, 0.3, 1.0, 5.0):
         expected = ive(np.arange(12), lengthscale**-2.0)
         np.testing.assert_allclose(
-            _fourier_weights(jnp.array(lengthscale), 12), expected, rtol=1e-10
+            sgp.kernels.Periodic(lengthscale, period=1.0).fourier_weights(12), expected, rtol=1e-10
         )
 
 
@@ -69,17 +70,17 @@ def test_bessel_functions(x64):
 
 @each("kernel", SMOOTH)
 def test_inner_products_tend_to_the_kernel(kernel, x64):
-    one, box = kernel(0.3), np.array([[-1.5], [2.5]])
-    errors = [HilbertSpace(one, num, box).error(X) for num in (10, 20, 80)]
+    covariance, box = kernel(0.3), np.array([[-1.5], [2.5]])
+    errors = [HilbertSpace(covariance, num, box).error(X) for num in (10, 20, 80)]
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 1e-2
-    # A box that ends with the data does not do, whatever the number.
-    assert HilbertSpace(one, 200, np.array([[0.0], [1.0]])).error(X) > 0.5
+    # A box that ends with the data is not accurate with any number of features.
+    assert HilbertSpace(covariance, 200, np.array([[0.0], [1.0]])).error(X) > 0.5
 
 
 @each("kernel", SMOOTH[:3])
 @each("lengthscales", [("wide", lambda: (0.1, 0.5)), ("short", lambda: (0.05, 0.05))])
-def test_what_is_chosen_suffices(kernel, lengthscales, x64):
+def test_the_chosen_box_and_basis_suffice(kernel, lengthscales, x64):
     short, long = lengthscales()
     box, num = HilbertSpace.box_and_num_basis(X, (short, long), type(kernel(1.0)))
     for scale in (short, long):
@@ -113,7 +114,7 @@ def test_numpyro_has_the_same_features(peer, x64):
     np.testing.assert_allclose(phi(PLANE), expected, atol=1e-12)
 
 
-def test_a_periodic_kernel_has_its_own_series(x64):
+def test_a_periodic_kernel_has_its_fourier_series(x64):
     kernel = 1.7 * sgp.kernels.Periodic(0.7, period=0.3, variance=1.2)
     phi = HilbertSpace(kernel, 12)
     assert phi.num_features == 23
@@ -126,6 +127,16 @@ def test_a_periodic_kernel_has_its_own_series(x64):
         return jnp.sum(HilbertSpace(sgp.kernels.Periodic(scale, period=0.3), 5)(X)[:, 3])
 
     assert np.isfinite(jax.grad(total)(0.7))
+
+
+@pytest.mark.parametrize("lengthscale", [0.4, 0.7, 2.0])
+def test_a_periodic_kernel_without_a_constant_has_none_in_its_series(lengthscale, x64):
+    kernel = sgp.kernels.Periodic(lengthscale, period=0.3, variance=1.2, constant=False)
+    phi = HilbertSpace(1.7 * kernel, 20)
+    assert phi.num_features == 38
+    assert phi.error(X) < 1e-8
+    over_a_period = jnp.arange(100)[:, None] * 0.003
+    np.testing.assert_allclose(phi(over_a_period).mean(axis=0), 0.0, atol=1e-12)
 
 
 def test_amplitudes_that_underflow_leave_a_gradient():
@@ -161,41 +172,43 @@ def test_sums_and_products(x64):
             phi.covariance(jnp.array(X), jnp.array(X)), phi(X) @ phi(X).T, rtol=1e-10
         )
     columns = HilbertSpace(sgp.kernels.RBF(0.9).on((0,)), 30, np.array([[-4.0], [4.0]]))
-    other = HilbertSpace(sgp.kernels.Matern52(0.8).on((1,)), 40, np.array([[-4.0], [4.0]]))
-    product = columns * other
+    second = HilbertSpace(sgp.kernels.Matern52(0.8).on((1,)), 40, np.array([[-4.0], [4.0]]))
+    product = columns * second
     np.testing.assert_allclose(
         product(PLANE) @ product(PLANE).T, product.kernel(PLANE, PLANE), atol=5e-3
     )
-    with pytest.raises(ValueError, match="depend on each other a priori"):
+    with pytest.raises(ValueError, match="are correlated a priori"):
         trend + sgp.features.InducingPoints(sgp.kernels.RBF(1.0), X[:3])
 
 
-def test_parts_of_a_sum_come_from_the_posterior(x64):
+def test_components_of_a_sum_come_from_the_posterior(x64):
     box = np.array([[-1.5], [2.5]])
     phi = HilbertSpace(sgp.kernels.RBF(0.4), 30, box) + HilbertSpace(
         sgp.kernels.Periodic(0.9, 0.25, 0.5), 8
     )
     logdet, y = sgp.log_determinants.MiniBatch(), np.sin(9.0 * X[:, 0])
     gp = sgp.FeatureSpaceGP(phi, X, 0.1, jnp.zeros(45), num_data=25, logdet=logdet)
-    whole = gp.condition(y)
-    parts = [whole.component(operator.attrgetter(name)) for name in ("left", "right")]
-    np.testing.assert_allclose(sum(part.mean(X) for part in parts), whole.mean(X), atol=1e-9)
+    posterior = gp.condition(y)
+    components = [posterior.component(operator.attrgetter(name)) for name in ("left", "right")]
+    np.testing.assert_allclose(
+        sum(component.mean(X) for component in components), posterior.mean(X), atol=1e-9
+    )
     of_sum = HilbertSpace(sgp.kernels.RBF(0.4) + sgp.kernels.Matern52(0.1), 45, box)
     gp = sgp.FeatureSpaceGP(of_sum, X, 0.1, jnp.zeros(45), num_data=25, logdet=logdet)
     with pytest.raises(ValueError, match="features of a sum of kernels have no components"):
         gp.condition(y).component(lambda k: k.left)
     exact = sgp.GaussianProcess(phi.kernel, X, 0.1).condition(y).component(lambda k: k.left)
-    np.testing.assert_allclose(parts[0].mean(X), exact.mean(X), atol=1e-3)
-    np.testing.assert_allclose(parts[0].variance(X), exact.variance(X), atol=1e-3)
+    np.testing.assert_allclose(components[0].mean(X), exact.mean(X), atol=1e-3)
+    np.testing.assert_allclose(components[0].variance(X), exact.variance(X), atol=1e-3)
 
 
 def test_inputs_outside_of_the_box_are_refused(x64):
     phi = HilbertSpace(sgp.kernels.RBF(0.3), 20, np.array([[0.0], [1.0]]))
     with pytest.raises(ValueError, match=r"2 row\(s\) outside of the box, the first at 24"):
         phi(np.concatenate([X[:-1], X[-1:] + 1e-6, X[-1:] + 1.0]))
-    found = jax.jit(lambda X: phi(X))(np.array([[0.5], [1.5]]))
-    assert np.isfinite(found[0]).all()
-    assert np.isnan(found[1]).all()
+    values = jax.jit(lambda X: phi(X))(np.array([[0.5], [1.5]]))
+    assert np.isfinite(values[0]).all()
+    assert np.isnan(values[1]).all()
 
 
 # In models
@@ -222,7 +235,7 @@ def test_weights_under_a_sampler_and_the_posterior_after_it(x64):
     new = np.array([[0.13], [0.77], [1.2]])
     mean, variance = posterior.mean(new), posterior.variance(new)
 
-    # With the function integrated out, over the same prior.
+    # With the function integrated out, on a grid of the same prior.
     grid = np.linspace(-2.5, 0.5, 61)
     weights, means, squares = [], [], []
     for log_scale in grid:
@@ -233,8 +246,8 @@ def test_weights_under_a_sampler_and_the_posterior_after_it(x64):
         prior = -0.5 * ((log_scale + 1.0) / 0.5) ** 2
         weights.append(prior - 0.5 * (np.linalg.slogdet(H)[1] + y @ np.linalg.solve(H, y)))
         means.append(y @ solved)
-        rest = np.sum(Phi_new**2, axis=1) - np.sum((Phi @ Phi_new.T) * solved, axis=0)
-        squares.append(means[-1] ** 2 + rest)
+        remaining = np.sum(Phi_new**2, axis=1) - np.sum((Phi @ Phi_new.T) * solved, axis=0)
+        squares.append(means[-1] ** 2 + remaining)
     weights = np.exp(weights - np.max(weights))
     weights /= weights.sum()
     expected = weights @ np.array(means)
@@ -249,10 +262,10 @@ def test_the_basis_times_amplitudes_is_all_features(x64):
     waves = sgp.features.HilbertSpace(sgp.kernels.Periodic(0.8, period=0.7), 4)
     fourier = sgp.features.RandomFourier(kernel, 6, seed=0)
     together = sines + waves
-    part = together.restrict(lambda kernel: kernel.component(kernel.right))
+    component = together.restrict(lambda kernel: kernel.component(kernel.right))
     X = np.linspace(-1.0, 1.0, 9)[:, None]
     white = jax.random.normal(jax.random.key(0), (3, 14))
-    for phi in (sines, waves, fourier, together, part, sines * waves, together + fourier):
+    for phi in (sines, waves, fourier, together, component, sines * waves, together + fourier):
         basis, amplitudes = phi.basis_and_amplitudes(X)
         np.testing.assert_allclose(basis * amplitudes, phi(X), rtol=1e-12, atol=1e-14)
     precision = np.linspace(1.0, 3.0, 14)

@@ -44,13 +44,13 @@ def test_kmeans_starts_by_squared_distances():
     X, num = jnp.array([[0.0], [1.0], [3.0]]), 4000
     keys = jax.random.split(jax.random.key(0), num)
     points = jax.jit(jax.vmap(lambda key: kmeans_points(key, X, 2, num_steps=0)))(keys)
-    # Each pair by the sum of its values.
+    # The sum of its values identifies each pair.
     sums = np.sum(np.asarray(points), axis=(1, 2))
     frequency = np.array([np.mean(sums == total) for total in (1.0, 3.0, 4.0)])
     expected = np.array([1 / 10 + 1 / 5, 9 / 10 + 9 / 13, 4 / 5 + 4 / 13]) / 3.0
     error = np.sqrt(expected * (1.0 - expected) / num)
     assert np.max(np.abs(frequency - expected) / error) < 4.0
-    assert np.max(np.abs(1.0 / 3.0 - expected) / error) > 4.0  # any pair alike
+    assert np.max(np.abs(1.0 / 3.0 - expected) / error) > 4.0  # all pairs equally likely
 
 
 def test_kmeans_stops_where_lloyd_does(x64):
@@ -157,13 +157,13 @@ def test_greedy_first_picks_agree_in_float32():
 
 
 def test_greedy_takes_distinct_rows_however_smooth_the_kernel(dtype):
-    # A few pivots explain everything up to rounding: the rest must still be different rows, since
-    # equal inducing points make K(Z, Z) singular.
+    # A few pivots leave rounding errors alone: the others must still be different rows, since equal
+    # inducing points make K(Z, Z) singular.
     X = jnp.linspace(0.0, 1.0, 200)[:, None]
     assert distinct_rows(greedy(RBF(1.0), X, 60)) == 60
 
 
-def test_greedy_points_of_no_kernel_are_none():
+def test_greedy_points_of_an_invalid_kernel_are_nan():
     X = jnp.linspace(0.0, 1.0, 6)[:, None]
     assert jnp.all(jnp.isnan(jax.jit(lambda value: greedy_points(RBF(value), X, 2))(-1.0)))
     assert jnp.all(jnp.isnan(jax.jit(lambda value: greedy_points(RBF(1.0, value), X, 2))(-1.0)))
@@ -191,16 +191,16 @@ def test_greedy_under_jit(dtype):
 
 
 def test_clusters_within_categories(dtype):
-    """However close rows of two categories lie, and with few clusters in the nearest row's."""
+    """Even if rows of two categories are close; with few clusters, the nearest row's category."""
     random = np.random.default_rng(0)
     x, category = random.uniform(0.0, 100.0, 60), np.resize([0.0, 1.0, 2.0], 60)
     X = jnp.array(np.stack([x, category], axis=1))
     points = kmeans_points(jax.random.key(0), X, 12, categories=(1,))
     assert set(np.unique(points[:, 1])) == {0.0, 1.0, 2.0}
-    for one in range(3):
-        near = points[points[:, 1] == one][:, 0]
-        owner = jnp.argmin(jnp.abs(x[category == one][:, None] - near), axis=1)
-        means = [np.mean(x[category == one][owner == j]) for j in range(len(near))]
+    for label in range(3):
+        near = points[points[:, 1] == label][:, 0]
+        owner = jnp.argmin(jnp.abs(x[category == label][:, None] - near), axis=1)
+        means = [np.mean(x[category == label][owner == j]) for j in range(len(near))]
         np.testing.assert_allclose(near, means, rtol=1e-5)
     few = kmeans_points(jax.random.key(0), X, 2, categories=(1,))
     assert set(np.unique(few[:, 1])) <= {0.0, 1.0, 2.0}

@@ -1,4 +1,4 @@
-"""From hyperparameters by exact fits to an iterative posterior, of outputs that are related."""
+"""Hyperparameters from exact fits, then an iterative posterior, for two correlated outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -22,22 +22,22 @@ def mean(X: Array) -> Array:
 
 def model(X: Array, y: Array | None = None) -> None:
     W = numpyro.sample("W", dist.Normal(jnp.eye(2, 1), 1.0).to_event(2))
-    own = numpyro.sample("own", dist.LogNormal(-4.0, 1.0).expand([2]).to_event(1))
+    category = numpyro.sample("own", dist.LogNormal(-4.0, 1.0).expand([2]).to_event(1))
     lengthscale = numpyro.sample("lengthscale", sgp.infer.lengthscale_prior(0.1, 4.0))
-    kernel = sgp.kernels.RBF(lengthscale).on((0,)) * sgp.kernels.Coregion(W, own).on((1,))
+    kernel = sgp.kernels.RBF(lengthscale).on((0,)) * sgp.kernels.Coregion(W, category).on((1,))
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, 0.01, estimator=PATHWISE), obs=y)
 
 
 def test_hyperparameters_and_a_posterior_by_iteration(x64: None) -> None:
     """The second output is predicted where only the first one was observed."""
-    kept = (X[:, 1] == 0) | (X[:, 0] < 0.0)
+    is_training = (X[:, 1] == 0) | (X[:, 0] < 0.0)
     y = mean(X) + 0.1 * np.random.default_rng(1).normal(size=90)
     values = sgp.infer.initial_hyperparameters(
-        jax.random.key(0), model, X[kept], y[kept], num_steps=40
+        jax.random.key(0), model, X[is_training], y[is_training], num_steps=40
     )
     B = values["W"] @ values["W"].T + jnp.diag(values["own"])
     assert B[0, 1] / jnp.sqrt(B[0, 0] * B[1, 1]) < -0.9
-    posterior = sgp.posterior(model, values, X[kept], y[kept], key=jax.random.key(1))
+    posterior = sgp.posterior(model, values, X[is_training], y[is_training], key=jax.random.key(1))
     Xs = np.stack([np.linspace(0.2, 1.6, 15), np.ones(15)], axis=1)
     assert np.sqrt(np.mean((posterior.mean(Xs) - mean(Xs)) ** 2)) < 0.15
     message = "`Xs` must hold the kernel's categories in column 1, 0, 1, got 2.0 in row 0"

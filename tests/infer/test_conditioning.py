@@ -1,4 +1,4 @@
-"""`sgp.posterior`: from a fit to the posterior over its function."""
+"""`sgp.posterior`, for each kind of fit."""
 
 import functools
 
@@ -43,29 +43,29 @@ def latent(X, y=None):
 
 
 def started(model, guide, loss, *args):
-    """Parameters before the first step, moved a little, and mutable state."""
+    """Perturbed initial parameters, and mutable state."""
     svi = SVI(model, guide, optax.adam(0.1), loss)
     state = svi.init(KEY, *args)
     moved = {n: 0.9 * p if p.ndim > 1 else p + 0.1 for n, p in svi.get_params(state).items()}
     return {**moved, **(state.mutable_state or {})}
 
 
-def assert_same(one, other):
-    np.testing.assert_allclose(one.mean(XS), other.mean(XS), rtol=2e-5)
-    np.testing.assert_allclose(one.variance(XS), other.variance(XS), rtol=2e-5)
+def assert_same(left, right):
+    np.testing.assert_allclose(left.mean(XS), right.mean(XS), rtol=2e-5)
+    np.testing.assert_allclose(left.variance(XS), right.variance(XS), rtol=2e-5)
 
 
 def test_of_a_collapsed_gp():
     guide = AutoNormal(collapsed)
     params = started(collapsed, guide, Trace_ELBO(), X, Y)
-    found = sgp.posterior(collapsed, guide, params, X, Y)
+    posterior = sgp.posterior(collapsed, guide, params, X, Y)
     median = guide.median(params)
     gp = sgp.GaussianProcess(kernel(median["lengthscale"]), X, median["noise"] ** 2, mean=0.5)
-    assert_same(found, gp.condition(Y))
-    expected = found.variance(XS) + median["noise"] ** 2
-    np.testing.assert_allclose(found.predictive(XS).variance, expected, rtol=1e-5)
+    assert_same(posterior, gp.condition(Y))
+    expected = posterior.variance(XS) + median["noise"] ** 2
+    np.testing.assert_allclose(posterior.predictive(XS).variance, expected, rtol=1e-5)
     draw = sgp.posterior(collapsed, guide, params, X, Y, key=jax.random.key(1))
-    assert not np.allclose(draw.mean(XS), found.mean(XS), rtol=1e-3)
+    assert not np.allclose(draw.mean(XS), posterior.mean(XS), rtol=1e-3)
     with pytest.raises(ValueError, match="GP site `y` has no observations"):
         sgp.posterior(collapsed, guide, params, X)
     with pytest.raises(ValueError, match="`params` lacks `lengthscale_auto_loc`"):
@@ -89,11 +89,11 @@ def test_of_a_collapsed_gp():
 def test_of_a_guide(make):
     guide = make(latent)
     params = started(latent, guide, sgp.infer.QuadratureELBO(2), X, Y)
-    found = sgp.posterior(latent, guide, params, X, Y)
-    assert_same(found, guide.posterior(params, X, Y))
+    posterior = sgp.posterior(latent, guide, params, X, Y)
+    assert_same(posterior, guide.posterior(params, X, Y))
     noise = guide.median(params)["noise"] ** 2
-    expected = found.variance(XS) + noise
-    np.testing.assert_allclose(found.predictive(XS).variance, expected, rtol=1e-5)
+    expected = posterior.variance(XS) + noise
+    np.testing.assert_allclose(posterior.predictive(XS).variance, expected, rtol=1e-5)
     draw = sgp.posterior(latent, guide, params, X, Y, key=KEY)
     assert_same(draw, guide.posterior(params, X, Y, key=KEY))
     noise = guide.rest_values(params, X, Y, key=KEY)["noise"]
@@ -115,14 +115,14 @@ def test_of_one_of_two_sites():
         sgp.posterior(model, guide, params, X, Y, site="h")
     assert_same(sgp.posterior(model, guide, params, X, Y, site="f"), guide.posterior(params, X, Y))
     inner = guide.rest.posterior(params, X, Y)
-    found = sgp.posterior(model, guide, params, X, Y, site="g")
-    assert_same(found, inner)
+    posterior = sgp.posterior(model, guide, params, X, Y, site="g")
+    assert_same(posterior, inner)
     with pytest.raises(ValueError, match="has no Gaussian noise"):
-        found.predictive(XS)
+        posterior.predictive(XS)
 
 
 def test_over_draws_of_two_functions(x64):
-    """Each by its name, whatever else there are draws of."""
+    """A draw of each function is found by name, with any other sites among the draws."""
 
     def model(X, y=None):
         noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
@@ -136,8 +136,8 @@ def test_over_draws_of_two_functions(x64):
     f, g = jnp.sin(X[:, 0] + jnp.arange(3.0)[:, None]), jnp.cos(2.0 * X[:, 0] * jnp.ones((3, 1)))
     draws = {"f": f, "g": g, "noise": jnp.ones(3), "total": f + g}
     for name in ("f", "g"):
-        found = sgp.posterior(model, draws, X, X[:, 0], site=name)
-        np.testing.assert_allclose(found.mean(X), draws[name].mean(axis=0), atol=1e-6)
+        posterior = sgp.posterior(model, draws, X, X[:, 0], site=name)
+        np.testing.assert_allclose(posterior.mean(X), draws[name].mean(axis=0), atol=1e-6)
     with pytest.raises(ValueError, match=r"the GP sites \['f', 'g'\]: name one with `site=`"):
         sgp.posterior(model, draws, X, X[:, 0])
 
@@ -152,9 +152,9 @@ def test_of_a_guide_written_by_hand():
     def guide(X, y=None):
         numpyro.sample("f", process)
 
-    found = sgp.posterior(model, guide, {}, X, Y)
-    assert_same(found, process.posterior())
-    assert float(found.noise_variance) == pytest.approx(0.04)
+    posterior = sgp.posterior(model, guide, {}, X, Y)
+    assert_same(posterior, process.posterior())
+    assert float(posterior.noise_variance) == pytest.approx(0.04)
 
     def random(X, y=None):
         numpyro.sample("scale", dist.LogNormal())
@@ -166,7 +166,7 @@ def test_of_a_guide_written_by_hand():
 
 
 def by_hand(draws, each):
-    """Moments of the mixture over draws, one after another."""
+    """Moments of the mixture over draws, computed one draw at a time."""
     posteriors = [
         each({name: leaf[i] for name, leaf in draws.items()}) for i in range(len(draws["noise"]))
     ]
@@ -189,39 +189,39 @@ def draws_of(model, names):
 
 def test_over_draws_of_a_collapsed_gp(x64):
     draws = draws_of(collapsed, ["lengthscale", "noise"])
-    found = sgp.posterior(collapsed, draws, X, Y)
+    posterior = sgp.posterior(collapsed, draws, X, Y)
 
     def each(draw):
         gp = sgp.GaussianProcess(kernel(draw["lengthscale"]), X, draw["noise"] ** 2, mean=0.5)
         return gp.condition(Y)
 
     mean, variance = by_hand(draws, each)
-    np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-9)
-    np.testing.assert_allclose(found.variance(XS), variance, rtol=1e-9)
-    predictive = found.predictive(XS)
+    np.testing.assert_allclose(posterior.mean(XS), mean, rtol=1e-9)
+    np.testing.assert_allclose(posterior.variance(XS), variance, rtol=1e-9)
+    predictive = posterior.predictive(XS)
     noise = np.mean(np.square(draws["noise"]))
     np.testing.assert_allclose(predictive.mean, mean, rtol=1e-9)
     np.testing.assert_allclose(predictive.variance, variance + noise, rtol=1e-9)
-    samples = found.sample(KEY, XS, 4000)
+    samples = posterior.sample(KEY, XS, 4000)
     assert np.all(np.abs(samples.mean(axis=0) - mean) < 5.0 * np.sqrt(variance / 4000))
     assert np.all(np.abs(np.var(samples, axis=0) - variance) < 0.2 * variance)
-    assert found.diagnostics["jitter"].shape == (5,)
+    assert posterior.diagnostics["jitter"].shape == (5,)
     with pytest.raises(ValueError, match="`key` is for one draw of a guide"):
         sgp.posterior(collapsed, draws, X, Y, key=KEY)
 
 
 def test_over_draws_of_a_latent_function(x64):
     draws = draws_of(latent, ["lengthscale", "noise", "f"])
-    found = sgp.posterior(latent, draws, X, Y)
+    posterior = sgp.posterior(latent, draws, X, Y)
 
     def each(draw):
         return sgp.LatentGP(kernel(draw["lengthscale"]), X).condition(draw["f"])
 
     mean, variance = by_hand(draws, each)
-    np.testing.assert_allclose(found.mean(XS), mean, rtol=1e-9)
-    np.testing.assert_allclose(found.variance(XS), variance, rtol=1e-9)
+    np.testing.assert_allclose(posterior.mean(XS), mean, rtol=1e-9)
+    np.testing.assert_allclose(posterior.variance(XS), variance, rtol=1e-9)
     noise = np.mean(np.square(draws["noise"]))
-    np.testing.assert_allclose(found.predictive(XS).variance, variance + noise, rtol=1e-9)
+    np.testing.assert_allclose(posterior.predictive(XS).variance, variance + noise, rtol=1e-9)
     with pytest.raises(ValueError, match="none of the function `f`"):
         sgp.posterior(latent, {"noise": jnp.ones(3)}, X, Y)
 
@@ -240,8 +240,8 @@ def test_over_draws_of_functions_in_a_plate(x64):
     draws = {**draws_of(latent, ["lengthscale"]), "f": jnp.zeros((5, 2, 9))}
     draws["f"] = draws["f"] + jnp.stack([Y, jnp.cos(X[:, 0])]) / draws["lengthscale"][:, None, None]
     draws["noise"] = jnp.ones((5, 2, 1)) * jnp.array([[0.1], [0.3]])
-    found = sgp.posterior(in_a_plate, draws, X, jnp.stack([Y, Y]))
-    predictive, samples = found.predictive(XS), found.sample(KEY, XS, 2)
+    posterior = sgp.posterior(in_a_plate, draws, X, jnp.stack([Y, Y]))
+    predictive, samples = posterior.predictive(XS), posterior.sample(KEY, XS, 2)
     assert samples.shape == (2, 2, 4)
     assert not np.allclose(samples[:, 0], samples[:, 1])
     data = X, jnp.stack([Y, Y])
@@ -253,8 +253,8 @@ def test_over_draws_of_functions_in_a_plate(x64):
             return sgp.LatentGP(kernel(draw["lengthscale"]), X).condition(draw["f"][output])
 
         mean, variance = by_hand(draws, each)
-        np.testing.assert_allclose(found.mean(XS)[output], mean, rtol=1e-9)
-        np.testing.assert_allclose(found.variance(XS)[output], variance, rtol=1e-9)
+        np.testing.assert_allclose(posterior.mean(XS)[output], mean, rtol=1e-9)
+        np.testing.assert_allclose(posterior.variance(XS)[output], variance, rtol=1e-9)
         np.testing.assert_allclose(predictive.variance[output], variance + noise**2, rtol=1e-9)
 
 
@@ -262,10 +262,10 @@ def test_a_noise_of_each_output():
     guide = sgp.guides.AutoSparseGP(in_a_plate, num_inducing=4)
     args = X, jnp.stack([Y, Y])
     params = started(in_a_plate, guide, sgp.infer.QuadratureELBO(2), *args)
-    found = sgp.posterior(in_a_plate, guide, params, *args)
+    posterior = sgp.posterior(in_a_plate, guide, params, *args)
     noise = jnp.square(guide.median(params)["noise"])
-    predictive = found.predictive(XS)
-    np.testing.assert_allclose(predictive.variance, found.variance(XS) + noise, rtol=1e-5)
+    predictive = posterior.predictive(XS)
+    np.testing.assert_allclose(predictive.variance, posterior.variance(XS) + noise, rtol=1e-5)
 
 
 def test_over_draws_of_a_function_of_features(x64):
@@ -277,21 +277,21 @@ def test_over_draws_of_a_function_of_features(x64):
         numpyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
 
     f = Y[::3]
-    found = sgp.posterior(model, {"f": f[None]}, X[::3], f)
+    posterior = sgp.posterior(model, {"f": f[None]}, X[::3], f)
     S, P, Q = kernel(0.5)(points, points), features(X[::3]), features(XS)
     root = np.linalg.solve(np.linalg.cholesky(S), np.concatenate([P, Q]).T)
     K = root.T @ root
     weights = np.linalg.solve(K[:3, :3], K[:3, 3:])
-    np.testing.assert_allclose(found.mean(XS), weights.T @ f, rtol=1e-8)
+    np.testing.assert_allclose(posterior.mean(XS), weights.T @ f, rtol=1e-8)
     variance = np.diag(K[3:, 3:]) - np.sum(K[:3, 3:] * weights, axis=0)
-    np.testing.assert_allclose(found.variance(XS), variance, atol=1e-8)
+    np.testing.assert_allclose(posterior.variance(XS), variance, atol=1e-8)
 
 
 @pytest.mark.parametrize("handler", [numpyro.handlers.substitute, numpyro.handlers.condition])
 def test_a_value_that_a_handler_gives(handler):
     draws = {"lengthscale": [0.4, 0.7]}  # lists are draws, too
-    found = sgp.posterior(handler(collapsed, data={"noise": jnp.array(0.3)}), draws, X, Y)
-    assert_same(found, sgp.posterior(collapsed, {**draws, "noise": [0.3, 0.3]}, X, Y))
+    posterior = sgp.posterior(handler(collapsed, data={"noise": jnp.array(0.3)}), draws, X, Y)
+    assert_same(posterior, sgp.posterior(collapsed, {**draws, "noise": [0.3, 0.3]}, X, Y))
 
 
 def test_a_value_that_a_loop_draws():
@@ -321,7 +321,7 @@ def test_the_rest_of_a_guide_is_run_once(monkeypatch):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.arange(9) < 4, "none of them can be masked"),
+        (np.arange(9) < 4, "a row cannot be masked"),
         (jnp.array(True), "has a mask around it"),
     ],
 )
@@ -346,7 +346,7 @@ def test_a_plain_guide_of_a_latent_function():
 
 
 def test_after_nuts(x64):
-    """With held hyperparameters the posterior is that of the exact GP."""
+    """With fixed hyperparameters the posterior is the exact GP's."""
 
     def model(X, y=None):
         f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern12(0.5), X))
@@ -354,15 +354,15 @@ def test_after_nuts(x64):
 
     mcmc = MCMC(NUTS(model), num_warmup=300, num_samples=1500, progress_bar=False)
     mcmc.run(KEY, X, Y)
-    found = sgp.posterior(model, mcmc.get_samples(), X, Y)
+    posterior = sgp.posterior(model, mcmc.get_samples(), X, Y)
     exact = sgp.GaussianProcess(sgp.kernels.Matern12(0.5), X, 0.25).condition(Y)
     error = 6.0 * np.sqrt(exact.variance(XS) / 1500)
-    assert np.all(np.abs(found.mean(XS) - exact.mean(XS)) < error)
-    np.testing.assert_allclose(found.variance(XS), exact.variance(XS), rtol=0.15)
+    assert np.all(np.abs(posterior.mean(XS) - exact.mean(XS)) < error)
+    np.testing.assert_allclose(posterior.variance(XS), exact.variance(XS), rtol=0.15)
 
 
 def test_of_features_in_mini_batches(x64):
-    """The network comes back by itself; what is learned of log|F| takes no part."""
+    """The network is restored from the fit; the estimate of log|F| has no effect."""
 
     def model(X, y=None, batch_size=None):
         scale = numpyro.param("scale", 0.7)
@@ -378,17 +378,17 @@ def test_of_features_in_mini_batches(x64):
 
     rows, y, new_rows = (array.astype(jnp.float64) for array in (X, Y, XS))
     params = started(model, guide, Trace_ELBO(), rows, y, 4)
-    found = sgp.posterior(model, guide, params, rows, y)
+    posterior = sgp.posterior(model, guide, params, rows, y)
     phi = sgp.features.RandomFourier(kernel(0.8), 6, seed=0)
     Phi = phi(rows)
     weights = jnp.linalg.solve(Phi.T @ Phi / 0.3 + jnp.eye(6), Phi.T @ y) / 0.3
-    np.testing.assert_allclose(found.mean(new_rows), phi(new_rows) @ weights, rtol=1e-9)
+    np.testing.assert_allclose(posterior.mean(new_rows), phi(new_rows) @ weights, rtol=1e-9)
     with pytest.raises(ValueError, match="the plate `rows` takes a mini-batch"):
         sgp.posterior(model, guide, params, rows, y, 4)
 
 
 def test_single_values_are_hyperparameters():
-    """As of `guide.median`, for which sites have the shapes of the model's, not of draws."""
+    """Single values, such as `guide.median` returns, have the shapes of the sites."""
 
     def model(X, y=None):
         scales = numpyro.sample("scales", dist.LogNormal().expand([2]).to_event(1))
@@ -400,8 +400,8 @@ def test_single_values_are_hyperparameters():
     values = {"scales": np.array([0.5, 2.0]), "noise": 0.1}
     of_draws = {"scales": np.array([[0.5, 2.0]] * 2), "noise": np.array([0.1, 0.1])}
     for fit in (values, sgp.infer.Hyperparameters(values), of_draws):
-        found = sgp.posterior(model, fit, rows, Y).mean(rows)
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        mean = sgp.posterior(model, fit, rows, Y).mean(rows)
+        np.testing.assert_allclose(mean, expected, rtol=1e-4)
     guide = AutoNormal(model)
     svi = SVI(model, guide, optax.adam(0.1), Trace_ELBO())
     params = svi.get_params(svi.init(KEY, rows, Y))
@@ -409,10 +409,10 @@ def test_single_values_are_hyperparameters():
     np.testing.assert_allclose(
         by_hand.mean(rows), sgp.posterior(model, guide, params, rows, Y).mean(rows), rtol=1e-4
     )
-    # A function in the place of all of its draws, and of none of them.
+    # One value of the function, and none.
     f = jnp.sin(X[:, 0])
-    found = sgp.posterior(latent, {"lengthscale": 0.5, "noise": 0.1, "f": f}, X, Y)
-    np.testing.assert_allclose(found.mean(X), f, atol=1e-3)
+    posterior = sgp.posterior(latent, {"lengthscale": 0.5, "noise": 0.1, "f": f}, X, Y)
+    np.testing.assert_allclose(posterior.mean(X), f, atol=1e-3)
     with pytest.raises(ValueError, match="none of the function `f`"):
         sgp.posterior(latent, {"lengthscale": 0.5, "noise": 0.1}, X, Y)
 
@@ -442,12 +442,12 @@ def test_draws_that_do_not_fit(fit, y, message):
 
 
 def test_draws_of_autoguides():
-    """Laplace's approximation draws its mode in a run; a flow has no medians."""
+    """AutoLaplaceApproximation draws its mode; a normalizing flow has no medians."""
     guide = AutoLaplaceApproximation(collapsed)
     svi = SVI(collapsed, guide, optax.adam(0.05), Trace_ELBO())
     params = svi.get_params(svi.init(KEY, X, Y))
-    found = [sgp.posterior(collapsed, guide, params, X, Y, key=k).mean(XS) for k in (None, KEY)]
-    assert not np.allclose(found[0], found[1], rtol=1e-3)
+    means = [sgp.posterior(collapsed, guide, params, X, Y, key=k).mean(XS) for k in (None, KEY)]
+    assert not np.allclose(means[0], means[1], rtol=1e-3)
     flow = AutoIAFNormal(collapsed, hidden_dims=[2], num_flows=1)
     svi = SVI(collapsed, flow, optax.adam(0.05), Trace_ELBO())
     params = svi.get_params(svi.init(KEY, X, Y))
@@ -469,7 +469,7 @@ def test_parameters_of_the_model_that_are_missing():
 
 @pytest.mark.parametrize("kind", ["latent", "two"])
 def test_noise_that_is_not_known(kind):
-    """A latent normal site is no likelihood, and of two none is the one."""
+    """A latent normal site is not a likelihood, and two likelihoods are ambiguous."""
     process = sgp.SparseGP(kernel(0.7), X, X[::3], jnp.zeros(3), 0.5 * jnp.eye(3))
 
     def model(X, y=None):
@@ -486,9 +486,9 @@ def test_noise_that_is_not_known(kind):
         if kind == "latent":
             numpyro.sample("z", dist.Delta(jnp.zeros(len(X))).to_event(1))
 
-    found = sgp.posterior(model, guide, {}, X, jnp.ones(len(X), int))
+    posterior = sgp.posterior(model, guide, {}, X, jnp.ones(len(X), int))
     with pytest.raises(ValueError, match="has no Gaussian noise"):
-        found.predictive(XS)
+        posterior.predictive(XS)
 
 
 def test_a_mini_batch_of_a_collapsed_gp():
@@ -525,8 +525,10 @@ def test_hyperparameters_that_lack_a_function_or_a_parameter_are_refused():
     for values in ({}, {"lenghtscale": 0.3}):
         with pytest.raises(ValueError, match=r"none of the parameters \['lengthscale'\]"):
             sgp.posterior(collapsed, sgp.infer.Hyperparameters(values), X, X[:, 0])
-    found = sgp.posterior(collapsed, sgp.infer.Hyperparameters({"lengthscale": 0.3}), X, X[:, 0])
-    assert found.kernel.lengthscale == 0.3
+    posterior = sgp.posterior(
+        collapsed, sgp.infer.Hyperparameters({"lengthscale": 0.3}), X, X[:, 0]
+    )
+    assert posterior.kernel.lengthscale == 0.3
 
 
 def test_the_key_of_a_posterior_under_hyperparameters():
@@ -539,14 +541,14 @@ def test_the_key_of_a_posterior_under_hyperparameters():
 
     values = sgp.infer.Hyperparameters({})
     keys = (None, jax.random.key(1), jax.random.key(1), jax.random.key(2))
-    found = [sgp.posterior(model, values, X, X[:, 0], key=key).variance(X) for key in keys]
-    np.testing.assert_array_equal(found[1], found[2])
-    assert not np.allclose(found[0], found[1])
-    assert not np.allclose(found[1], found[3])
+    variances = [sgp.posterior(model, values, X, X[:, 0], key=key).variance(X) for key in keys]
+    np.testing.assert_array_equal(variances[1], variances[2])
+    assert not np.allclose(variances[0], variances[1])
+    assert not np.allclose(variances[1], variances[3])
 
 
 def test_single_values_in_a_dict():
-    """As of a guide's medians: of the shapes of the sites, with no axis of draws in front."""
+    """Values with the shapes of the sites, without an axis of draws."""
 
     def model(X, y=None):
         lengthscales = numpyro.sample("lengthscales", dist.LogNormal().expand([2]).to_event(1))

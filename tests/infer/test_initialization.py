@@ -1,4 +1,4 @@
-"""Hyperparameters from exact fits on parts of the data."""
+"""Hyperparameters from exact fits to subsets."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from numpyro.infer import SVI, Trace_ELBO, init_to_value
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.infer.fits import Fits, _predict_from_neighbors
+from numpyro_scalegp.infer.fits import Fits, _log_density_given_neighbors
 from numpyro_scalegp.infer.initialization import _Subsets
 
 ESTIMATOR = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients(), num_probes=4)
@@ -54,6 +54,7 @@ def found() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_finds_the_hyperparameters():
     assert set(found()) == {"lengthscale", "noise"}
     assert 0.3 < found()["lengthscale"] < 0.8
@@ -71,6 +72,7 @@ def test_picks_the_best_score_and_says_so():
     assert found().report.startswith(f"hyperparameters from {found().picked}: ")
 
 
+@pytest.mark.slow
 def test_steps_on_all_rows_raise_the_score_of_a_poor_fit():
     X, y = data()
     poor = functools.partial(
@@ -109,12 +111,12 @@ def test_scores_are_leave_one_out_densities():
     noise = jnp.linspace(0.02, 0.1, 60)
     kernel = sgp.kernels.Matern32(0.7, 1.3)
     rows = jnp.array([3, 0, 59])
-    scores = _predict_from_neighbors(kernel, X[:60], noise, y[:60], rows, 59)
+    scores = _log_density_given_neighbors(kernel, X[:60], noise, y[:60], rows, 59)
     posterior = sgp.GaussianProcess(kernel, X[:60], noise).condition(y[:60])
     expected = posterior.leave_one_out().log_prob(y[:60])[rows]
     np.testing.assert_allclose(scores, expected, rtol=2e-3, atol=2e-3)
-    # In one dimension with this lengthscale, the 20 nearest rows say all but all of it.
-    few = _predict_from_neighbors(kernel, X[:60], noise, y[:60], rows, 20)
+    # In one dimension with this lengthscale, the 20 nearest rows suffice.
+    few = _log_density_given_neighbors(kernel, X[:60], noise, y[:60], rows, 20)
     np.testing.assert_allclose(few, expected, atol=0.05)
 
 
@@ -132,11 +134,11 @@ def test_subsets_are_groups_of_neighbors():
 def test_all_rows_are_fitted_at_once_where_they_are_few():
     X, y = data()
     fit = functools.partial(sgp.infer.initial_hyperparameters, num_steps=20)
-    whole = functools.partial(fit, jax.random.key(3), model, X[:60], y[:60], subset_size=60)
-    one, three = whole(num_subsets=1), whole(num_subsets=3)
-    assert one.scores == () and one.report == "hyperparameters from a fit of all 60 rows"
-    for name in one:
-        np.testing.assert_allclose(three[name], one[name], rtol=1e-5)
+    fit_all = functools.partial(fit, jax.random.key(3), model, X[:60], y[:60], subset_size=60)
+    single, three = fit_all(num_subsets=1), fit_all(num_subsets=3)
+    assert single.scores == () and single.report == "hyperparameters from a fit of all 60 rows"
+    for name in single:
+        np.testing.assert_allclose(three[name], single[name], rtol=1e-5)
 
 
 def test_copies_and_changes_of_values_are_values():
@@ -205,12 +207,13 @@ def test_start_sees_mapped_inputs_and_stays_inside_of_bounds():
 
     values = scaled(deep, X, y)
     np.testing.assert_array_equal(values["weights"], 30.0 * jnp.ones((2, 3)))
-    wanted = sgp.infer.median_distance(X @ values["weights"]) / np.sqrt(2)
-    np.testing.assert_allclose(values["lengthscale"], wanted, rtol=0.02)
-    # The distances are beyond the bound: near it, and not so near that no gradient is left.
+    target = sgp.infer.median_distance(X @ values["weights"]) / np.sqrt(2)
+    np.testing.assert_allclose(values["lengthscale"], target, rtol=0.02)
+    # The distances exceed the bound: the value is close to it, but its gradient does not vanish.
     assert 0.05 < values["bounded"] < 0.0995
 
 
+@pytest.mark.slow
 def test_finds_the_columns_that_matter_among_many():
     X = jax.random.normal(jax.random.key(4), (600, 24))
     y = jnp.sin(2.0 * X[:, 3]) + 0.5 * X[:, 7] + 0.1 * jax.random.normal(jax.random.key(5), (600,))
@@ -225,7 +228,7 @@ def test_finds_the_columns_that_matter_among_many():
         jax.random.key(6), ard, X, y, subset_size=200, num_subsets=1, num_refinements=0
     )
     assert set(np.argsort(values["lengthscale"])[:2].tolist()) == {3, 7}
-    # Lengthscales like the distances of 24 columns are far from the prior's median.
+    # Distances in 24 columns are far from the prior median of the lengthscale.
     assert "random rows, from the priors' medians" in [name for name, _, _ in values.scores]
     assert max(mean for _, mean, _ in values.scores) > -0.6
 
@@ -265,14 +268,14 @@ def test_median_distance():
     X = np.random.default_rng(0).normal(size=(60, 5))
     expected = np.median(scipy.spatial.distance.pdist(X))
     np.testing.assert_allclose(sgp.infer.median_distance(X), expected, rtol=1e-5)
-    # Squares of these are no numbers of float32.
+    # The squares of these overflow or underflow in float32.
     far = sgp.infer.median_distance(1e25 * jnp.asarray(X, "float32"))
     np.testing.assert_allclose(far / 1e25, expected, rtol=1e-5)
-    # A few rows come from all over X: the first of a sorted X lie close together.
+    # The subset is spread over X: the first rows of a sorted X are close together.
     X = np.sort(X, axis=0)
-    some = sgp.infer.median_distance(X, max_rows=12)
-    np.testing.assert_allclose(some, np.median(scipy.spatial.distance.pdist(X)), rtol=0.3)
-    assert sgp.infer.median_distance(X[:12]) < 0.6 * some
+    of_subset = sgp.infer.median_distance(X, max_rows=12)
+    np.testing.assert_allclose(of_subset, np.median(scipy.spatial.distance.pdist(X)), rtol=0.3)
+    assert sgp.infer.median_distance(X[:12]) < 0.6 * of_subset
     with pytest.raises(ValueError, match="`max_rows` must be at least 2, got 1"):
         sgp.infer.median_distance(X, max_rows=1)
     with pytest.raises(ValueError, match="`X` must have two rows or more, got 1"):
@@ -308,9 +311,9 @@ def test_starts_from_distances_beside_a_constant_column():
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0, 1).expand([3]).to_event(1))
         numpyro.sample("y", sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, 0.1), obs=y)
 
-    found = scaled(ard, X, jnp.sin(X[:, 0]))["lengthscale"]
-    assert (np.asarray(found[:2]) > 3e3).all()
-    assert 0.1 < found[2] < 10.0
+    lengthscale = scaled(ard, X, jnp.sin(X[:, 0]))["lengthscale"]
+    assert (np.asarray(lengthscale[:2]) > 3e3).all()
+    assert 0.1 < lengthscale[2] < 10.0
 
 
 def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
@@ -322,8 +325,8 @@ def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
             with numpyro.handlers.mask(mask=False):
                 hidden = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.01)
                 numpyro.sample("hidden", hidden, obs=-5.0 * y)
-            other = sgp.GaussianProcess(sgp.kernels.RBF(0.5), data()[0][:30], 0.04)
-            numpyro.sample("other", other, obs=data()[1][:30])
+            unrelated = sgp.GaussianProcess(sgp.kernels.RBF(0.5), data()[0][:30], 0.04)
+            numpyro.sample("other", unrelated, obs=data()[1][:30])
 
     def scores(extra: bool) -> np.ndarray:
         fits = Fits(jax.random.key(0), extended, X, y, (), {"extra": extra}, 0.1)

@@ -45,7 +45,7 @@ def test_agrees_with_the_closed_form():
     expected -= kl_divergence(family(), sgp.LatentGP(KERNEL, X))
     error = draws.std() / np.sqrt(len(draws))
     assert abs(draws.mean() - expected) < 4 * error
-    # Draws of the marginals are far from it.
+    # Independent draws from the marginals are far from it.
     marginal = np.trace(A @ np.diag(np.diag(covariance)) @ A.T)
     off = (np.trace(A @ covariance @ A.T) - marginal) / (2 * SD**2)
     assert abs(off) > 20 * error
@@ -53,7 +53,7 @@ def test_agrees_with_the_closed_form():
 
 def test_quadrature_refuses_the_model_and_joint_draws_fit_it():
     auto = sgp.guides.AutoSparseGP(model, inducing_points=X)
-    refused = SVI(model, auto, optax.adam(0.1), QuadratureELBO(2))
+    refused = SVI(model, auto, optax.adam(0.1), QuadratureELBO())
     state = jax.jit(refused.init)(jax.random.key(0))
     with pytest.raises(ValueError, match="the site `y` combines rows of the function `f`"):
         jax.eval_shape(refused.update, state)

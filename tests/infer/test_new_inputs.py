@@ -1,7 +1,7 @@
 """Every way to write a Gaussian process, under handlers and reparametrizations, at new inputs.
 
-With as many rows as in the fit, fewer and more: what was drawn at the rows of the fit must not
-stand for what is at others.
+The new inputs are as many as in the fit, fewer, or more: values drawn at the inputs of the fit must
+not be used at others.
 """
 
 import jax
@@ -123,7 +123,7 @@ WRAPPERS = {
 
 
 def draws_of(wrapped, kind):
-    """Draws of all latent and deterministic sites, all of them at the truth."""
+    """Draws of all latent and deterministic sites, all equal to the truth."""
     X, f = rows()
     values = {
         "log": LOG_LENGTHSCALE,
@@ -136,12 +136,12 @@ def draws_of(wrapped, kind):
     values |= {f"inner/{name}": value for name, value in values.items()}
     with handlers.block(), handlers.seed(rng_seed=0), handlers.substitute(data=values):
         prior = LATENT[kind](X) if kind in LATENT else None
-    if prior is not None and kind != "neighbors":  # the least white values that make the function
+    if prior is not None and kind != "neighbors":  # the minimum-norm white values of the function
         maps = jax.jacobian(prior.of_white)(jnp.zeros(prior.num_white))
         values["f_white"] = jnp.linalg.lstsq(maps, f)[0]
     values["auto_shared_latent"] = jnp.zeros(2)
-    given = handlers.substitute(handlers.seed(wrapped, 0), data=values)
-    trace = handlers.trace(given).get_trace(X, observations(kind, f))
+    substituted = handlers.substitute(handlers.seed(wrapped, 0), data=values)
+    trace = handlers.trace(substituted).get_trace(X, observations(kind, f))
     sites = {
         name: site["value"]
         for name, site in trace.items()
@@ -169,18 +169,18 @@ def test_draws_follow_the_posterior(kind, wrapper, x64):
         expected = truth(new)
         mean = np.asarray(posterior.mean(new))
         np.testing.assert_allclose(mean[..., 0] if mean.ndim > 1 else mean, expected, atol=0.1)
-        found = predictive(KEY, new)
-        (site,) = (site for site in found if site.endswith("y"))
+        predicted = predictive(KEY, new)
+        (site,) = (site for site in predicted if site.endswith("y"))
         np.testing.assert_allclose(
-            found[site].mean(axis=0), observations(kind, expected), atol=0.15, err_msg=name
+            predicted[site].mean(axis=0), observations(kind, expected), atol=0.15, err_msg=name
         )
-        # Each draw has noise of its own.
-        spread = np.asarray(found[site]).std(axis=0)
+        # Each draw has independent noise.
+        spread = np.asarray(predicted[site]).std(axis=0)
         assert np.all(spread > 0.4 * NOISE), name
         without = Predictive(wrapped, posterior_samples=draws)
-        if (kind, wrapper) == ("weights", "white"):  # the weights are those at any rows
-            found = without(KEY, new)["y"].mean(axis=0)
-            np.testing.assert_allclose(found, expected, atol=0.15)
+        if (kind, wrapper) == ("weights", "white"):  # the weights are the same at any inputs
+            mean = without(KEY, new)["y"].mean(axis=0)
+            np.testing.assert_allclose(mean, expected, atol=0.15)
         else:
             with pytest.raises(ValueError, match=r"neither observations nor|a draw of the site"):
                 without(KEY, new)
@@ -188,16 +188,16 @@ def test_draws_follow_the_posterior(kind, wrapper, x64):
 
 @pytest.mark.parametrize("kind", ["latent", "neighbors"])
 def test_white_values_without_the_function(kind, x64):
-    """As a guide of NumPyro has them; of neighbors, with the function among the draws."""
+    """As in draws of a NumPyro guide; for neighbors, with the function among the draws."""
     X, f = rows()
     wrapped = WRAPPERS["white"](model_of(kind))
     draws = draws_of(wrapped, kind) if kind == "latent" else draws_of(model_of(kind), kind)
     if kind == "latent":
         draws = {name: value for name, value in draws.items() if name != "f"}
     for new in NEW.values():
-        found = Predictive(wrapped, posterior_samples=draws, data=(X, f))(KEY, new)
-        np.testing.assert_allclose(found["f"].mean(axis=0), truth(new), atol=0.15)
-        assert found["f"].shape == (NUM_DRAWS, len(new))
+        predicted = Predictive(wrapped, posterior_samples=draws, data=(X, f))(KEY, new)
+        np.testing.assert_allclose(predicted["f"].mean(axis=0), truth(new), atol=0.15)
+        assert predicted["f"].shape == (NUM_DRAWS, len(new))
         np.testing.assert_allclose(
             sgp.posterior(wrapped, draws, X, f).mean(new), truth(new), atol=0.1
         )
@@ -205,7 +205,7 @@ def test_white_values_without_the_function(kind, x64):
 
 @pytest.mark.parametrize("kind", ["exact", "laplace"])
 def test_the_mean_of_each_run_is_its_own(kind, x64):
-    """A mean that holds covariates of the rows, given by keyword for each run."""
+    """A mean function with covariates of the inputs, passed by keyword for each run."""
     X, f = rows()
 
     def model(X, y=None, *, level):
@@ -218,11 +218,11 @@ def test_the_mean_of_each_run_is_its_own(kind, x64):
     draws = {"log": jnp.full(40, LOG_LENGTHSCALE), "scale": jnp.ones(40)}
     predictive = Predictive(model, posterior_samples=draws, data=((X, f + 3.0), {"level": 3.0}))
     for new in NEW.values():
-        found = predictive(KEY, new, level=50.0)["y"].mean(axis=0)
-        np.testing.assert_allclose(found, truth(new) + 50.0, atol=0.15)
+        mean = predictive(KEY, new, level=50.0)["y"].mean(axis=0)
+        np.testing.assert_allclose(mean, truth(new) + 50.0, atol=0.15)
 
 
 def test_a_model_with_a_seed_of_its_own():
-    message = "`model` has a seed of its own, with which all draws would be alike"
+    message = "`model` has a fixed seed, with which all draws would be equal"
     with pytest.raises(ValueError, match=message):
         Predictive(handlers.scope(handlers.seed(model_of("exact"), 7), "inner"))

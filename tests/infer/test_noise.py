@@ -1,4 +1,4 @@
-"""Which noise `sgp.posterior` takes for that of new observations, and where it takes none."""
+"""Which noise variance `sgp.posterior` uses for new observations, and when it uses none."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +66,7 @@ RECOGNIZED = [
 
 
 def two_masks(f, X, y, extra):
-    """Readings, and a yes or no for other rows."""
+    """Real observations of some rows, and binary ones of the others."""
     with numpyro.plate("rows", len(X)):
         with mask(mask=jnp.resize(SHOWN, len(X))):
             numpyro.sample("y", dist.Normal(f, 0.2), obs=y)
@@ -154,7 +154,7 @@ REFUSED = [
 
 
 def posterior_of(likelihood, rows):
-    """With an array for each row as a further argument."""
+    """The posterior of a model with a further argument, an array over rows."""
 
     def model(X, y, extra):
         f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(0.7), X))
@@ -166,7 +166,7 @@ def posterior_of(likelihood, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("likelihood", RECOGNIZED, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("likelihood", RECOGNIZED, ids=lambda function: function.__name__)
 def test_noise_of_new_observations(likelihood, rows):
     posterior = posterior_of(likelihood, rows)
     variance = posterior.predictive(NEW).variance - posterior.variance(NEW)
@@ -174,7 +174,7 @@ def test_noise_of_new_observations(likelihood, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("likelihood", REFUSED, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("likelihood", REFUSED, ids=lambda function: function.__name__)
 def test_noise_that_no_model_says(likelihood, rows):
     with pytest.raises(ValueError, match="this posterior has no Gaussian noise"):
         posterior_of(likelihood, rows).predictive(NEW)

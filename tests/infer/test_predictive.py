@@ -36,20 +36,20 @@ def slopes(num: int) -> dict[str, Array]:
     return {"slope": 1.0 + 0.3 * jax.random.normal(jax.random.key(7), (num,))}
 
 
-def assert_same_distribution(one: np.ndarray, other: np.ndarray) -> None:
+def assert_same_distribution(left: np.ndarray, right: np.ndarray) -> None:
     """Means and variances of two sets of draws agree within four standard errors."""
-    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    error = np.sqrt(one.var(axis=0) / len(one) + other.var(axis=0) / len(other))
-    assert np.all(np.abs(one.mean(axis=0) - other.mean(axis=0)) < 4 * error + 1e-6)
-    # For draws that are about normal.
-    spread = np.sqrt(2 / len(one) + 2 / len(other)) * other.var(axis=0)
-    assert np.all(np.abs(one.var(axis=0) - other.var(axis=0)) < 4 * spread + 1e-6)
+    left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    error = np.sqrt(left.var(axis=0) / len(left) + right.var(axis=0) / len(right))
+    assert np.all(np.abs(left.mean(axis=0) - right.mean(axis=0)) < 4 * error + 1e-6)
+    # For approximately normal draws.
+    spread = np.sqrt(2 / len(left) + 2 / len(right)) * right.var(axis=0)
+    assert np.all(np.abs(left.var(axis=0) - right.var(axis=0)) < 4 * spread + 1e-6)
 
 
-@pytest.mark.parametrize("given", [None, Y])
-def test_draws_agree_with_numpyro(given):
+@pytest.mark.parametrize("observations", [None, Y])
+def test_draws_agree_with_numpyro(observations):
     samples = slopes(3000)
-    ours = Predictive(linear, posterior_samples=samples, chunk_size=1000)(KEY, X, given)
+    ours = Predictive(linear, posterior_samples=samples, chunk_size=1000)(KEY, X, observations)
     theirs = numpyro.infer.Predictive(linear, samples)(jax.random.key(1), X)
     np.testing.assert_array_equal(ours["slope"], samples["slope"])
     np.testing.assert_allclose(ours["line"], theirs["line"], rtol=1e-6)
@@ -174,7 +174,7 @@ def test_draws_of_another_model_or_shape(samples, message):
 
 
 def test_parameters_that_are_missing():
-    """A guide at its start is not the posterior."""
+    """Initial parameters of a guide must not stand in for missing ones."""
     guide = sgp.guides.AutoSparseGP(gp_model, inducing_points=X[::2])
     init = SVI(gp_model, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2)).init
     jax.eval_shape(init, KEY, X, Y)
@@ -209,8 +209,8 @@ def test_a_collapsed_gp_at_new_inputs(joint, x64):
     covariance = exact[0].variance[0]
     if joint:
         covariance = gps[0].condition(Y).covariance(NEW)[0, 1]
-        found = np.cov(draws["y"][::2, :2], rowvar=False)[0, 1]
-        assert abs(found - covariance) < 0.2 * abs(covariance)
+        of_draws = np.cov(draws["y"][::2, :2], rowvar=False)[0, 1]
+        assert abs(of_draws - covariance) < 0.2 * abs(covariance)
     test = Predictive(noisy, posterior_samples=samples, data=(X, Y)).draws(KEY, NEW, Y)
     np.testing.assert_allclose(test.log_likelihood["y"][0], exact[0].log_prob(Y), rtol=1e-5)
 
@@ -220,14 +220,14 @@ def test_replicates_of_a_collapsed_gp_at_its_own_inputs_are_joint(x64):
     joint = Predictive(noisy, posterior_samples=samples, joint=True).draws(KEY, X, Y)
     gp = sgp.GaussianProcess(sgp.kernels.RBF(1.0), X, 0.05, mean=2.0)
     expected = gp.condition(Y).covariance(X) + 0.05 * jnp.eye(N)
-    found = np.cov(joint.predictive["y"], rowvar=False)
+    covariance = np.cov(joint.predictive["y"], rowvar=False)
     error = np.sqrt((np.outer(np.diag(expected), np.diag(expected)) + expected**2) / 4000)
-    assert np.all(np.abs(found - expected) < 5.0 * error)
+    assert np.all(np.abs(covariance - expected) < 5.0 * error)
     assert abs(expected[0, 1]) > 5.0 * error[0, 1]
 
 
 def test_draws_of_a_function_at_new_inputs(x64):
-    """Given its values at the rows of the fit, and not these values once more."""
+    """The function is predicted given its values in the fit, and does not repeat them."""
     f = jnp.sin(jnp.arange(N) + jnp.arange(4000.0)[:, None])
     draws = Predictive(bernoulli, posterior_samples={"f": f}, data=(X, Y > 0))(KEY, NEW)
     prior = sgp.LatentGP(sgp.kernels.RBF(1.0), X)
@@ -249,15 +249,15 @@ def test_a_guide_of_hyperparameters_at_new_inputs(x64):
     guide = AutoNormal(noisy)
     svi = SVI(noisy, guide, optax.adam(0.1), Trace_ELBO())
     params = svi.get_params(svi.init(KEY, X, Y))
-    given = Predictive(noisy, guide=guide, params=params, num_samples=500, data=(X, Y))
-    expected = given(KEY, NEW)
+    with_data = Predictive(noisy, guide=guide, params=params, num_samples=500, data=(X, Y))
+    expected = with_data(KEY, NEW)
     exact = sgp.posterior(noisy, guide, params, X, Y).predictive(NEW)
     assert np.all(np.abs(expected["y"].mean(axis=0) - exact.mean) < 6.0 * exact.scale / 500**0.5)
     first_run = Predictive(noisy, guide=guide, params=params, num_samples=500)
     with pytest.warns(UserWarning, match=f"`y` is conditioned on the {N} rows .*data=\\(X, y\\)"):
-        found = first_run(KEY, NEW)
-    assert np.all(np.abs(found["y"].mean(axis=0) - exact.mean) < 6.0 * exact.scale / 500**0.5)
-    # A guide in a new process has met no data.
+        predicted = first_run(KEY, NEW)
+    assert np.all(np.abs(predicted["y"].mean(axis=0) - exact.mean) < 6.0 * exact.scale / 500**0.5)
+    # In a new process, the guide has not run on data.
     fresh = Predictive(noisy, guide=AutoNormal(noisy), params=params, num_samples=2)
     with pytest.raises(ValueError, match=r"has not run yet|data=\(X, y\)"):
         fresh(KEY, NEW)
@@ -270,7 +270,7 @@ def test_a_guide_of_hyperparameters_at_new_inputs(x64):
     [(noisy, {"noise": jnp.ones(2)}), (bernoulli, {"f": jnp.zeros((2, N))})],
 )
 def test_a_function_is_never_drawn_from_its_prior(model, samples):
-    """Nor left as it was at the rows of the fit, of which there are as many."""
+    """Nor does it keep its values in the fit, if the new inputs are equally many."""
     predictive = Predictive(model, posterior_samples=samples)
     with pytest.raises(ValueError, match=r"neither observations nor draws.*prior.*data=\(X, y\)"):
         predictive(KEY, NEW)
@@ -294,12 +294,12 @@ def test_held_hyperparameters_are_conditioned_on_once():
         gp = sgp.GaussianProcess(sgp.kernels.RBF(scale), X, 0.1, estimator=Counted())
         numpyro.sample("y", gp, obs=Y)
 
-    given = {"guide": lambda X, Y=None: None, "params": {"scale": 0.5}, "num_samples": 20}
-    predictive = Predictive(model, data=(X, Y), **given)
-    found = predictive(KEY, NEW)["y"]
+    options = {"guide": lambda X, Y=None: None, "params": {"scale": 0.5}, "num_samples": 20}
+    predictive = Predictive(model, data=(X, Y), **options)
+    predicted = predictive(KEY, NEW)["y"]
     jax.effects_barrier()
     assert solves == 1
-    assert len(np.unique(found[:, 0])) == 20
+    assert len(np.unique(predicted[:, 0])) == 20
 
 
 def test_a_second_call_compiles_nothing():
@@ -308,7 +308,7 @@ def test_a_second_call_compiles_nothing():
 
 
 def test_sites_that_combine_rows():
-    """Draws of single rows give a sum the wrong spread; joint ones the right one."""
+    """Independent draws of rows give a sum the wrong spread; joint draws the right one."""
     kernel = sgp.kernels.RBF(1.0)
 
     def model() -> None:
@@ -318,10 +318,10 @@ def test_sites_that_combine_rows():
         numpyro.sample("y", dist.Normal(f[:-1] - f[1:], 1.0))
 
     process = sgp.SparseGP(kernel, X, X[::3], jnp.array([0.3, 0.1, -0.3]), 0.5 * jnp.eye(3))
-    given = {"guide": lambda: numpyro.sample("f", process), "num_samples": 4000}
+    options = {"guide": lambda: numpyro.sample("f", process), "num_samples": 4000}
     with pytest.warns(UserWarning, match="^`sum`, `y` combine rows of the function `f`.*joint="):
-        by_rows = Predictive(model, **given)(KEY)["sum"]
-    jointly = Predictive(model, joint=True, **given)(KEY)["sum"]
+        by_rows = Predictive(model, **options)(KEY)["sum"]
+    jointly = Predictive(model, joint=True, **options)(KEY)["sum"]
     sums = process.posterior().sample(jax.random.key(5), X, 4000).sum(axis=1)
     assert_same_distribution(jointly, sums)
     with pytest.raises(AssertionError):
@@ -329,7 +329,7 @@ def test_sites_that_combine_rows():
 
 
 def test_only_latent_sites_take_the_values_of_draws():
-    """Deterministic sites are recomputed at new inputs, and observations stay."""
+    """Deterministic sites are recomputed at new inputs, and observations are kept."""
     samples = {**slopes(3), "line": jnp.full((3, N), 7.0), "y": jnp.full((3, 2), 7.0)}
     samples["rows"] = jnp.ones((3, N), int)  # a plate's indices, as from HMCECS
     draws = Predictive(linear, posterior_samples=samples).draws(KEY, X[:2] + 1.0, Y[:2])
@@ -339,7 +339,7 @@ def test_only_latent_sites_take_the_values_of_draws():
 
 
 def test_factor_terms_are_no_data(x64):
-    """A part of the prior by hand, and what NeuTra adds; neither says that rows are of the fit."""
+    """Factors in the prior, and NeuTra's factors, do not count as observations of the fit."""
 
     def model(X: Array, y: Array | None = None) -> None:
         f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(1.0), X))
@@ -366,7 +366,7 @@ def test_a_collapsed_site_in_a_plate_is_refused():
 
 @pytest.mark.parametrize("level", [1e4, 1e6])
 def test_log_likelihoods_of_large_counts_keep_their_digits(level):
-    """Here, against float64 with the same rates: NumPyro's own are off by nats."""
+    """Against float64 with the same rates; NumPyro's log likelihoods are off by several nats."""
     counts = np.random.default_rng(0).poisson(level, N)
     trials = 2 * counts
 
@@ -379,10 +379,12 @@ def test_log_likelihoods_of_large_counts_keep_their_digits(level):
     rates = {"rate": jnp.asarray(level * np.array([0.999, 1.001]), jnp.float32)}
     draws = Predictive(model, posterior_samples=rates).draws(KEY, counts, counts)
     rate = np.asarray(rates["rate"], float)[:, None]
-    found = draws.log_likelihood
-    np.testing.assert_allclose(found["y"], scipy.stats.poisson(rate).logpmf(counts), rtol=1e-5)
+    log_likelihood = draws.log_likelihood
+    np.testing.assert_allclose(
+        log_likelihood["y"], scipy.stats.poisson(rate).logpmf(counts), rtol=1e-5
+    )
     expected = np.broadcast_to(scipy.stats.binom(trials, 0.5).logpmf(counts), (2, N))
-    np.testing.assert_allclose(found["k"], expected, rtol=1e-5)
+    np.testing.assert_allclose(log_likelihood["k"], expected, rtol=1e-5)
 
 
 def test_log_likelihoods_outside_of_the_support():
@@ -391,14 +393,16 @@ def test_log_likelihoods_outside_of_the_support():
         numpyro.sample("y", dist.Uniform(slope, slope + 1.0).expand((N,)), obs=y)
 
     y = jnp.linspace(0.0, 3.0, N)
-    found = Predictive(model, posterior_samples=slopes(3)).draws(KEY, y).log_likelihood["y"]
+    log_likelihood = (
+        Predictive(model, posterior_samples=slopes(3)).draws(KEY, y).log_likelihood["y"]
+    )
     expected = scipy.stats.uniform.logpdf(y, slopes(3)["slope"][:, None], 1.0)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert np.isneginf(found).any()
+    np.testing.assert_allclose(log_likelihood, expected, atol=1e-5)
+    assert np.isneginf(log_likelihood).any()
 
 
 class Tilted(dist.Distribution):
-    """A distribution that does not name its parameters as those of a pytree."""
+    """A distribution that does not declare its parameters as pytree fields."""
 
     support = dist.constraints.real
 
@@ -418,6 +422,8 @@ def test_log_likelihoods_of_a_distribution_that_is_no_pytree():
         slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
         numpyro.sample("y", Tilted(slope * X[:, 0]), obs=y)
 
-    found = Predictive(model, posterior_samples=slopes(3)).draws(KEY, Y).log_likelihood["y"]
+    log_likelihood = (
+        Predictive(model, posterior_samples=slopes(3)).draws(KEY, Y).log_likelihood["y"]
+    )
     expected = scipy.stats.norm.logpdf(Y, slopes(3)["slope"][:, None] * X[:, 0], 1.0)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(log_likelihood, expected, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Priors of lengthscales and variances: their tails, what they take from data, what they serve."""
+"""Priors of lengthscales and variances: tails, bounds from data, and use in models."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from numpyro.infer.util import potential_energy
 from scipy import stats
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.guides.starting import starting_values
 from numpyro_scalegp.infer import initial_hyperparameters, lengthscale_prior, variance_prior
+from numpyro_scalegp.tracing.starting_values import starting_values
 
 
 @pytest.mark.parametrize("mass", [0.5, 0.98, 0.999])
@@ -37,7 +37,7 @@ def test_bounds_make_a_batch(dtype):
 
 
 def test_bounds_from_data(x64):
-    """The spacing and the range of one column; of several, distances in deviations."""
+    """Spacing and range of a single column; scaled distances for several columns."""
     X = np.array([[0.0], [1.0], [2.0], [2.0], [7.0]])
     prior, expected = lengthscale_prior(X=X), lengthscale_prior(np.array([1.0]), 7.0)
     np.testing.assert_allclose(prior.concentration, expected.concentration)
@@ -99,7 +99,7 @@ def test_fits_start_from_them():
 
 
 def test_their_density_has_finite_gradients_far_out(dtype):
-    """Where a sampler may go while it warms up."""
+    """At values that a sampler may visit during warmup."""
     X, y = data()
 
     @jax.jit
@@ -110,9 +110,9 @@ def test_their_density_has_finite_gradients_far_out(dtype):
     for value in (-3.0, 0.0, 6.0):
         logs = {"lengthscale": jnp.full(2, value), "variance": jnp.asarray(value)}
         logs["noise"] = jnp.asarray(-2.0)
-        found = jax.tree.leaves(energy(logs))
-        assert all(np.isfinite(leaf).all() for leaf in found)
-        assert all(leaf.dtype == dtype for leaf in found)
+        leaves = jax.tree.leaves(energy(logs))
+        assert all(np.isfinite(leaf).all() for leaf in leaves)
+        assert all(leaf.dtype == dtype for leaf in leaves)
 
 
 def test_bad_arguments(unchecked):
@@ -129,11 +129,11 @@ def test_bad_arguments(unchecked):
             lengthscale_prior(1.0, 2.0, bad)
         with pytest.raises(ValueError, match=r"`tail` must be in \(0, 1\), got"):
             variance_prior(1.0, bad)
-    with pytest.raises(ValueError, match="`lower` and `upper` must both be given where `X` is not"):
+    with pytest.raises(ValueError, match="`lower` and `upper` must both be given unless `X` is"):
         lengthscale_prior(1.0)
     with pytest.raises(ValueError, match="`X` must vary in each column, got column 1 with the sam"):
         lengthscale_prior(X=np.array([[0.0, 1.0], [1.0, 1.0]]))
-    with pytest.raises(ValueError, match="What was not given is from `X`: its range may be too sh"):
+    with pytest.raises(ValueError, match="A bound that is None is from `X`: its range may be"):
         lengthscale_prior(X=np.array([[0.0], [1.0], [1.0]]))
     with pytest.raises(ValueError, match=r"`X` must have shape \(n, d\), got \(3,\)"):
         lengthscale_prior(X=np.arange(3.0))

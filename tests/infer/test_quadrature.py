@@ -26,8 +26,8 @@ N, M = 8, 4
 KEY = jax.random.key(0)
 
 
-# JAX caches the type that a NumPy array became, across changes of the default type: so each use
-# makes its own.
+# JAX caches the dtype that a NumPy array was converted to, even if the default dtype changes: so
+# each use makes a new array.
 def inputs() -> Array:
     return jnp.linspace(-1.5, 1.5, N)[:, None]
 
@@ -105,6 +105,27 @@ def test_normal_is_exact_from_two_nodes(num_nodes, x64):
     np.testing.assert_allclose(one_node - value, variance.sum() / (2 * sd**2), rtol=1e-9)
 
 
+@pytest.mark.parametrize(("likelihood", "num_nodes"), [(dist.Normal, 2), (dist.Laplace, 20)])
+def test_a_step_without_a_number_is_that_with_its_number(likelihood, num_nodes):
+    """Both compile to the same program, with the same cost."""
+
+    def made(y: Array) -> None:
+        noise = numpyro.sample("noise", dist.LogNormal(0.0, 1.0))
+        f = numpyro.sample("f", prior())
+        with numpyro.plate("rows", N):
+            numpyro.sample("y", likelihood(f, noise), obs=y)
+
+    auto = AutoSparseGP(made, inducing_points=inducing_points())
+
+    def program(*args: int) -> str:
+        svi = SVI(made, auto, optax.adam(0.01), QuadratureELBO(*args))
+        state = svi.init(KEY, observations("real"))
+        return jax.jit(svi.update).lower(state, observations("real")).as_text()
+
+    assert program() == program(num_nodes)
+    assert program() != program(3)
+
+
 LIKELIHOODS: dict[str, tuple[Callable[[Array], Any], str]] = {
     "student_t": (lambda f: dist.StudentT(4.0, f, 0.3), "real"),
     "laplace": (lambda f: dist.Laplace(f, 0.5), "real"),
@@ -119,7 +140,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[Array], Any], str]] = {
 def test_likelihoods_against_monte_carlo(name):
     likelihood, kind = LIKELIHOODS[name]
     y = observations(kind)
-    # A kink, as the Laplace density has, asks for more nodes.
+    # A kink, as in the Laplace density, needs more nodes.
     value = expected_log_likelihood(80 if name == "laplace" else 20, likelihood, y)
     assert value.dtype == jnp.float32
 
@@ -188,7 +209,7 @@ def test_functions_of_a_plate_train_and_predict():
 
 
 def test_natural_gradients_of_a_softmax_come_to_the_optimum(x64):
-    """That of Adam: mirrored points leave little noise, of which no variance comes out small."""
+    """To the same optimum as Adam: reflected points leave little noise in the gradients."""
     X, y = inputs(), jnp.arange(N) // 3
 
     def optimum(natural: bool, optimizer: Any, steps: int) -> float:
@@ -211,15 +232,15 @@ def test_natural_gradients_of_a_softmax_come_to_the_optimum(x64):
 
     adam = optax.multi_transform({"no": optax.set_to_zero(), "yes": optax.adam(0.04)}, labels)
     natural = sgp.infer.natural_gradients(optax.set_to_zero(), 0.1)
-    found = optimum(True, natural, 100)
-    assert found == pytest.approx(optimum(False, adam, 800), abs=0.03)
+    loss = optimum(True, natural, 100)
+    assert loss == pytest.approx(optimum(False, adam, 800), abs=0.03)
 
 
 # Mini-batches
 
 
 def subsampled(scaled: bool, batch: int | None) -> Callable[..., None]:
-    """Rows by a plate, which scales the likelihood; without its scale if not `scaled`."""
+    """A model with subsampled rows; if not `scaled`, without the scale of the plate."""
 
     def model(y: Array) -> None:
         rows = sgp.plate("rows", N, batch)
@@ -276,33 +297,33 @@ def test_agrees_with_the_stock_objective_in_law(x64):
     """Both estimate the same bound; without noise from f the variance is smaller."""
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
-    svi = SVI(hyper_model, guide, optax.adam(0.01), QuadratureELBO(2))
+    svi = SVI(hyper_model, guide, optax.adam(0.01), QuadratureELBO())
     params = svi.get_params(jax.jit(svi.init)(KEY, y))
 
     @jax.jit
     def losses(keys: Array) -> Any:
-        def both(key: Array) -> Any:
-            key, other = jax.random.split(key)
+        def each_loss(key: Array) -> Any:
+            key, their_key = jax.random.split(key)
             return (
-                QuadratureELBO(2).loss(key, params, hyper_model, guide, y),
-                TraceMeanField_ELBO().loss(other, params, hyper_model, guide, y),
+                QuadratureELBO().loss(key, params, hyper_model, guide, y),
+                TraceMeanField_ELBO().loss(their_key, params, hyper_model, guide, y),
             )
 
-        many = QuadratureELBO(2, num_particles=100)
-        return jax.lax.map(both, keys), many.loss(keys[0], params, hyper_model, guide, y)
+        many = QuadratureELBO(num_particles=100)
+        return jax.lax.map(each_loss, keys), many.loss(keys[0], params, hyper_model, guide, y)
 
-    (one, other), many = losses(jax.random.split(KEY, 1000))
-    error = np.hypot(one.std(), other.std()) / np.sqrt(1000)
-    assert abs(one.mean() - other.mean()) < 4 * error
-    assert one.var() < 0.5 * other.var()
-    assert abs(one.mean() - many) < 4 * one.std() * np.sqrt(1 / 1000 + 1 / 100)
+    (ours, theirs), many = losses(jax.random.split(KEY, 1000))
+    error = np.hypot(ours.std(), theirs.std()) / np.sqrt(1000)
+    assert abs(ours.mean() - theirs.mean()) < 4 * error
+    assert ours.var() < 0.5 * theirs.var()
+    assert abs(ours.mean() - many) < 4 * ours.std() * np.sqrt(1 / 1000 + 1 / 100)
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_particles_average(vectorize):
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
-    loss = QuadratureELBO(2, num_particles=4, vectorize_particles=vectorize)
+    loss = QuadratureELBO(num_particles=4, vectorize_particles=vectorize)
     svi = SVI(hyper_model, guide, optax.adam(0.01), loss)
     state = jax.jit(svi.init)(KEY, y)
     params = svi.get_params(state)
@@ -310,7 +331,7 @@ def test_particles_average(vectorize):
     @jax.jit
     def values(key: Array) -> Any:
         def one(key: Array) -> Array:
-            return QuadratureELBO(2).loss(key, params, hyper_model, guide, y)
+            return QuadratureELBO().loss(key, params, hyper_model, guide, y)
 
         single = jax.lax.map(one, jax.random.split(key, 4))
         return loss.loss(key, params, hyper_model, guide, y), single
@@ -365,7 +386,7 @@ def counting(y: Array) -> None:
 def test_mutable_state_is_carried():
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
-    svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(2))
+    svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO())
     state = jax.jit(svi.init)(KEY, y)
     start = int(state.mutable_state["count"]["value"])
     update = jax.jit(svi.update)
@@ -377,7 +398,7 @@ def test_mutable_state_is_carried():
 def test_mutable_state_needs_one_particle():
     y = observations("real")
     guide = sgp.guides.AutoSparseGP(hyper_model, inducing_points=inducing_points())
-    svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(2, num_particles=2))
+    svi = SVI(counting, guide, optax.adam(0.01), QuadratureELBO(num_particles=2))
     state = jax.jit(svi.init)(KEY, y)
     with pytest.raises(ValueError, match=r"mutable state \(count\) needs num_particles=1, got 2"):
         jax.eval_shape(svi.update, state, y)
@@ -388,7 +409,7 @@ def test_mutable_state_needs_one_particle():
 
 def trace_loss(model: Callable, guide: Callable, *args: Any) -> Any:
     """Trace the loss: errors come before anything is computed."""
-    return jax.eval_shape(lambda key: QuadratureELBO(2).loss(key, {}, model, guide, *args), KEY)
+    return jax.eval_shape(lambda key: QuadratureELBO().loss(key, {}, model, guide, *args), KEY)
 
 
 def test_likelihood_that_couples_rows():
@@ -417,14 +438,14 @@ def test_forward_mode_is_refused():
 
     guide = sgp.guides.AutoSparseGP(model, inducing_points=inducing_points())
     args = inputs(), jnp.zeros(N)
-    for loss in (QuadratureELBO(2), TraceMeanField_ELBO()):
+    for loss in (QuadratureELBO(), TraceMeanField_ELBO()):
         svi = SVI(model, guide, optax.adam(0.1), loss)
         with pytest.raises(TypeError, match=r"reverse mode alone: leave out `forward_mode_diff"):
             svi.update(svi.init(KEY, *args), *args, forward_mode_differentiation=True)
 
 
 def test_product_that_couples_rows():
-    """Seen also where the other function is zero, as guides start."""
+    """Detected also at zero, the initial value of the other function."""
 
     def model() -> None:
         f, g = (numpyro.sample(name, prior()) for name in "fg")
@@ -436,7 +457,7 @@ def test_product_that_couples_rows():
             numpyro.sample(name, process)
 
     with pytest.raises(ValueError, match="the site `y` combines rows of the function `f`"):
-        QuadratureELBO(2).loss(KEY, {}, model, guide)
+        QuadratureELBO().loss(KEY, {}, model, guide)
 
 
 def test_function_of_a_function():
@@ -456,19 +477,21 @@ def test_scale_around_one_side():
     scaled = handlers.scale(model(lambda f: dist.Normal(f, 0.4), observations("real")), 0.1)
     with pytest.raises(ValueError, match=r"site `f` has the scale 0.1 in the model and 1.0 in the"):
         trace_loss(scaled, guide)
-    both = QuadratureELBO(2).loss(KEY, {}, scaled, handlers.scale(guide, 0.1))
+    in_both = QuadratureELBO().loss(KEY, {}, scaled, handlers.scale(guide, 0.1))
     alone = model(lambda f: dist.Normal(f, 0.4), observations("real"))
-    np.testing.assert_allclose(both, 0.1 * QuadratureELBO(2).loss(KEY, {}, alone, guide), rtol=1e-5)
+    np.testing.assert_allclose(
+        in_both, 0.1 * QuadratureELBO().loss(KEY, {}, alone, guide), rtol=1e-5
+    )
 
     def traced(scale: Array) -> Array:
         with_scale = handlers.scale(alone, scale)
-        return QuadratureELBO(2).loss(KEY, {}, with_scale, guide)
+        return QuadratureELBO().loss(KEY, {}, with_scale, guide)
 
     assert jnp.isnan(jax.jit(traced)(0.1))
 
 
 def test_observations_that_are_a_column():
-    """With a row of functions they would make a matrix of terms."""
+    """Broadcasting against a row of function values would make a matrix of terms."""
     column = model(lambda f: dist.Normal(f, 0.4), observations("real")[:, None])
     with pytest.raises(
         ValueError, match=r"site `y` has a value of shape \(8, 1\) and a dist.*\(8,\)"
@@ -485,7 +508,7 @@ def test_likelihood_declared_as_one_event_is_fine(x64):
         f = numpyro.sample("f", prior())
         numpyro.sample("y", dist.Normal(f, 0.4).to_event(1), obs=y)
 
-    plain = QuadratureELBO(2, tight=False).loss(KEY, {}, model, guide)
+    plain = QuadratureELBO(tight=False).loss(KEY, {}, model, guide)
     expected = expected_log_likelihood(2, lambda f: dist.Normal(f, 0.4), y)
     np.testing.assert_allclose(-plain + kl_divergence(family(), prior()), expected, rtol=1e-12)
 
@@ -506,7 +529,7 @@ def test_guide_that_misses_a_site():
 
 
 def test_a_step_runs_the_model_twice():
-    """Once for the guide, which reads the kernel off it, and once for the likelihood."""
+    """Once for the guide, which needs the kernel, and once for the likelihood."""
     runs: list[int] = []
 
     def counted(y: Array) -> None:
@@ -522,8 +545,8 @@ def test_a_step_runs_the_model_twice():
 
 
 def test_another_model_is_checked_as_well():
-    """By the same objective, though it has let a model of the same shapes pass."""
-    loss, X = QuadratureELBO(2), inputs()
+    """The same objective checks it, although a model with the same shapes has passed."""
+    loss, X = QuadratureELBO(), inputs()
 
     def made(combine: bool) -> Callable[[], None]:
         def model() -> None:

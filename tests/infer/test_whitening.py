@@ -1,4 +1,4 @@
-"""A whitened latent GP is the same prior, in coordinates in which NUTS moves."""
+"""A whitened latent GP has the same prior, and NUTS moves faster in it."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def shared(X, y=None):
 
 @pytest.mark.parametrize("model", [model, groups, shared])
 def test_its_density_is_that_of_the_function(model):
-    """p(f) = p(v) / |L|, for one function, for one of each group, and for two of one prior."""
+    """p(f) = p(v) / |L|, for one function, a batch of priors, and two draws of one prior."""
     with jax.enable_x64(True):
         inputs = jnp.asarray(X[::3], jnp.float64)
         whitened = numpyro.handlers.reparam(model, config=WHITE)
@@ -49,8 +49,8 @@ def test_its_density_is_that_of_the_function(model):
         white = {name: value for name, value in values.items() if name != "f"}
         of_white = log_density(whitened, (inputs,), {}, white)[0]
         of_function = log_density(model, (inputs,), {}, plain)[0]
-        given = numpyro.handlers.substitute(model, plain)
-        prior = numpyro.handlers.trace(given).get_trace(inputs)["f"]["fn"]
+        substituted = numpyro.handlers.substitute(model, plain)
+        prior = numpyro.handlers.trace(substituted).get_trace(inputs)["f"]["fn"]
         K = getattr(prior, "base_dist", prior).covariance()
         each = jnp.broadcast_to(jnp.linalg.slogdet(K)[1], plain["f"].shape[:-1])
         np.testing.assert_allclose(of_white, of_function + 0.5 * each.sum(), rtol=1e-8)

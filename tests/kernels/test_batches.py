@@ -19,10 +19,10 @@ def hyperparameters():
 
 def expression(lengthscale, variance, period):
     smooth = kernels.RBF(lengthscale, variance) * kernels.Matern32(period)
-    other = kernels.RationalQuadratic(0.7, variance, 2.0) + kernels.Linear(variance).on((1,))
+    rough = kernels.RationalQuadratic(0.7, variance, 2.0) + kernels.Linear(variance).on((1,))
     scaled = variance * (kernels.MultiscaleRBF(period) + kernels.Constant(0.3))
     mapped = kernels.FeatureMapped(scaled, kernels.MultiscaleRBF.with_unit_scales)
-    return (smooth + other) * kernels.Periodic(1.0, period=period) + mapped
+    return (smooth + rough) * kernels.Periodic(1.0, period=period) + mapped
 
 
 def of_member(g):
@@ -37,11 +37,11 @@ def rows(*shape):
 def test_a_batch_is_its_members(shape, dtype):
     kernel, X = expression(*hyperparameters()), rows(*shape())
     assert kernel.batch_shape == (G,)
-    found = jax.jit(lambda kernel, X: (kernel.covariance(X), kernel.diag(X)))(kernel, X)
+    batched = jax.jit(lambda kernel, X: (kernel.covariance(X), kernel.diag(X)))(kernel, X)
     for g in range(G):
         Xg = X if X.ndim == 2 else X[g]
-        np.testing.assert_allclose(found[0][g], of_member(g).covariance(Xg), rtol=1e-4)
-        np.testing.assert_allclose(found[1][g], of_member(g).diag(Xg), rtol=1e-4)
+        np.testing.assert_allclose(batched[0][g], of_member(g).covariance(Xg), rtol=1e-4)
+        np.testing.assert_allclose(batched[1][g], of_member(g).diag(Xg), rtol=1e-4)
 
 
 def test_derivatives_are_those_of_the_members(x64):
@@ -49,11 +49,11 @@ def test_derivatives_are_those_of_the_members(x64):
         return jnp.sum(jnp.sin(kernels.RBF(lengthscale, variance)(rows(), rows()[:3])))
 
     lengthscale, variance, _ = hyperparameters()
-    found = jax.grad(total, (0, 1))(lengthscale, variance)
+    gradients = jax.grad(total, (0, 1))(lengthscale, variance)
     for g in range(G):
         expected = jax.grad(total, (0, 1))(lengthscale[g], variance[g])
-        np.testing.assert_allclose(found[0][g], expected[0], rtol=1e-10)
-        np.testing.assert_allclose(found[1][g], expected[1], rtol=1e-10)
+        np.testing.assert_allclose(gradients[0][g], expected[0], rtol=1e-10)
+        np.testing.assert_allclose(gradients[1][g], expected[1], rtol=1e-10)
 
 
 def test_axes_broadcast():
@@ -66,9 +66,9 @@ def test_axes_broadcast():
 def test_categories_have_loadings_of_their_own(x64):
     W, diag = jnp.ones((G, 2, 1)) * jnp.arange(1.0, G + 1)[:, None, None], jnp.ones(2)
     X = jnp.array([[0.0], [1.0]])
-    found = kernels.Coregion(W, diag)(X, X)
+    K = kernels.Coregion(W, diag)(X, X)
     for g in range(G):
-        np.testing.assert_allclose(found[g], kernels.Coregion(W[g], diag)(X, X))
+        np.testing.assert_allclose(K[g], kernels.Coregion(W[g], diag)(X, X))
 
 
 def test_shapes_that_do_not_fit_raise():

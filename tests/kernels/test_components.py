@@ -1,4 +1,4 @@
-"""Components of a kernel: what each part of a sum contributes to kernel, features and draws."""
+"""Components of a kernel: what each term of a sum contributes to kernel, features and draws."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def rows(n=5, seed=0):
 
 
 def stationary():
-    """2 (a + b) c + e, whose features are waves with mixed frequencies in part."""
+    """2 (a + b) c + e, whose waves have discrete frequencies in one term."""
     a, b, c, e = RBF(0.5), Periodic(1.0, 0.7, 0.4), Matern32(2.0), Matern52(1.5, 2.0)
     return 2.0 * (a + b) * c + e, (a, b, e), (2.0 * a * c, 2.0 * b * c, e)
 
@@ -30,7 +30,7 @@ def with_exact_features():
 
 
 def nested():
-    """A product of sums: a component may have sums that are whole."""
+    """A product of sums: a component of one keeps all terms of the other."""
     a, b, c, e = RBF(0.5), Matern32(0.9, 0.4), Matern52(2.0), RBF(3.0, 0.2)
     return (a + b) * (c + e), (a, b), (a * (c + e), b * (c + e))
 
@@ -43,8 +43,8 @@ def test_components_are_the_expanded_kernels(kernel, dtype):
     kernel, parts, expected = kernel()
     X, Z = rows(), rows(3, seed=1)
     total, variance = 0.0, 0.0
-    for part, by_hand in zip(parts, expected, strict=True):
-        component = kernel.component(part)
+    for term, by_hand in zip(parts, expected, strict=True):
+        component = kernel.component(term)
         assert component.is_component
         np.testing.assert_allclose(component(X, Z), by_hand(X, Z), rtol=1e-6)
         np.testing.assert_allclose(component.diag(X), by_hand.diag(X), rtol=1e-6)
@@ -56,14 +56,14 @@ def test_components_are_the_expanded_kernels(kernel, dtype):
 @each
 def test_features_and_draws_add_up_to_the_whole(kernel, x64):
     kernel, parts, _ = kernel()
-    components, X = [kernel.component(part) for part in parts], rows()
-    whole = kernel.random_features(KEY, X, 32, origin=X[0])
-    shares = [one.random_features(KEY, X, 32, origin=X[0]) for one in components]
-    assert [share.shape for share in shares] == len(parts) * [whole.shape]
-    np.testing.assert_allclose(sum(shares), whole, atol=1e-12)
-    assert all(np.any(np.abs(share - whole) > 1e-3) for share in shares)
+    components, X = [kernel.component(term) for term in parts], rows()
+    features = kernel.random_features(KEY, X, 32, origin=X[0])
+    shares = [component.random_features(KEY, X, 32, origin=X[0]) for component in components]
+    assert [share.shape for share in shares] == len(parts) * [features.shape]
+    np.testing.assert_allclose(sum(shares), features, atol=1e-12)
+    assert all(np.any(np.abs(share - features) > 1e-3) for share in shares)
     draws = PriorDraws.from_key(KEY, 3, 32, X)
-    total = sum(draws(one, X) for one in components)
+    total = sum(draws(component, X) for component in components)
     np.testing.assert_allclose(total, draws(kernel, X), atol=1e-12)
 
 
@@ -71,8 +71,8 @@ def test_features_and_draws_add_up_to_the_whole(kernel, x64):
 def test_component_features_have_its_kernel_as_mean(kernel, x64):
     kernel, parts, expected = kernel()
     X, keys = rows(3), jax.random.split(KEY, 4000)
-    for part, by_hand in zip(parts, expected, strict=True):
-        component = kernel.component(part)
+    for term, by_hand in zip(parts, expected, strict=True):
+        component = kernel.component(term)
         drawn = jax.vmap(lambda key, k=component: k.random_features(key, X, 16))(keys)
         products = np.asarray(drawn @ jnp.swapaxes(drawn, 1, 2))
         error = np.std(products, axis=0) / np.sqrt(len(keys))
@@ -85,13 +85,13 @@ def test_fourier_columns_are_those_of_the_whole_or_zero(kernel, x64):
     kernel, parts, _ = kernel()
     X, index = rows(), jnp.arange(24)
     phi = sgp.features.RandomFourier(kernel, 24, seed=5)
-    whole = phi.columns(X, index)
-    found = [phi.with_kernel(kernel.component(part)).columns(X, index) for part in parts]
-    np.testing.assert_allclose(sum(found), whole, atol=1e-12)
-    for columns in found:
-        own = np.any(columns != 0, axis=0)
-        assert 0 < own.sum() < 24
-        np.testing.assert_array_equal(columns[:, own], whole[:, own])
+    all_columns = phi.columns(X, index)
+    by_component = [phi.with_kernel(kernel.component(term)).columns(X, index) for term in parts]
+    np.testing.assert_allclose(sum(by_component), all_columns, atol=1e-12)
+    for columns in by_component:
+        nonzero = np.any(columns != 0, axis=0)
+        assert 0 < nonzero.sum() < 24
+        np.testing.assert_array_equal(columns[:, nonzero], all_columns[:, nonzero])
 
     def total(component):
         return jnp.sum(phi.with_kernel(component).columns(X, index) ** 2)
@@ -104,11 +104,13 @@ def test_component_of_the_whole_and_of_a_component():
     a, b, c = RBF(0.5), RBF(1.0), RBF(2.0)
     kernel = a + b + c
     assert kernel.component(kernel) is kernel
-    both = kernel.component(kernel.left)
-    np.testing.assert_allclose(both(rows(), rows()), (a + b)(rows(), rows()), rtol=1e-6)
-    np.testing.assert_allclose(both.component(a)(rows(), rows()), a(rows(), rows()), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"`part` must be an object in one place .* in none"):
-        both.component(c)
+    partial_sum = kernel.component(kernel.left)
+    np.testing.assert_allclose(partial_sum(rows(), rows()), (a + b)(rows(), rows()), rtol=1e-6)
+    np.testing.assert_allclose(
+        partial_sum.component(a)(rows(), rows()), a(rows(), rows()), rtol=1e-6
+    )
+    with pytest.raises(ValueError, match=r"`part` must occur once .* occurs 0 times"):
+        partial_sum.component(c)
 
 
 def test_component_is_selected_differentiated_and_saved_under_jit(tmp_path):
@@ -133,9 +135,9 @@ def test_component_is_selected_differentiated_and_saved_under_jit(tmp_path):
 def test_bad_parts_are_refused():
     a = RBF(0.5)
     kernel = a + Matern32(1.0)
-    with pytest.raises(ValueError, match="got a `RBF` that is in none: take it from the very"):
+    with pytest.raises(ValueError, match="got a `RBF` that occurs 0 times: take it from this"):
         kernel.component(RBF(0.5))
-    with pytest.raises(ValueError, match="got a `RBF` that is in several places"):
+    with pytest.raises(ValueError, match="got a `RBF` that occurs 2 times"):
         (a + a).component(a)
     with pytest.raises(TypeError, match="`part` must be"):
         kernel.component("left")

@@ -1,4 +1,4 @@
-"""A kernel between categories against its matrix, and what it refuses."""
+"""The kernel of categories against its matrix, and its errors."""
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,9 @@ def test_entries_are_those_of_the_matrix(dtype):
 
 
 def test_linear_coregionalization_conditions_as_dense_algebra(x64):
-    """A sum of two products; one output is predicted from another one's observations."""
-    other = Matern52(2.0).on((0,)) * Coregion(jnp.array(W[:, :1]), jnp.ones(3)).on((1,))
-    kernel = outputs() + other
+    """A sum of two products; one output is predicted from observations of another."""
+    second = Matern52(2.0).on((0,)) * Coregion(jnp.array(W[:, :1]), jnp.ones(3)).on((1,))
+    kernel = outputs() + second
     X, Xs = rows(30), rows(5, 1)
     y = np.sin(X[:, 0]) * W[X[:, 1].astype(int), 0]
     posterior = sgp.GaussianProcess(kernel, X, 0.1).condition(y)
@@ -59,13 +59,15 @@ def test_gradients_against_the_matrix(x64):
     def dense(W, diag):
         return jnp.sum(weights * (W @ W.T + jnp.diag(diag))[a][:, a])
 
-    found = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(jnp.array(W), jnp.array(DIAG), X)
-    for one, expected in zip(found, jax.grad(dense, argnums=(0, 1))(W, DIAG), strict=False):
-        np.testing.assert_allclose(one, expected, rtol=1e-12)
-    assert not np.any(found[2])
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(jnp.array(W), jnp.array(DIAG), X)
+    for gradient, expected in zip(
+        gradients, jax.grad(dense, argnums=(0, 1))(W, DIAG), strict=False
+    ):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+    assert not np.any(gradients[2])
 
 
-def test_features_are_exact_whatever_the_key(dtype):
+def test_features_are_exact_for_any_key(dtype):
     kernel = Coregion(jnp.array(W), jnp.array(DIAG))
     X = rows()[:, 1:]
     phi = kernel.random_features(jax.random.key(0), X, 2)
@@ -87,20 +89,20 @@ def test_features_of_a_product_have_the_kernel_as_expectation(x64):
 
     assert is_expectation(kernel(X, X))
     a = X[:, 1].astype(int)
-    assert not is_expectation(kernel(X, X) * ((W @ W.T) / B)[a][:, a])  # without own parts
+    assert not is_expectation(kernel(X, X) * ((W @ W.T) / B)[a][:, a])  # without `diag`
 
 
 @pytest.mark.filterwarnings("ignore:a covariance matrix is not positive:RuntimeWarning")
 @pytest.mark.parametrize("category", [-1.0, 3.0, 1.4])
-def test_rows_of_no_category(category, x64):
+def test_values_that_are_no_category(category, x64):
     kernel, X = outputs(), rows(4)
     broken = jnp.array(X).at[2, 1].set(category)
     message = (
-        rf"`Z` must hold the kernel's categories in column 0, 0, 1, 2, got {category} in row 2"
+        rf"`Z` must hold the kernel's categories in column 1, 0, 1, 2, got {category} in row 2"
     )
     with pytest.raises(ValueError, match=message):
         kernel(X, broken)
-    message = message.replace("`Z`", "`X`").replace("column 0", "column 1")
+    message = message.replace("`Z`", "`X`")
     with pytest.raises(ValueError, match=message):
         sgp.GaussianProcess(kernel, broken, 0.1)
     with pytest.raises(ValueError, match=message):
@@ -137,11 +139,11 @@ def test_bad_hyperparameters_under_jit_give_nan():
 
 
 def test_categories_of_composed_kernels():
-    one, other = Coregion(W, DIAG), Coregion(np.ones((2, 1)), np.ones(2))
-    assert (RBF(1.0) * one.on((4,)) + 2.0 * other.on((1,))).categories(5) == {
+    three, two = Coregion(W, DIAG), Coregion(np.ones((2, 1)), np.ones(2))
+    assert (RBF(1.0) * three.on((4,)) + 2.0 * two.on((1,))).categories(5) == {
         4: (0, 1, 2),
         1: (0, 1),
     }
-    assert (one * other).categories(1) == {0: (0, 1)}
-    assert (one + Constant(1.0)).on((3,)).categories(7) == {3: (0, 1, 2)}
-    assert FeatureMapped(one, lambda X: X[:, :1]).categories(3) == {}
+    assert (three * two).categories(1) == {0: (0, 1)}
+    assert (three + Constant(1.0)).on((3,)).categories(7) == {3: (0, 1, 2)}
+    assert FeatureMapped(three, lambda X: X[:, :1]).categories(3) == {}

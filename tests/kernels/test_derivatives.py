@@ -34,7 +34,7 @@ KERNELS = {
 
 
 def rows(n=8, seed=0, d=2):
-    """Inputs, and codes in turn."""
+    """Inputs, and the codes 0, 1, ..., d in a cycle."""
     X = np.random.default_rng(seed).normal(size=(n, d))
     return np.concatenate([X, np.resize(np.arange(d + 1), n)[:, None]], axis=1)
 
@@ -45,10 +45,7 @@ def test_against_finite_differences(name, x64):
     X, Z = rows(), rows(7, 1)
 
     def ends(X):
-        """Both ends of a central difference, with weights; of the function itself, twice the same.
-
-        The difference of the function is not divided, so that its weights are halves.
-        """
+        """Both ends of a central difference with weights; for the function, its mean of two."""
         code = X[:, 2].astype(int)
         direction = np.eye(3)[code][:, 1:]
         weight = np.where(code > 0, 0.5 / step, 0.5)
@@ -61,8 +58,8 @@ def test_against_finite_differences(name, x64):
         for x, left in ends(X)
         for z, right in ends(Z)
     )
-    found = WithDerivatives(kernel)(X, Z)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    K = WithDerivatives(kernel)(X, Z)
+    np.testing.assert_allclose(K, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("kind", "curvature"), [(RBF, 1.0), (Matern32, 3.0), (Matern52, 5 / 3)])
@@ -96,18 +93,18 @@ def test_marginal_likelihood_and_gradient_against_a_formula(x64):
         r = (X[:, :1] - X[:, 0]) / lengthscale
         right, left = X[:, 1] > 0, X[:, 1:] > 0
         slope = r / lengthscale
-        both = (1.0 - r**2) / lengthscale**2
-        part = jnp.where(left, jnp.where(right, both, -slope), jnp.where(right, slope, 1.0))
-        H = part * jnp.exp(-0.5 * r**2) + 0.1 * jnp.eye(9)
+        second = (1.0 - r**2) / lengthscale**2
+        factor = jnp.where(left, jnp.where(right, second, -slope), jnp.where(right, slope, 1.0))
+        H = factor * jnp.exp(-0.5 * r**2) + 0.1 * jnp.eye(9)
         return jax.scipy.stats.multivariate_normal.logpdf(y, jnp.zeros(9), H)
 
     def found(lengthscale):
         return sgp.GaussianProcess(WithDerivatives(RBF(lengthscale)), X, 0.1).log_prob(y)
 
-    for one, other in zip(
+    for actual, expected in zip(
         jax.jit(jax.value_and_grad(found))(0.7), jax.value_and_grad(formula)(0.7), strict=True
     ):
-        np.testing.assert_allclose(one, other, rtol=1e-10)
+        np.testing.assert_allclose(actual, expected, rtol=1e-10)
 
 
 def test_a_function_known_by_its_derivatives_and_one_value(x64):
@@ -139,7 +136,7 @@ def test_features_have_the_kernel_as_expectation(x64):
 
     assert is_expectation(kernel(X, X))
     sign = np.where(X[:, 2] > 0, -1.0, 1.0)
-    assert not is_expectation(kernel(X, X) * sign)  # as from derivatives in z alone
+    assert not is_expectation(kernel(X, X) * sign)  # derivatives in z alone
 
 
 def test_several_outputs_with_derivatives(x64):

@@ -99,35 +99,37 @@ def test_a_few_relevant_columns_among_many_leave_no_room_for_indefinite_kernels(
     scale = jnp.full(12, 200.0, jnp.float32).at[jnp.array([2, 5, 11])].set(0.3)
 
     @jax.jit
-    def both(scale, X):
+    def differentiate(scale, X):
         gram, pullback = jax.vjp(lambda s, X: Matern32(s, 0.2)(X, X[:200]), scale, X)
         return gram, pullback(jnp.sin(jnp.arange(gram.size, dtype=X.dtype)).reshape(gram.shape))
 
-    found = both(scale, X)
+    single = differentiate(scale, X)
     K = np.asarray(Matern32(scale, 0.2)(X, X))
     with jax.enable_x64(True):
-        exact = both(*(jnp.asarray(np.asarray(one), jnp.float64) for one in (scale, X)))
-    np.testing.assert_allclose(found[0], exact[0], atol=1e-7)
-    for one, expected in zip(found[1], exact[1], strict=True):
-        np.testing.assert_allclose(one, expected, atol=2e-5 * np.max(np.abs(expected)))
+        exact = differentiate(
+            *(jnp.asarray(np.asarray(array), jnp.float64) for array in (scale, X))
+        )
+    np.testing.assert_allclose(single[0], exact[0], atol=1e-7)
+    for gradient, expected in zip(single[1], exact[1], strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=2e-5 * np.max(np.abs(expected)))
     assert np.linalg.eigvalsh(K.astype(np.float64))[0] > -1e-7
 
 
-def test_a_batch_of_lengthscales_takes_one_way_to_the_distances():
+def test_a_batch_of_lengthscales_uses_one_method_for_distances():
     X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     total = lambda scale: jnp.sum(Matern32(scale)(X, X))  # noqa: E731
     scales = jnp.array([0.7, 1e-4])
     batched = jax.vmap(jax.value_and_grad(total))
     # A condition that differs between members would evaluate both for each of them.
     assert " cond[" in str(jax.make_jaxpr(batched)(scales))
-    for found, expected in zip(
+    for actual, expected in zip(
         batched(scales), zip(*map(jax.value_and_grad(total), scales), strict=True), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_second_derivatives_in_the_lengthscale(x64):
-    """Distances have rules of their own; RBF in one column against its formula."""
+    """Distances have custom derivative rules; RBF in one dimension against its formula."""
     x = jnp.array([[0.0], [0.7]])
 
     def entry(lengthscale):
@@ -137,8 +139,8 @@ def test_second_derivatives_in_the_lengthscale(x64):
         return jnp.exp(-0.5 * jnp.square(0.7 / lengthscale))
 
     for derivative in (jax.grad, lambda f: jax.grad(jax.grad(f)), jax.hessian):
-        found, expected = (derivative(f)(1.3) for f in (entry, formula))
-        assert found == pytest.approx(float(expected), rel=1e-12)
+        value, expected = (derivative(f)(1.3) for f in (entry, formula))
+        assert value == pytest.approx(float(expected), rel=1e-12)
 
 
 # Spectra

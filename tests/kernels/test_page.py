@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs/kernels.md"
 KEY = jax.random.key(0)
 X = jnp.array([[0.0, 1.0], [1.0, 1.0]])
 
-# Of a row: a kernel whose parts have what the columns ask for, and one whose parts have not.
+# For each row: a kernel whose parts have the property in the column, and one whose parts do not.
 KERNELS: dict[str, list[AbstractKernel]] = {
     "RBF": [K.RBF(1.0)],
     "Matern12": [K.Matern12(1.0)],
@@ -43,8 +43,8 @@ KERNELS: dict[str, list[AbstractKernel]] = {
 
 def rows() -> list[tuple[str, ...]]:
     table = PAGE.read_text(encoding="utf-8").partition("| kernel | spectral density |")[2]
-    found = re.findall(r"^\| `?(\w+)`? \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, re.M)
-    return [tuple(cell.strip() for cell in row) for row in found]
+    cells = re.findall(r"^\| `?(\w+)`? \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, re.M)
+    return [tuple(cell.strip() for cell in row) for row in cells]
 
 
 def works(call: Callable[[], object]) -> bool:
@@ -72,9 +72,9 @@ def test_the_table_has_every_kernel() -> None:
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
 def test_a_row_is_right(row: tuple[str, ...]) -> None:
     name, *cells = row
-    for cell, *found in zip(cells, *map(answers, KERNELS[name]), strict=True):
+    for cell, *actual in zip(cells, *map(answers, KERNELS[name]), strict=True):
         expected = {"yes": [True], "no": [False]}.get(cell[:3].strip(), [True, False])
-        assert found == expected * (len(found) if len(expected) == 1 else 1), (name, cell)
+        assert actual == expected * (len(actual) if len(expected) == 1 else 1), (name, cell)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from tests.registry import KERNELS
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 kernels = sgp.kernels
 NUM_ROWS, NUM_FEATURES = 5, 4000
-# float32 beside float64, in units of the prior standard deviations: the squared distance of two
-# rows may be off by 1e-2, more than which `squared_distances` does not leave to a product.
+# The error of float32 in units of the prior standard deviations: squared distances from a product
+# may be off by 1e-2.
 CLOSE = 2e-2
 
 
@@ -44,17 +44,17 @@ def leaves(unit):
 
 def larger(parts):
     return st.one_of(
-        st.builds(lambda one, other: one + other, parts, parts),
-        st.builds(lambda one, other: one * other, parts, parts),
-        st.builds(lambda scale, one: scale * one, powers(-6, 6), parts),
-        st.builds(lambda one: one.on((0,)), parts),
-        st.builds(lambda one: FeatureMapped(one, jnp.tanh), parts),
+        st.builds(lambda left, right: left + right, parts, parts),
+        st.builds(lambda left, right: left * right, parts, parts),
+        st.builds(lambda scale, kernel: scale * kernel, powers(-6, 6), parts),
+        st.builds(lambda kernel: kernel.on((0,)), parts),
+        st.builds(lambda kernel: FeatureMapped(kernel, jnp.tanh), parts),
     )
 
 
 @st.composite
 def problems(draw):
-    """A kernel and rows on a grid, of which some return, near the origin or far from it."""
+    """A kernel and points on a grid, with a repeated point, near the origin or far from it."""
     unit, d = draw(powers(-8, 8)), draw(st.sampled_from([1, 3]))
     grid = st.lists(st.integers(-8, 8), min_size=NUM_ROWS * d, max_size=NUM_ROWS * d)
     X = 0.25 * np.array(draw(grid), np.float64).reshape(NUM_ROWS, d)
@@ -114,7 +114,7 @@ def test_random_features_rebuild_the_kernel(problem):
             assert "has no spectral density" in str(error)
             return
         rebuilt = Phi @ Phi.T / scales(kernel, X)
-        # Products of features are sums of squares of products of two normal numbers.
+        # Products of features are sums of squares of products of two normal variables.
         assert np.max(np.abs(rebuilt - exact)) < 12 / NUM_FEATURES**0.5
 
 
@@ -122,9 +122,9 @@ def test_every_kernel_is_drawn():
     """The classes of the registry, each of which the strategies above must be able to make."""
     made = {"RBF", "Matern12", "Matern32", "Matern52", "RationalQuadratic", "Periodic", "Constant"}
     made |= {"Linear", "MultiscaleRBF", "Sum", "Product", "Scaled", "ActiveDims", "FeatureMapped"}
-    made |= {"Coregion", "WithDerivatives"}  # of categories, which have tests of their own
+    made |= {"Coregion", "WithDerivatives"}  # of categories, tested separately
     registered = {type(factory(1.0)) for name, factory in KERNELS if not name.startswith("own")}
-    assert {one.__name__ for one in registered} <= made
+    assert {kind.__name__ for kind in registered} <= made
     public = {
         name
         for name in kernels.__all__

@@ -1,4 +1,4 @@
-"""The iterative family on eight devices, against one."""
+"""The iterative estimators on eight devices, compared with one device."""
 
 import functools
 import re
@@ -16,7 +16,9 @@ from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.solvers import products
+from numpyro_scalegp.linear import products
+
+pytestmark = pytest.mark.slow
 
 KEY = jax.random.key(0)
 DEVICES = 8
@@ -24,7 +26,7 @@ EVEN, UNEVEN = 96, 101
 
 NOISE = 0.5  # well conditioned, so that rounding is not amplified
 
-# Conjugate gradients amplify rounding errors on the way, and lose them where they converge.
+# Conjugate gradients amplify rounding errors before they converge.
 SOLVERS = {
     "conjugate gradients": sgp.solvers.ConjugateGradients(1e-6),
     "pivoted": sgp.solvers.ConjugateGradients(
@@ -44,9 +46,11 @@ SOLVERS = {
 }
 
 
-def assert_same(one: Any, other: Any) -> None:
-    """To 1e-10, absolute where values are small."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), one, other)
+def assert_same(actual: Any, expected: Any) -> None:
+    """Assert equality to 1e-10, absolute for small values."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), actual, expected
+    )
 
 
 def kernel(scale: Any = 1.0) -> sgp.kernels.AbstractKernel:
@@ -87,10 +91,10 @@ def gathered(function: Any, *args: Any) -> list[int]:
 def test_products_and_gradients_are_those_of_one_device(n, num, monkeypatch):
     monkeypatch.setattr(products, "_MAX_ROWS_ON_CPU", 5)
     V = data(n)[2]
-    one, several = operators(n, num)
+    single, several = operators(n, num)
 
     @jax.jit
-    def found(H: Any) -> Any:
+    def results(H: Any) -> Any:
         index = jnp.array([3, n - 1, 17])
         return (
             H.matmul(V),
@@ -100,7 +104,7 @@ def test_products_and_gradients_are_those_of_one_device(n, num, monkeypatch):
             H.quadratic_gradient(jnp.arange(4.0), V),
         )
 
-    assert_same(found(one), found(several))
+    assert_same(results(single), results(several))
 
 
 def test_no_device_waits_for_the_branches_of_others():
@@ -119,8 +123,8 @@ def test_solutions_are_those_of_one_device(solver):
     n = UNEVEN
     B = data(n)[2]
     solve = jax.jit(lambda H: SOLVERS[solver].solve(H, B, guess=0.1 * B[::-1], key=KEY))
-    one, several = map(solve, operators(n))
-    assert_same(one, several)
+    single, several = map(solve, operators(n))
+    assert_same(single, several)
 
 
 @pytest.mark.usefixtures("x64")
@@ -136,7 +140,7 @@ def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solv
         return sgp.GaussianProcess(kernel(scale), X, NOISE, estimator=chosen, key=KEY)
 
     @jax.jit
-    def found(X: Array, y: Array, Xs: Array) -> Any:
+    def results(X: Array, y: Array, Xs: Array) -> Any:
         value = jax.value_and_grad(lambda scale: gp(scale, X).log_prob(y))(jnp.ones(()))
         if solver == "roulette":  # conditions by conjugate gradients, which stop before rounding
             return value  # errors are lost: one ulp of y moves draws on one device by 1e-10
@@ -145,22 +149,22 @@ def test_values_gradients_and_posteriors_are_those_of_one_device(estimator, solv
         of_new = posterior.mean(Xs), posterior.variance(Xs), posterior.sample(KEY, Xs, 3)
         return value, at_rows, of_new, posterior.diagnostics
 
-    one = found(X, y, X[:7] + 0.1)
-    several = found(*sgp.shard_rows(mesh(), X, y), X[:7] + 0.1)
-    assert_same(one, several)
+    single = results(X, y, X[:7] + 0.1)
+    several = results(*sgp.shard_rows(mesh(), X, y), X[:7] + 0.1)
+    assert_same(single, several)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("n", [EVEN, UNEVEN])
 def test_derivatives_outside_of_a_program_are_those_of_one_device(n):
-    def found(X: Array, y: Array) -> Any:
+    def derivatives(X: Array, y: Array) -> Any:
         def log_prob(X: Array) -> Array:
             return sgp.GaussianProcess(kernel(), X, NOISE).log_prob(y)
 
         return jax.grad(log_prob)(X), jax.jvp(log_prob, (X,), (X,))[1]
 
     X, y, _ = data(n)
-    assert_same(found(X, y), found(*sgp.shard_rows(mesh(), X, y)))
+    assert_same(derivatives(X, y), derivatives(*sgp.shard_rows(mesh(), X, y)))
 
 
 @pytest.mark.parametrize("solver", ["projections", "pivoted"])
@@ -209,9 +213,9 @@ def test_warm_starts_go_on_through_svi():
     for X, y in (data_on_one, data_on_mesh):
         svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
         results.append(svi.run(KEY, 4, X, y, progress_bar=False, stable_update=True))
-    one, several = results
+    single, several = results
     assert_same(
-        (one.params, one.losses, one.state.mutable_state["solver"].memory.solutions),
+        (single.params, single.losses, single.state.mutable_state["solver"].memory.solutions),
         (several.params, several.losses, several.state.mutable_state["solver"].memory.solutions),
     )
     solutions = several.state.mutable_state["solver"].memory.solutions

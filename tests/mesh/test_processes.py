@@ -52,7 +52,7 @@ svi = SVI(model, guide, optax.adam(0.1), Trace_ELBO())
 start = jax.jit(svi.init)(jax.random.key(0), X, y), 0
 try:
     state, done = sgp.load(file, like=start)
-    print("going on from", done, flush=True)
+    print("resuming from", done, flush=True)
 except FileNotFoundError:
     state, done = start
 step = jax.jit(svi.update)
@@ -69,18 +69,18 @@ if int(processes) > 1:
     import pytest
     from numpyro.infer.autoguide import AutoDelta
 
-    # What one process gets wrong is an error in both, after which they go on together.
-    mesh, one = X.sharding.mesh, int(place)
+    # A mistake in one process raises an error in both, after which both continue.
+    mesh, index = X.sharding.mesh, int(place)
     with pytest.raises(ValueError, match=r"float64\[n, 2\] in .* 0; int64\[n, 3\] in process 1"):
-        sgp.shard_rows(mesh, np.ones((8, 2 + one), [float, int][one]))
+        sgp.shard_rows(mesh, np.ones((8, 2 + index), [float, int][index]))
     with pytest.raises(ValueError, match=r"float64\[n\] in .* 0; float64\[n\], float64\[n\] in"):
-        sgp.shard_rows(mesh, *[np.ones(8)] * (1 + one))
-    with pytest.raises(ValueError, match=["in process 1: all arrays must", "^all arrays"][one]):
-        sgp.shard_rows(mesh, np.ones(8), np.ones(8 - one))
-    with pytest.raises(OSError, match=["there is no folder", "the first process could not"][one]):
+        sgp.shard_rows(mesh, *[np.ones(8)] * (1 + index))
+    with pytest.raises(ValueError, match=["in process 1: all arrays must", "^all arrays"][index]):
+        sgp.shard_rows(mesh, np.ones(8), np.ones(8 - index))
+    with pytest.raises(OSError, match=["there is no folder", "the first process could not"][index]):
         sgp.save(file + ".nowhere/x.npz", X)
 
-    stream = sgp.streams.arrays(np.ones((8, 2)), batch_size=4, seed=one)
+    stream = sgp.streams.arrays(np.ones((8, 2)), batch_size=4, seed=index)
     options = {"place": lambda batch: (X, y), "checkpoint": file + ".stream"}
     with pytest.raises(ValueError, match="holds one position in the stream for all processes"):
         sgp.streams.run(svi, jax.random.key(0), 2, stream, **options)
@@ -117,9 +117,9 @@ def run(processes: int, file: Path, steps: int, dies: int = -1) -> list[tuple[in
 
 
 def reached(output: str) -> float:
-    found = re.search(r"^at (.*)$", output, re.M)
-    assert found is not None, output
-    return float(found.group(1))
+    match = re.search(r"^at (.*)$", output, re.M)
+    assert match is not None, output
+    return float(match.group(1))
 
 
 def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -128,17 +128,17 @@ def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on_elsewhere(tmp_
     assert killed == 9
     assert code != 0
     assert re.search(r"peer|heartbeat|distributed", output), output
-    # From two processes' checkpoint to a single one.
+    # One process resumes from the checkpoint of two.
     ((code, output),) = run(1, file, steps=5)
     assert code == 0, output
-    assert "going on from 3" in output
-    ((_, whole),) = run(1, tmp_path / "whole.npz", steps=5)
-    np.testing.assert_allclose(reached(output), reached(whole), rtol=1e-10)
-    # And from a single one's to two.
+    assert "resuming from 3" in output
+    ((_, uninterrupted),) = run(1, tmp_path / "whole.npz", steps=5)
+    np.testing.assert_allclose(reached(output), reached(uninterrupted), rtol=1e-10)
+    # Two processes resume from the checkpoint of one.
     before = tmp_path / "before.npz"
     run(1, before, steps=2)
-    both = run(2, before, steps=5)
-    for code, output in both:
+    outcomes = run(2, before, steps=5)
+    for code, output in outcomes:
         assert code == 0, output
-        assert "going on from 2" in output
-        np.testing.assert_allclose(reached(output), reached(whole), rtol=1e-10)
+        assert "resuming from 2" in output
+        np.testing.assert_allclose(reached(output), reached(uninterrupted), rtol=1e-10)

@@ -1,4 +1,4 @@
-"""The order of rows: each once an epoch, and equal parts of all ranges in each window."""
+"""The order of rows: each once per epoch, and equal parts of all ranges in each window."""
 
 import numpy as np
 import pytest
@@ -27,8 +27,8 @@ def test_seeds_and_epochs_differ_and_calls_do_not() -> None:
     order = Order.checked(1000, 2, 100, 8, seed=0)
     first = window(order, 0)
     np.testing.assert_array_equal(first, window(order, 0))
-    others = [window(order._replace(seed=1), 0), window(order, order.num_windows)]
-    assert all(set(first) != set(other) for other in others)
+    windows = [window(order._replace(seed=1), 0), window(order, order.num_windows)]
+    assert all(set(first) != set(rows) for rows in windows)
     assert np.any(np.diff(first) < 0)
 
 

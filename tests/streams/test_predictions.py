@@ -38,14 +38,14 @@ def test_they_are_those_of_the_posterior(ending: str, chunk_size: int, tmp_path:
     file = tmp_path / f"predictions.{ending}"
     sgp.streams.predict(posterior(), stream(tmp_path), file, chunk_size=chunk_size)
     if ending == "npy":
-        found = dict(zip(("mean", "variance"), np.load(file, mmap_mode="r").T, strict=True))
+        written = dict(zip(("mean", "variance"), np.load(file, mmap_mode="r").T, strict=True))
     else:
         table = pq.read_table(file)
-        found = {name: table[name].to_numpy() for name in table.column_names}
+        written = {name: table[name].to_numpy() for name in table.column_names}
     expected = {"mean": posterior().mean(inputs()), "variance": posterior().variance(inputs())}
-    assert list(found) == list(expected)
+    assert list(written) == list(expected)
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(written[name], values, rtol=1e-4, atol=1e-5)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 

@@ -1,4 +1,4 @@
-"""Training on a stream: the steps of `update`, and the same after a kill."""
+"""Training on a stream takes the steps of `update`, also after it was killed."""
 
 import dataclasses
 import os
@@ -89,6 +89,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "at"), [(sparse, 4), (sparse, 13), (rows, 6)])
 def test_a_run_that_ended_goes_on_bit_for_bit(make: Any, at: int, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.npz"
@@ -136,7 +137,9 @@ def test_a_process_that_is_killed_while_it_trains(tmp_path: Path) -> None:
     done = len(sgp.load(file).losses)
     assert done % 5 == 0
     steps = done + 7
-    resumed, through = (train(sparse(), steps, one, every=steps) for one in (file, None))
+    resumed, through = (
+        train(sparse(), steps, checkpoint, every=steps) for checkpoint in (file, None)
+    )
     assert len(resumed.losses) == steps
     assert_same(resumed, through)
 
@@ -166,15 +169,15 @@ def test_a_step_that_is_not_finite() -> None:
 
 
 def test_place_puts_batches_on_devices_from_another_thread() -> None:
-    seen = []
+    types = []
 
     def put(X: np.ndarray, y: np.ndarray) -> Any:
-        seen.append(type(X))
+        types.append(type(X))
         return jnp.asarray(X), jnp.asarray(y)
 
     assert_same(train(sparse(), 6, place=put), train(sparse(), 6))
-    assert set(seen) == {np.ndarray}
-    assert len(seen) <= 10  # one for `init`, two that wait, one that is about to
+    assert set(types) == {np.ndarray}
+    assert len(types) <= 10  # one for `init`, two that wait, one that is about to
 
 
 def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
@@ -186,11 +189,13 @@ def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
         sgp.streams.run(sparse(), KEY, 8, stream(seed=1), checkpoint=file, progress_bar=False)
     with pytest.raises(ValueError, match="cannot load"):
         train(rows(), 8, file)
-    # As many rows, in the same order, of another target.
+    # The same rows and order, with another target.
     X, y = stream().rows.read([(0, ROWS)])
-    other = dataclasses.replace(stream(), rows=sgp.streams.arrays(X, -y, batch_size=1, seed=0).rows)
+    other_data = dataclasses.replace(
+        stream(), rows=sgp.streams.arrays(X, -y, batch_size=1, seed=0).rows
+    )
     with pytest.raises(ValueError, match=r"checkpoint.npz` belongs to another stream: it was made"):
-        sgp.streams.run(sparse(), KEY, 4, other, checkpoint=file, progress_bar=False)
+        sgp.streams.run(sparse(), KEY, 4, other_data, checkpoint=file, progress_bar=False)
 
 
 def test_a_checkpoint_of_a_file_that_was_rewritten(tmp_path: Path) -> None:

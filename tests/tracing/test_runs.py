@@ -1,4 +1,4 @@
-"""Only latent sites take values from a guide's rest: deterministic ones follow from the others."""
+"""Only latent sites take values from the guide `rest`; deterministic sites are recomputed."""
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +55,14 @@ RESTS = {
 def test_a_deterministic_site_follows_the_function(name):
     rest = RESTS[name]() if name in ("list", "by_hand") else RESTS[name]
     guide = sgp.guides.AutoHybridGP(model, rest=rest, inducing_points=X[::3], residual_points=X)
-    svi = SVI(model, guide, optax.adam(0.1), sgp.infer.QuadratureELBO(2))
+    svi = SVI(model, guide, optax.adam(0.1), sgp.infer.QuadratureELBO())
     state = svi.init(KEY, X, Y)
     params = guide.solve_mean(svi.get_params(state), X, Y).params
     mu = guide.median(params)["mu"]
     exact = sgp.GaussianProcess(KERNEL, X, 0.01, mean=mu).condition(Y)
-    # At rows other than those that the guide has seen.
-    found = guide.posterior(params, X[:5], Y[:5]).mean(X)
-    np.testing.assert_allclose(found + mu, exact.mean(X), atol=3e-3)
+    # At inputs other than in the fit.
+    mean = guide.posterior(params, X[:5], Y[:5]).mean(X)
+    np.testing.assert_allclose(mean + mu, exact.mean(X), atol=3e-3)
     if name != "by_hand":
         assert set(guide.median(params)) == {"mu"}
 

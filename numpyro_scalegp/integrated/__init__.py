@@ -1,0 +1,1 @@
+"""Log marginal likelihoods, with the function integrated out: a folder for each method."""

@@ -1,0 +1,1 @@
+"""Marginal likelihoods of a finite number of features, from mini-batches."""

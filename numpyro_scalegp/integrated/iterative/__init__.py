@@ -1,0 +1,1 @@
+"""Log marginal likelihoods by iterative solvers, with standard or pathwise gradients."""

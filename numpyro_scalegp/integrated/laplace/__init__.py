@@ -1,0 +1,1 @@
+"""Laplace's approximation for any log-concave likelihood."""

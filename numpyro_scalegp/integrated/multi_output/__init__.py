@@ -1,0 +1,1 @@
+"""Several outputs at the same inputs, with a Kronecker product as covariance."""

@@ -1,0 +1,1 @@
+"""The collapsed bound of a sparse Gaussian process."""

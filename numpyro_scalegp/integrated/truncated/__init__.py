@@ -1,0 +1,1 @@
+"""Randomized truncation: Russian-roulette conjugate gradients and single-sample features."""

@@ -1,0 +1,1 @@
+"""How a likelihood depends on functions, and its expectation under their posterior."""

@@ -1,0 +1,1 @@
+"""Densities, priors and variational families that look at nearest neighbors alone."""

@@ -1,0 +1,1 @@
+"""Dense factorizations and their derivatives, rounding errors, sums, cosines of large angles."""

@@ -1,0 +1,8 @@
+"""Posterior distributions of functions: moments and samples."""
+
+from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior
+from numpyro_scalegp.integrated.multi_output.posterior import MultiOutputPosterior
+from numpyro_scalegp.processes.batch import BatchPosterior
+from numpyro_scalegp.processes.exact import ExactPosterior
+
+__all__ = ["BatchPosterior", "ExactPosterior", "LaplacePosterior", "MultiOutputPosterior"]

@@ -1,0 +1,1 @@
+"""Gaussian processes: moments at any inputs, joint draws, draws as functions."""

@@ -1,0 +1,1 @@
+"""Compiled methods, and the variables that users' functions in their arguments read."""

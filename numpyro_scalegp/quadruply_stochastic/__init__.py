@@ -1,1 +1,0 @@
-"""Steps whose cost grows neither with the rows of the data nor with the features."""

@@ -1,0 +1,1 @@
+"""NumPyro distributions over the rows of an input matrix, and plates over rows."""

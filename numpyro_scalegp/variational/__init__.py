@@ -1,0 +1,1 @@
+"""Variational families for functions and their guides, a folder for each family."""

@@ -1,0 +1,1 @@
+"""Decoupled bases: many points for the mean, few for the covariance."""

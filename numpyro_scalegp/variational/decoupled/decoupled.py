@@ -1,0 +1,206 @@
+"""A variational family with one basis for its mean and one for its covariance."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key
+from numpyro.distributions import constraints
+from numpyro.distributions.kl import kl_divergence
+
+from numpyro_scalegp.core import batches, checks
+from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
+from numpyro_scalegp.core.index_sampling import stratified_indices
+from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
+from numpyro_scalegp.numerics import linalg
+from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.processes.expansion import ExpansionPosterior, KernelFunctions
+from numpyro_scalegp.processes.whitening import Whitening
+from numpyro_scalegp.programs.compiled import compiled
+from numpyro_scalegp.sites.family import AbstractVariationalGP
+from numpyro_scalegp.variational.latent import LatentGP
+from numpyro_scalegp.variational.same import same_prior
+
+# The initial diagonal of L; each covariance point reduces the prior variance by about its square.
+_SMALL_SCALE = 1e-2
+
+
+def squared_norm(
+    kernel: AbstractKernel,
+    points: Float[Array, "M d"],
+    weights: Float[Array, "*batch M"],
+    *,
+    num_columns: int | None = None,
+    key: Key[Array, ""] | None = None,
+) -> Float[Array, "*batch"]:
+    """The squared norm a'K(Z, Z) a, or an unbiased estimate of it from random columns of K.
+
+    Args:
+        kernel: covariance function.
+        points: Z, shape (M, d).
+        weights: a, shape (M,), or (*batch, M) for several functions.
+        num_columns: number of columns to draw, by `stratified_indices`; None for all.
+        key: a typed JAX key for the columns.
+
+    Returns:
+        A value for each function, with an unbiased gradient. All functions share the columns.
+        Time O(M num_columns d), in chunks.
+
+    Raises:
+        ValueError: if columns are to be drawn without a key, or more columns than there are.
+
+    References:
+        Cheng and Boots (2017), section 3.4, for the subset of columns.
+    """
+    M = points.shape[0]
+    functions = weights.reshape(-1, M).T
+    columns, factors, scale = points, functions, 1.0
+    if num_columns is not None and num_columns != M:
+        if key is None:
+            raise ValueError("`key` must be given where `num_columns` are drawn at random.")
+        index = stratified_indices(key, M, num_columns)
+        columns, factors, scale = points[index], functions[index], M / num_columns
+
+    def of_chunk(rows: tuple[Array, Array]) -> Array:
+        Z, a = rows
+        return jnp.sum(a * matmul(kernel.evaluate(Z, columns), factors), axis=0)
+
+    size = rows_per_chunk(columns.shape[0])
+    total = sum_rows(of_chunk, (points, functions), size, share=False)
+    return scale * total.reshape(weights.shape[:-1])
+
+
+@compiled
+def _whitening(
+    kernel: AbstractKernel,
+    cov_points: Float[Array, "M_q d"],
+    cov_scale_tril: Float[Array, "*batch M_q M_q"],
+) -> Whitening:
+    """Factorize M = I + L'K(Q, Q) L for each L, in O(M_q^3)."""
+    # All eigenvalues are at least one, so that no jitter is needed, and no warning, for which a
+    # batch would have to call the host.
+    no_jitter = jnp.zeros((), cov_scale_tril.dtype)
+    if cov_scale_tril.size == 0:
+        return Whitening(cov_scale_tril, cov_scale_tril, no_jitter)
+    K = kernel.evaluate_covariance(cov_points)
+
+    def whiten(L: Float[Array, "M_q M_q"]) -> tuple[Array, Array]:
+        M = matmul(L.T, matmul(K, L)) + jnp.eye(len(L), dtype=L.dtype)
+        return M, linalg.inverse_cholesky(M, warn=False)
+
+    M, inverse = batches.mapped(whiten, 2)(cov_scale_tril)
+    return Whitening(M, inverse, no_jitter)
+
+
+class DecoupledGP(AbstractVariationalGP):
+    """A variational GP with many points for the mean and few for the covariance.
+
+    It has mean k(x, P) a and covariance k(x, x') - k(x, Q) (B^-1 + K(Q, Q))^-1 k(Q, x') with
+    B = L L'. Its variance is at most the prior variance, and equal to it if L = 0.
+    `AbstractVariationalGP` describes its use in a model.
+
+    With M = I + L'K(Q, Q) L, the KL divergence from the prior process is
+    (a'K(P, P) a + log|M| - tr(I - M^-1)) / 2. With `num_columns`, its first term is an unbiased
+    estimate from that many random columns of K(P, P), and the cost of a step is linear in the
+    number of mean points.
+
+    Args:
+        kernel: covariance function of the prior.
+        X: inputs, shape (n, d).
+        mean_points: P, shape (M_p, d).
+        mean_weights: a, shape (M_p,), or (*batch, M_p) for independent functions.
+        cov_points: Q, shape (M_q, d); without any (M_q = 0), the optimal mean is kernel ridge
+            regression.
+        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
+        num_columns: number of columns of K(P, P) that the KL divergence draws; None for all.
+        key: a typed JAX key for the columns.
+
+    Raises:
+        ValueError: if a shape does not fit, inputs hold NaN or infinity, or `num_columns` is given
+            without `key` or out of range when the divergence is computed.
+
+    References:
+        Cheng and Boots (2017), Variational Inference for Gaussian Process Models with Linear
+        Complexity, eq. 7 to 9. Time O(n (d M_p + M_q^2) + M_q^3 + d M_p num_columns).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpyro_scalegp as sgp
+        >>> X = jnp.linspace(0.0, 1.0, 20)[:, None]
+        >>> kernel = sgp.kernels.RBF(0.3)
+        >>> guide = sgp.DecoupledGP(kernel, X, X, jnp.zeros(20), X[::4], jnp.eye(5))
+        >>> guide.mean.shape, guide.variance.shape
+        ((20,), (20,))
+    """
+
+    arg_constraints = {
+        "mean_points": constraints.real_matrix,
+        "mean_weights": constraints.real_vector,
+        "cov_points": constraints.real_matrix,
+        "cov_scale_tril": constraints.real_matrix,
+    }
+    reparametrized_params = list(arg_constraints)
+    pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
+    pytree_aux_fields = ("num_columns",)
+
+    def __init__(
+        self,
+        kernel: AbstractKernel,
+        X: Float[ArrayLike, "n d"],
+        mean_points: Float[ArrayLike, "M_p d"],
+        mean_weights: Float[ArrayLike, "*batch M_p"],
+        cov_points: Float[ArrayLike, "M_q d"],
+        cov_scale_tril: Float[ArrayLike, "*batch M_q M_q"],
+        *,
+        num_columns: int | None = None,
+        key: Key[Array, ""] | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        self.kernel = as_single("kernel", kernel)
+        self.X = checks.inputs("X", X)
+        self.kernel.check_hooks(self.X)
+        self.mean_points = checks.inputs("mean_points", mean_points, self.X.shape[1])
+        self.mean_weights = checks.as_float(mean_weights, "mean_weights")
+        batch = self.mean_weights.shape[:-1]
+        expected = (*batch, len(self.mean_points))
+        checks.shape("mean_weights", self.mean_weights, expected, why="one for each mean point")
+        checks.finite("mean_weights", self.mean_weights)
+        self.cov_points = checks.inputs(
+            "cov_points", cov_points, self.X.shape[1], may_be_empty=True
+        )
+        M = self.cov_points.shape[0]
+        self.cov_scale_tril = checks.as_float(cov_scale_tril, "cov_scale_tril")
+        why = "a row for each covariance point"
+        checks.shape("cov_scale_tril", self.cov_scale_tril, (*batch, M, M), why=why)
+        checks.finite("cov_scale_tril", self.cov_scale_tril)
+        self.num_columns = checks.count_or_none("num_columns", num_columns)
+        self.key = key if key is None else checks.as_key(key)
+        super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
+
+    def posterior(self) -> ExpansionPosterior:
+        """The approximate posterior, with moments and joint samples at any inputs."""
+        return ExpansionPosterior(
+            self.kernel,
+            self.cov_points,
+            _whitening(self.kernel, self.cov_points, self.cov_scale_tril),
+            projection=self.cov_scale_tril,
+            further=KernelFunctions(self.mean_points, self.mean_weights),
+        )
+
+
+def small_scale_tril(
+    cov_points: Float[Array, "M_q d"], batch_shape: tuple[int, ...]
+) -> Float[Array, "*batch M_q M_q"]:
+    """The initial L, not zero, where the objective's gradient with respect to L is zero."""
+    start = _SMALL_SCALE * jnp.eye(len(cov_points), dtype=cov_points.dtype)
+    return jnp.broadcast_to(start, (*batch_shape, *start.shape))
+
+
+@kl_divergence.register(DecoupledGP, LatentGP)
+def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
+    """The divergence of the processes, regardless of the sites' inputs."""
+    W = q.posterior().whitening.inverse
+    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
+    log_determinant = -2.0 * jnp.sum(jnp.log(diagonal), axis=-1)
+    covariance = log_determinant - W.shape[-1] + jnp.sum(jnp.square(W), axis=(-2, -1))
+    norm = squared_norm(
+        q.kernel, q.mean_points, q.mean_weights, num_columns=q.num_columns, key=q.key
+    )
+    return same_prior(q, p) * 0.5 * (norm + covariance)

@@ -1,0 +1,143 @@
+"""The guide for a Gaussian process with one basis for its mean and one for its covariance."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+from numpyro.infer.autoguide import AutoNormal
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.tracing.sites import GPSite, Model
+from numpyro_scalegp.variational.bases import Basis, hold_categories
+from numpyro_scalegp.variational.decoupled.decoupled import DecoupledGP, small_scale_tril
+from numpyro_scalegp.variational.guide import Rest
+from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, prior_scale
+
+
+class AutoDecoupledGP(AbstractDecoupledGuide):
+    """A guide with a `DecoupledGP` at one GP site: many points for mean, few for covariance.
+
+    Its parameters are `{site}_{prefix}_mean_weights` and `..._cov_scale_tril`, both in units of one
+    over the prior standard deviation, and the points `..._mean_points` and `..._cov_points`. If the
+    points are not given, the two sets of points grow: each mini-batch adds inputs to both until
+    they are full, with zero weights and without recompilation. The mutable site
+    `{site}_{prefix}_bases` then holds these inputs, and the parameters are shifts of them,
+    `..._mean_shift` and `..._cov_shift`, in place of points: give
+    `{**svi.get_params(state), **state.mutable_state}` as `params` to `posterior` and other methods.
+
+    `model`, `site`, `rest` and `prefix` are as in `AutoSparseGP`.
+
+    Args:
+        mean_size: number of mean points after growth.
+        cov_size: number of covariance points after growth.
+        growth: largest number of points that a mini-batch adds.
+        mean_points: initial points of the mean, shape (M_p, d), such as random rows of the data;
+            together with `cov_points`, for sets of points that do not grow.
+        cov_points: initial points of the covariance, shape (M_q, d).
+        train_mean: whether gradients train the mean's points and weights. If not, only `solve_mean`
+            changes the weights.
+        num_columns: number of columns of the mean points' covariance matrix that each step draws
+            for the KL divergence; None for all.
+
+    Raises:
+        ValueError: if a number is not positive, or only one of `mean_points` and `cov_points` is
+            given; when called, as for `AutoSparseGP`.
+
+    References:
+        Cheng and Boots (2017), algorithm 1. A step costs
+        O(b (d M_p + M_q^2) + d M_p num_columns + M_q^3) for a mini-batch of b observations.
+
+    Example:
+        >>> import numpyro
+        >>> import numpyro.distributions as dist
+        >>> import numpyro_scalegp as sgp
+        >>> def model(X, y=None):
+        ...     lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
+        ...     f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        ...     with numpyro.plate("rows", X.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        >>> guide = sgp.guides.AutoDecoupledGP(model, mean_size=400, cov_size=20)
+    """
+
+    weights_name = "mean_weights"
+
+    def __init__(
+        self,
+        model: Model,
+        site: str | None = None,
+        *,
+        rest: Rest = AutoNormal,
+        mean_size: int = 2048,
+        cov_size: int = 128,
+        growth: int = 128,
+        mean_points: Float[ArrayLike, "M_p d"] | None = None,
+        cov_points: Float[ArrayLike, "M_q d"] | None = None,
+        train_mean: bool = True,
+        num_columns: int | None = 256,
+        prefix: str = "auto",
+    ) -> None:
+        super().__init__(model, site, rest=rest, num_columns=num_columns, prefix=prefix)
+        if (mean_points is None) != (cov_points is None):
+            raise ValueError("`mean_points` and `cov_points` must be given together, or neither.")
+        self.sizes = {
+            "mean": checks.count("mean_size", mean_size),
+            "cov": checks.count("cov_size", cov_size),
+        }
+        self.growth = checks.count("growth", growth)
+        # On the host, so that an optimizer that donates its state cannot delete the guide's copy.
+        self.points = (
+            None
+            if mean_points is None or cov_points is None
+            else {
+                "mean": np.array(checks.inputs("mean_points", mean_points)),
+                "cov": np.array(checks.inputs("cov_points", cov_points, may_be_empty=True)),
+            }
+        )
+        self.train_mean = train_mean
+
+    def _weights(self, site: GPSite) -> tuple[Float[Array, "*batch M_p"], bool]:
+        """Declare the mean's weights; also return whether this initializes them."""
+        size = self.sizes["mean"] if self.points is None else len(self.points["mean"])
+        start = jnp.zeros((*site.batch_shape, size), site.X.dtype)
+        weights = self.param(site, "mean_weights", start)
+        return weights, weights is start
+
+    def _bases(self, site: GPSite, *, training: bool) -> dict[str, Basis]:
+        if self.points is None:
+            _, begins = self._weights(site)
+            return self.grown(site, self.sizes, self.growth, begins=begins, training=training)
+
+        def points(name: str, start: np.ndarray) -> Array:
+            checks.inputs(name, start, width=site.X.shape[1], may_be_empty=name == "cov_points")
+            site.kernel.check_categories(name, start)
+            return hold_categories(self.param(site, name, jnp.asarray(start)), site.kernel)
+
+        return {
+            key: Basis(points(f"{key}_points", start), jnp.ones(len(start), bool))
+            for key, start in self.points.items()
+        }
+
+    def family(self, site: GPSite, *, training: bool = True) -> DecoupledGP:
+        """The decoupled GP, initially near the prior; see `AbstractGPGuide.family`."""
+        bases = self._bases(site, training=training)
+        (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
+        w, _ = self._weights(site)
+        L = jnp.tril(self.param(site, "cov_scale_tril", small_scale_tril(Q, site.batch_shape)))
+        if not self.train_mean:
+            P, w = jax.lax.stop_gradient((P, w))
+        scale = prior_scale(site, P)
+        return DecoupledGP(
+            site.kernel,
+            site.X,
+            P,
+            jnp.where(mean_active, w, 0.0) / scale,
+            Q,
+            jnp.where(cov_active[:, None], L, 0.0) / scale,
+            **self.columns(len(P)),
+        )
+
+    def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
+        """The mean's points and their weights."""
+        return self._bases(site, training=False)["mean"], family.mean_weights

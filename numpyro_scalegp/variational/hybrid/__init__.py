@@ -1,0 +1,1 @@
+"""Inducing points with additional points for the mean."""

@@ -1,0 +1,1 @@
+"""Quadruply stochastic weight-space processes: chevron factors, relevance vectors, row updates."""

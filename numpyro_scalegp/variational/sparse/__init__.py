@@ -1,0 +1,1 @@
+"""Inducing points, trained by gradients or natural gradients."""

@@ -1,0 +1,165 @@
+"""Decoupled and hybrid families: moments, and divergences between processes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from jaxtyping import Array
+from numpyro.distributions.kl import kl_divergence
+
+import numpyro_scalegp as sgp
+from numpyro_scalegp.variational.decoupled.decoupled import squared_norm
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+KEY = jax.random.key(0)
+
+
+def arguments() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    X = jnp.array(rng.normal(size=(30, 2)))
+    return {
+        "kernel": sgp.kernels.RBF(0.8, 1.7),
+        "X": X,
+        "Z": X[:6] + 0.1,
+        "loc": jnp.array(rng.normal(size=6)),
+        "tril": jnp.tril(jnp.array(0.2 * rng.normal(size=(6, 6)))) + 0.5 * jnp.eye(6),
+        "R": jnp.array(rng.normal(size=(9, 2))),
+        "a": jnp.array(rng.normal(size=9)),
+    }
+
+
+def hybrid(p: dict[str, Any], **kwargs: Any) -> sgp.HybridGP:
+    arguments = p["kernel"], p["X"], p["Z"], p["loc"], p["tril"], p["R"], p["a"]
+    return sgp.HybridGP(*arguments, jitter=1e-12, **kwargs)
+
+
+def decoupled(p: dict[str, Any], **kwargs: Any) -> sgp.DecoupledGP:
+    return sgp.DecoupledGP(p["kernel"], p["X"], p["R"], p["a"], p["Z"], p["tril"], **kwargs)
+
+
+def dense_hybrid(p: dict[str, Any], G: Array) -> tuple[Array, Array]:
+    k, Z = p["kernel"], p["Z"]
+    A = jnp.linalg.solve(jnp.linalg.cholesky(k(Z, Z)), k(Z, G))
+    S = p["tril"] @ p["tril"].T
+    return A.T @ p["loc"] + k(G, p["R"]) @ p["a"], k(G, G) - A.T @ (jnp.eye(6) - S) @ A
+
+
+def dense_decoupled(p: dict[str, Any], G: Array) -> tuple[Array, Array]:
+    k, Z = p["kernel"], p["Z"]
+    middle = jnp.linalg.inv(jnp.linalg.inv(p["tril"] @ p["tril"].T) + k(Z, Z))
+    return k(G, p["R"]) @ p["a"], k(G, G) - k(G, Z) @ middle @ k(Z, G)
+
+
+FAMILIES = {"hybrid": (hybrid, dense_hybrid), "decoupled": (decoupled, dense_decoupled)}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@every_family
+def test_moments_agree_with_dense_algebra(name):
+    family, dense = FAMILIES[name]
+    p = arguments()
+    q = family(p)
+    mean, covariance = dense(p, p["X"])
+    np.testing.assert_allclose(q.mean, mean, rtol=1e-8)
+    np.testing.assert_allclose(q.variance, jnp.diagonal(covariance), rtol=1e-8)
+    posterior = q.posterior()
+    np.testing.assert_allclose(posterior.mean(p["X"], chunk_size=7), mean, rtol=1e-8)
+    variance = posterior.variance(p["X"], chunk_size=7)
+    np.testing.assert_allclose(variance, jnp.diagonal(covariance), rtol=1e-8)
+    draws = posterior.sample(KEY, p["X"][:4], 20_000)
+    np.testing.assert_allclose(draws.mean(axis=0), mean[:4], atol=0.05)
+    np.testing.assert_allclose(np.cov(draws.T), covariance[:4, :4], atol=0.06)
+
+
+@every_family
+def test_divergence_agrees_with_joint_gaussians(name):
+    family, dense = FAMILIES[name]
+    p = arguments()
+    # Given their values at these points, the processes are the same.
+    G = jnp.concatenate([p["X"], p["Z"], p["R"]])
+    mean, covariance = dense(p, G)
+    nugget = 1e-9 * jnp.eye(len(G))
+    joint = dist.MultivariateNormal(mean, covariance + nugget)
+    prior = dist.MultivariateNormal(jnp.zeros(len(G)), p["kernel"](G, G) + nugget)
+    divergence = kl_divergence(family(p), sgp.LatentGP(p["kernel"], p["X"][:3]))
+    np.testing.assert_allclose(divergence, kl_divergence(joint, prior), rtol=1e-6)
+
+
+@pytest.mark.parametrize("half", ["hybrid", "decoupled"])
+def test_sparse_gp_is_a_special_case(half):
+    p = arguments()
+    p["tril"] = 0.5 * p["tril"]
+    kernel, X, Z, loc, S = (p[name] for name in ("kernel", "X", "Z", "loc", "tril"))
+    sparse = sgp.SparseGP(kernel, X, Z, loc, S, jitter=1e-12)
+    if half == "hybrid":
+        same = hybrid({**p, "a": jnp.zeros(9)})
+    else:
+        # K^-1 - K^-1 L S S'L' K^-1 = (B^-1 + K)^-1, as long as S S' < I.
+        inverse = jnp.linalg.inv(jnp.linalg.cholesky(kernel(Z, Z)))
+        excess = jnp.linalg.inv(jnp.eye(6) - S @ S.T) - jnp.eye(6)
+        scale = jnp.linalg.cholesky(inverse.T @ jnp.linalg.inv(excess) @ inverse)
+        same = sgp.DecoupledGP(kernel, X, Z, inverse.T @ loc, Z, scale)
+    np.testing.assert_allclose(same.mean, sparse.mean, rtol=1e-6)
+    np.testing.assert_allclose(same.variance, sparse.variance, rtol=1e-6)
+    prior = sgp.LatentGP(kernel, X)
+    np.testing.assert_allclose(kl_divergence(same, prior), kl_divergence(sparse, prior), rtol=1e-6)
+
+
+@every_family
+def test_divergence_from_random_columns_is_unbiased(name):
+    family = FAMILIES[name][0]
+    p = arguments()
+    prior = sgp.LatentGP(p["kernel"], p["X"])
+    smooth = {key: p[key] for key in ("kernel", "a", "R", "loc")}
+
+    def divergence(smooth: Any, **kwargs: Any) -> Array:
+        return kl_divergence(family({**p, **smooth}, **kwargs), prior)
+
+    def flat(value: Any) -> Array:
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(value)])
+
+    def draw(key: Array) -> Array:
+        return flat(jax.value_and_grad(divergence)(smooth, num_columns=4, key=key))
+
+    exact = flat(jax.jit(jax.value_and_grad(divergence))(smooth))
+    draws = jax.jit(jax.vmap(draw))(jax.random.split(KEY, 4000))
+    error = draws.std(axis=0) / np.sqrt(len(draws))
+    # Entries that no draw changes differ by rounding.
+    assert np.max(np.abs(draws.mean(axis=0) - exact) / (error + 1e-9)) < 4.0
+    # Without the weight M / num_columns the estimate would be biased.
+    assert np.abs(draws[:, 0].mean() - exact[0]) < 0.1 * np.abs(exact[0]) < 10 * error[0] * 63
+
+
+def test_without_covariance_points_it_is_kernel_ridge_regression():
+    p, noise = arguments(), 0.1
+    kernel, X = p["kernel"], p["X"]
+    y = jnp.sin(X.sum(axis=1))
+    none = jnp.zeros((0, 2)), jnp.zeros((0, 0))
+
+    def bound(a: Array) -> Array:
+        q = sgp.DecoupledGP(kernel, X, X, a, *none)
+        np.testing.assert_allclose(q.variance, kernel.diag(X))
+        misfit = jnp.sum(jnp.square(y - q.mean)) / noise
+        return -0.5 * misfit - kl_divergence(q, sgp.LatentGP(kernel, X))
+
+    ridge = jnp.linalg.solve(kernel(X, X) + noise * jnp.eye(30), y)
+    np.testing.assert_allclose(jax.grad(bound)(ridge), jnp.zeros(30), atol=1e-6)
+
+
+def test_a_scale_of_zero_leaves_the_prior():
+    p = arguments()
+    q = decoupled({**p, "tril": jnp.zeros((6, 6)), "a": jnp.zeros(9)})
+    np.testing.assert_allclose(q.variance, p["kernel"].diag(p["X"]))
+    assert kl_divergence(q, sgp.LatentGP(p["kernel"], p["X"])) == 0.0
+
+
+def test_squared_norm():
+    p = arguments()
+    expected = p["a"] @ p["kernel"](p["R"], p["R"]) @ p["a"]
+    np.testing.assert_allclose(squared_norm(p["kernel"], p["R"], p["a"]), expected)
+    with pytest.raises(ValueError, match="`key` must be given"):
+        squared_norm(p["kernel"], p["R"], p["a"], num_columns=3)
