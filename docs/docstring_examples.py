@@ -1,6 +1,6 @@
-"""Has the API pages show a docstring's `Example:` as code.
+"""Show a docstring's `Example:` as code on the API pages.
 
-griffe knows a section of examples by its plural only, and takes `Example:` for a remark in prose.
+griffe recognizes a section of examples by its plural only, and reads `Example:` as prose.
 """
 
 import re
@@ -10,10 +10,10 @@ import griffe
 
 
 class DocstringExamples(griffe.Extension):
-    """Writes the plural before the docstring is parsed."""
+    """Writes `Examples:` before the docstring is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Run for every module, class, function and attribute once it is read."""
+        """Called for every module, class, function and attribute after it is read."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(
                 r"^Example:$", "Examples:", obj.docstring.value, flags=re.M

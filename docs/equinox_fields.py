@@ -1,6 +1,6 @@
-"""Tells the API pages that the fields of an `equinox.Module` are its constructor's arguments.
+"""Show the fields of an `equinox.Module` as its constructor's arguments on the API pages.
 
-griffe, which reads the sources for mkdocstrings, knows this of `dataclasses.dataclass` only.
+griffe, which reads the sources for mkdocstrings, does this for `dataclasses.dataclass` only.
 """
 
 from collections.abc import Iterator
@@ -50,11 +50,11 @@ def _without_constructor(cls: griffe.Class) -> bool:
 
 
 class EquinoxFields(griffe.Extension):
-    """Gives every `equinox.Module` without a constructor the one that its fields imply."""
+    """Gives every `equinox.Module` without a constructor the constructor of its fields."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Run once the whole package is read, so that base classes are known."""
-        # The list comes first: a base class's new constructor must not hide that of a subclass.
+        """Called after the whole package is read, so that base classes are available."""
+        # List all classes first: a base class's new constructor must not hide its subclasses.
         for cls in [c for c in _classes(pkg) if _without_constructor(c)]:
             fields = {field.name: field for c in _lineage(cls) for field in _parameters(c)}
             cls.set_member(

@@ -1,11 +1,13 @@
-"""The gallery: renders the scripts of `examples/`, and makes a page of each.
+"""The gallery: renders the scripts of `examples/`, and writes a page for each.
 
-    python docs/gallery_pages.py [--all] [--quick] [NAME ...]
+    python docs/gallery_pages.py [--all] [--quick] [NAME ...]     # make gallery
+    python docs/gallery_pages.py --pages                          # make gallery-pages
 
-runs those whose code or arguments have changed since they were rendered, each in a process of its
-own and in an empty folder, and keeps what they printed and drew in `docs/gallery/NAME/`. When the
-documentation is built, the hooks at the end make pages of the scripts and of what is kept, so that
-no page repeats a script's code.
+The first runs the scripts whose code or arguments have changed since they were rendered, each in a
+separate process and in an empty folder, and stores what they printed and drew in
+`docs/gallery/NAME/`. Both then write the pages `docs/gallery/NAME.md` and the cards of the
+gallery's first page. A page links to its script; when the documentation is built, a hook of mkdocs
+puts the code in the place of the link.
 """
 
 import argparse
@@ -23,20 +25,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-KEPT = ROOT / "docs/gallery"
+STORED = ROOT / "docs/gallery"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+CARDS = re.compile(r"(?<=<!-- examples -->\n).*(?=<!-- end -->)", re.S)
+CODE = re.compile(r"\[examples/(\w+)\.py\]\(\.\./\.\./examples/\1\.py\)")
 
 log = logging.getLogger("mkdocs.hooks.gallery")
 
 
 class Example(NamedTuple):
-    """A script, how it is run, and what its figures show."""
+    """A script, its arguments, and the descriptions of its figures."""
 
     name: str
     figures: dict[str, str] = {}  # file -> alt text, in the order of the page
     related: tuple[str, ...] = ()  # pages below docs/
     arguments: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()  # modules of examples/ that it imports
-    quick: bool = False  # ends in less than a minute on two cores
+    quick: bool = False  # takes less than a minute on two cores
 
 
 SUBJECTS: dict[str, tuple[Example, ...]] = {
@@ -44,41 +49,41 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         Example(
             "co2",
             {
-                "forecast.svg": "The record, and a forecast of ten years whose band widens",
+                "forecast.svg": "The CO2 record, and a ten-year forecast whose band widens",
                 "parts.svg": "Three curves with bands: a rising trend, a yearly cycle, deviations",
             },
             related=("howto/inspecting.md", "howto/priors.md"),
         ),
         Example(
             "seasons",
-            {"parts.svg": "Temperature, course of the year, daily cycle and weather, with bands"},
+            {"parts.svg": "Temperature, and its seasons, daily cycle and weather, with bands"},
             related=("howto/inspecting.md",),
         ),
         Example(
             "births",
-            {"parts.svg": "A trend, the course of a year, the depth of the week, and its days"},
+            {"parts.svg": "A trend, a yearly cycle, the strength of the weekly pattern, its days"},
             related=("methods/hilbert_space.md", "howto/inspecting.md"),
         ),
         Example(
             "robust",
-            {"wind.svg": "Readings and three means: the normal one is flat with a spike"},
+            {"wind.svg": "Readings and three means: with normal noise it is flat, with a spike"},
             related=("choosing.md",),
         ),
     ),
     "Space": (
         Example(
             "space",
-            {"map.svg": "Rates over the land: low in the north-east, higher in the west"},
+            {"map.svg": "A map of rates: low in the north-east, higher in the west"},
             related=("howto/groups.md",),
         ),
         Example(
             "altitudes",
-            {"map.svg": "Two maps: the land rises in the west, and is uncertain between airports"},
+            {"map.svg": "Two maps: altitudes, higher in the west, and their uncertainty"},
             related=("methods/nearest_neighbors.md", "howto/space.md"),
         ),
         Example(
             "temperatures",
-            {"map.svg": "Three maps: temperatures with holes, without, and how sure these are"},
+            {"map.svg": "Three maps: temperatures with gaps, without gaps, and their uncertainty"},
             related=("methods/nearest_neighbors.md", "evidence/nearest_neighbors.md"),
         ),
         Example(
@@ -90,17 +95,17 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
     "Counts, classes and changing noise": (
         Example(
             "counts",
-            {"replicates.svg": "Shares of each number of visits: observed and under two models"},
+            {"replicates.svg": "Share of people with each number of visits, observed and modeled"},
             related=("methods/families.md", "howto/groups.md"),
         ),
         Example(
             "digits_classes",
-            {"most_wrong.svg": "Twelve images of digits that the model takes for others"},
+            {"most_wrong.svg": "Twelve images of digits that the model classifies wrongly"},
             related=("howto/groups.md",),
         ),
         Example(
             "heteroscedastic",
-            {"bands.svg": "Expenditure against income, with a band of one width and a growing one"},
+            {"bands.svg": "Expenditure against income: a band of constant width, one that widens"},
             related=("choosing.md", "methods/families.md"),
             quick=True,
         ),
@@ -118,7 +123,7 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         ),
         Example(
             "latent_inputs",
-            {"maps.svg": "Two maps of irises in three colors, and a curve with moved inputs"},
+            {"maps.svg": "Two maps of irises in three colors, and a curve with corrected inputs"},
             related=("howto/outputs.md",),
         ),
     ),
@@ -136,19 +141,19 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         ),
         Example(
             "exact_large",
-            {"fit.svg": "A slice of the posterior: mean, band and functions"},
+            {"fit.svg": "A slice of the posterior: mean, band and sampled functions"},
             related=("methods/iterative.md", "howto/saving.md"),
         ),
         Example(
             "streaming",
-            {"errors.svg": "Test errors over batches of a sparse and a decoupled GP"},
+            {"errors.svg": "Test errors of a sparse and a decoupled GP, by number of batches"},
             related=("methods/decoupled.md",),
         ),
     ),
     "Features and networks": (
         Example(
             "digits",
-            {"most_wrong.svg": "Twelve images of digits with their probability to be odd"},
+            {"most_wrong.svg": "Twelve images of digits, with their probability of being odd"},
             related=("methods/many_features.md",),
             quick=True,
         ),
@@ -161,19 +166,19 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         ),
         Example(
             "relevance_vectors",
-            {"fit.svg": "A sinc function, noisy data and the rows whose functions are left"},
+            {"fit.svg": "A sinc function, noisy data and the data points whose functions remain"},
             related=("methods/many_features.md",),
             quick=True,
         ),
         Example(
             "network_features",
-            {"training.svg": "The log marginal likelihood of a row, rising with the steps"},
+            {"training.svg": "The log marginal likelihood per observation, rising with the steps"},
             related=("methods/network_features.md",),
             quick=True,
         ),
         Example(
             "deep_kernel",
-            {"fits.svg": "A step and a wave under a plain kernel and under a deep one"},
+            {"fits.svg": "A jump and a wave, fitted with a plain kernel and a deep kernel"},
             related=("choosing.md", "methods/network_features.md"),
             quick=True,
         ),
@@ -182,8 +187,8 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         Example(
             "bayesian_hyperparameters",
             {
-                "small.svg": "Intervals of each hyperparameter under four methods, on few rows",
-                "large.svg": "Intervals of each hyperparameter under two methods, on more rows",
+                "small.svg": "Intervals of each hyperparameter under four methods, on few data",
+                "large.svg": "Intervals of each hyperparameter under two methods, on more data",
             },
             related=("howto/hyperparameters.md",),
         ),
@@ -198,32 +203,53 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
 
 def listed() -> dict[str, Example]:
     """All examples, by name."""
-    return {one.name: one for examples in SUBJECTS.values() for one in examples}
+    return {example.name: example for examples in SUBJECTS.values() for example in examples}
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """The module docstring of a script, and its code without that."""
+    """The module docstring of a script, and the code below it."""
     text = (ROOT / f"examples/{name}.py").read_text()
     docstring = ast.parse(text).body[0]
     code = "".join(text.splitlines(keepends=True)[docstring.end_lineno :])
     return ast.get_docstring(ast.parse(text)) or "", code.strip() + "\n"
 
 
+def _without_docstrings(node: Any) -> Any:
+    """A syntax tree as nested tuples, without docstrings, positions and empty fields.
+
+    `ast.dump` has empty fields that differ between versions of Python.
+    """
+    if isinstance(node, list):
+        return tuple(map(_without_docstrings, node))
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = node.body[1:]
+    filled = {name: value for name, value in fields.items() if value not in (None, [])}
+    items = [(name, _without_docstrings(value)) for name, value in filled.items()]
+    return type(node).__name__, *items
+
+
 def digest(example: Example) -> str:
-    """Changes with the code and the arguments, and not with words about them."""
-    parts = [_parts(name)[1] for name in (example.name, *example.helpers)]
-    return hashlib.sha256("\0".join([*parts, *example.arguments]).encode()).hexdigest()
+    """A checksum of the code's syntax tree and of the arguments.
+
+    Comments, docstrings and formatting do not change it.
+    """
+    paths = [ROOT / f"examples/{name}.py" for name in (example.name, *example.helpers)]
+    trees = [_without_docstrings(ast.parse(path.read_text())) for path in paths]
+    return hashlib.sha256(repr((trees, example.arguments)).encode()).hexdigest()
 
 
 def is_current(example: Example) -> bool:
-    """Whether what is kept was made by today's code and arguments."""
-    path = KEPT / example.name / "digest.txt"
+    """Whether today's code and arguments made what is stored."""
+    path = STORED / example.name / "digest.txt"
     return path.exists() and path.read_text().strip() == digest(example)
 
 
 def render(example: Example, into: Path) -> float:
-    """Run a script; its output and figures go to a folder. Returns seconds."""
-    began, what = time.perf_counter(), digest(example)
+    """Run a script, and store its output and figures in a folder. Returns seconds."""
+    began, checksum = time.perf_counter(), digest(example)
     with tempfile.TemporaryDirectory() as folder:
         drawn = Path(folder) / "outputs" / example.name
         drawn.mkdir(parents=True)
@@ -234,7 +260,7 @@ def render(example: Example, into: Path) -> float:
             "COLUMNS": "100",
         }
         script = str(ROOT / f"examples/{example.name}.py")
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, script, *example.arguments],
             cwd=folder,
             env=environment,
@@ -244,24 +270,24 @@ def render(example: Example, into: Path) -> float:
         )
         shutil.rmtree(into, ignore_errors=True)
         into.mkdir(parents=True)
-        (into / "output.txt").write_text(done.stdout.strip() + "\n")
+        (into / "output.txt").write_text(process.stdout.strip() + "\n")
         for path in sorted([*drawn.glob("*.svg"), *drawn.glob("*.png")]):
             shutil.copy(path, into / path.name)
-        (into / "digest.txt").write_text(what + "\n")
+        (into / "digest.txt").write_text(checksum + "\n")
     return time.perf_counter() - began
 
 
 def words(name: str) -> tuple[str, str, str]:
-    """Title, one sentence and introduction, as the script's docstring has them."""
+    """Title, one sentence and introduction, from the script's docstring."""
     first, _, introduction = _parts(name)[0].partition("\n")
     title, _, sentence = first.partition(": ")
     return title, sentence[:1].upper() + sentence[1:], introduction.strip()
 
 
 def _output(example: Example) -> str:
-    path = KEPT / example.name / "output.txt"
+    path = STORED / example.name / "output.txt"
     if not is_current(example):
-        log.warning("examples/%s.py is not rendered as it stands: make gallery", example.name)
+        log.warning("examples/%s.py has changed since it was rendered: make gallery", example.name)
     return path.read_text() if path.exists() else ""
 
 
@@ -278,14 +304,14 @@ def page(example: Example) -> str:
     """The page of an example, in Markdown."""
     title, sentence, introduction = words(example.name)
     name, output = example.name, _output(example)
+    scripts = [f"examples/{script}.py" for script in (name, *example.helpers)]
     command = " ".join(["python", f"examples/{name}.py", *example.arguments])
     parts = [f"# {title}", f"*{sentence}*", introduction]
     if example.related:
         parts.append("See also: " + ", ".join(map(_link, example.related)) + ".")
     parts += [f"![{alt}]({name}/{file})" for file, alt in example.figures.items()]
     parts += ["## What it prints", f"`{command}`", _fenced("text", output)]
-    for script in (name, *example.helpers):
-        parts += [f"## examples/{script}.py", _fenced("python", _parts(script)[1])]
+    parts += ["## Code", *(f"[{script}](../../{script})" for script in scripts)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -294,12 +320,12 @@ def _card(example: Example) -> str:
     shown = _fenced("text", "\n".join(_output(example).splitlines()[:9]))
     for file, alt in list(example.figures.items())[:1]:
         shown = f"![{alt}]({example.name}/{file})"
-    link = f"[{title}]({example.name}.md){{ .gallery-title }}"
+    link = f"**[{title}]({example.name}.md)**"
     return f'<div class="gallery-card" markdown>\n\n{shown}\n\n{link}\n\n{sentence}\n\n</div>'
 
 
 def cards() -> str:
-    """What stands on the gallery's first page: a grid of cards for each subject."""
+    """A grid of cards for each subject, for the gallery's first page."""
     parts = []
     for subject, examples in SUBJECTS.items():
         parts += [
@@ -311,42 +337,45 @@ def cards() -> str:
     return "\n\n".join(parts)
 
 
+def pages() -> dict[Path, str]:
+    """The pages of the gallery, as they should be."""
+    index = STORED / "index.md"
+    written = {STORED / f"{name}.md": page(example) for name, example in listed().items()}
+    return {index: CARDS.sub(lambda _: f"\n{cards()}\n\n", index.read_text()), **written}
+
+
 def on_config(config: Any) -> Any:
-    """mkdocs: put the pages into the navigation."""
+    """Hook of mkdocs: add the pages to the navigation."""
     (section,) = (entry["Gallery"] for entry in config.nav if "Gallery" in entry)
     for subject, examples in SUBJECTS.items():
-        section.append({subject: [f"gallery/{one.name}.md" for one in examples]})
+        section.append({subject: [f"gallery/{example.name}.md" for example in examples]})
     return config
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: add the pages."""
-    from mkdocs.structure.files import File
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """mkdocs: put the code of scripts in the place of links to them."""
 
-    for one in listed().values():
-        files.append(File.generated(config, f"gallery/{one.name}.md", content=page(one)))
-    return files
+    def code(match: re.Match) -> str:
+        return _fenced(f'python title="examples/{match[1]}.py"', _parts(match[1])[1])
 
-
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """mkdocs: fill in the gallery's first page."""
-    if page.file.src_uri == "gallery/index.md":
-        return markdown.replace("<!-- examples -->", cards())
-    return markdown
+    return CODE.sub(code, markdown)
 
 
 def main() -> None:
-    """Render what has changed."""
+    """Render what has changed, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="examples to render")
     parser.add_argument("--all", action="store_true", help="also those that have not changed")
     parser.add_argument("--quick", action="store_true", help="only those marked as quick")
+    parser.add_argument("--pages", action="store_true", help="write the pages and run nothing")
     options = parser.parse_args()
-    for name, example in listed().items():
+    for name, example in listed().items() if not options.pages else ():
         chosen = name in (options.names or listed()) and (example.quick or not options.quick)
         if chosen and (options.all or not is_current(example)):
             print(f"{name}:", end=" ", flush=True)
-            print(f"{render(example, KEPT / name):.0f} s", flush=True)
+            print(f"{render(example, STORED / name):.0f} s", flush=True)
+    for path, text in pages().items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":
