@@ -26,7 +26,11 @@ from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.runs import drawn_values, is_latent, is_observed
 from numpyro_scalegp.tracing.sites import WithoutSite
 from numpyro_scalegp.variational.guide import AbstractGPGuide, set_up
-from numpyro_scalegp.variational.sparse.guide import AutoSparseGP, hyperparameters_of
+from numpyro_scalegp.variational.sparse.guide import (
+    AutoSparseGP,
+    hyperparameters_of,
+    inducing_mean,
+)
 from numpyro_scalegp.variational.sparse.natural import LOC, PRECISION, REFERENCE, NaturalSparseGP
 from numpyro_scalegp.variational.sparse.sparse import SparseGP
 
@@ -180,7 +184,8 @@ class _Marginal:
         self.num_steps = 1 if gp_site.is_normal else _STEPS_FROM_MEDIANS
         self.names = [guide.param_name(gp_site, name) for name in (LOC, PRECISION)]
         with guide._parameters(params, None):
-            start = _sites_of(guide.family(gp_site, training=False))
+            family = guide.family(gp_site, training=False)
+        start = _sites_of(family, inducing_mean(gp_site, family.inducing_points))
         # Of a guide without sites, they are on values whitened at the medians.
         reference = guide.param_name(gp_site, REFERENCE)
         params = {reference: hyperparameters_of(gp_site.kernel), **params}
@@ -231,7 +236,9 @@ def _sample_values(values: dict[str, Array], *_: Any, **__: Any) -> None:
         numpyro.sample(name, dist.Delta(value, event_dim=jnp.ndim(value)))
 
 
-def _sites_of(family: SparseGP) -> tuple[Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
+def _sites_of(
+    family: SparseGP, mean: Float[Array, "*batch M"] | None
+) -> tuple[Float[Array, "*batch M"], Float[Array, "*batch M M"]]:
     """The sites of a sparse family; of one without, those on its whitened values."""
     if isinstance(family, NaturalSparseGP):
         return family.natural_loc, family.natural_precision
@@ -241,4 +248,7 @@ def _sites_of(family: SparseGP) -> tuple[Float[Array, "*batch M"], Float[Array, 
     eigenvalues, vectors = jnp.linalg.eigh(precision)
     root = jnp.sqrt(jnp.maximum(eigenvalues, 0.0))[..., None] * jnp.swapaxes(vectors, -1, -2)
     added = matmul(jnp.swapaxes(root, -1, -2), root)
-    return family.loc + matmul(added, family.loc[..., None])[..., 0], added
+    values = family.loc
+    if mean is not None:
+        values += matmul(family.posterior().whitening.inverse, mean[..., None])[..., 0]
+    return family.loc + matmul(added, values[..., None])[..., 0], added

@@ -134,6 +134,7 @@ class ExpansionPosterior(AbstractVariationalPosterior):
         """
         if whitening is None:
             whitening = inducing_whitening(kernel, points, jitter)
+        whitening = whitening._replace(factor=None)  # of which it makes no use
         inverse = batches.Batch(whitening.inverse, whitening.inverse.ndim - 2)
         weights = _representer_weights(inverse, values.loc)
         return cls(kernel, points, whitening, values, weights, further=further)
@@ -315,7 +316,7 @@ class ExpansionPosterior(AbstractVariationalPosterior):
             prior: the values p(Z).
             key: for e and v.
         """
-        K, W, _ = self.whitening
+        K, W, *_ = self.whitening
         normals = jax.random.normal(key, (2, *prior.shape), prior.dtype)
         errors = normals[0]
         if self.projection is None:

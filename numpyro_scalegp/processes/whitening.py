@@ -16,13 +16,15 @@ class Whitening(NamedTuple):
     covariance: Float[Array, "... M M"]
     inverse: Float[Array, "... M M"]  # W = L^-1
     jitter: Float[Array, "..."]  # added to the diagonal to factorize K; NaN if that failed
+    factor: Float[Array, "... M M"] | None = None  # L, where it is known
 
     @classmethod
     def of(cls, K: Float[Array, "M M"]) -> "Whitening":
         """Factorize a covariance and invert the factor, in O(M^3)."""
         factor = linalg.factorize(K, warn=False)
         inverse = linalg.inverse_cholesky_given(K, factor.tril)
-        return cls(K, inverse, linalg.added_jitter(factor))
+        L = linalg.cholesky_given(K, factor.tril)
+        return cls(K, inverse, linalg.added_jitter(factor), L)
 
 
 def whitened_moments(
@@ -54,7 +56,7 @@ def whitened_moments(
         Means, variances of the inducing values and unexplained variances, each of shape (n,). Time
         O(n M^2), and O(M^3) for the derivative with respect to K_ZZ.
     """
-    K_ZZ, W, _ = whitening
+    K_ZZ, W, *_ = whitening
     arrays = as_one_type((K_ZZ, K_ZX, diagonal, loc, scale_tril, W))
     mean, from_values, unexplained = _moments(*arrays)
     return mean, from_values, unexplained
@@ -91,7 +93,7 @@ def moments_forward(
 
 def moments_backward(
     residuals: tuple[Array, ...], cotangents: Float[Array, "3 n"]
-) -> tuple[Array, ...]:
+) -> tuple[Array | None, ...]:
     """The reverse rule; the cotangent of K_ZZ includes the dependence of W on K_ZZ."""
     W, A, SA, loc, S = residuals
     g, e, u = cotangents
@@ -101,7 +103,7 @@ def moments_backward(
     Q = matmul(D, A.T) + jnp.outer(loc, Ag)
     d_K_ZX = matmul(W.T, D) + jnp.outer(matmul(loc, W), g)
     d_K_ZZ = -matmul(matmul(W.T, half(Q)), W)
-    return d_K_ZZ, d_K_ZX, u, Ag, 2.0 * matmul(A, weighted.T), jnp.zeros_like(W)
+    return d_K_ZZ, d_K_ZX, u, Ag, 2.0 * matmul(A, weighted.T), None
 
 
 _moments.defvjp(moments_forward, moments_backward)

@@ -18,7 +18,8 @@ from numpyro.infer.util import potential_energy
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.infer.conditioning import parameters_of
-from numpyro_scalegp.infer.refinement import _Marginal
+from numpyro_scalegp.infer.refinement import _Marginal, _sites_of
+from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
 
 N, M = 40, 8
 KEY = jax.random.key(0)
@@ -166,3 +167,18 @@ def test_a_mixture_over_draws_of_a_guide_of_numpyro():
     keys = jax.random.split(KEY, 4)
     means = [sgp.posterior(collapsed, guide, result, X, y, key=key).mean(X[:4]) for key in keys]
     np.testing.assert_allclose(mixture.mean(X[:4]), np.mean(means, axis=0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_mean", (False, True))
+def test_sites_of_a_family_without_them(has_mean, x64):
+    """The prior times the sites is the family again."""
+    X, _ = data()
+    Z, kernel = X[:: N // M], sgp.kernels.RBF(0.7)
+    rng = np.random.default_rng(1)
+    root = rng.normal(size=(M, M))
+    scale_tril = jnp.linalg.cholesky(jnp.linalg.inv(jnp.eye(M) + root @ root.T))
+    family = sgp.SparseGP(kernel, X, Z, rng.normal(size=M), scale_tril)
+    mean = jnp.linspace(-1.0, 2.0, len(Z)) if has_mean else None
+    again = NaturalSparseGP(kernel, X, Z, *_sites_of(family, mean), kernel, mean)
+    np.testing.assert_allclose(again.loc, family.loc, rtol=1e-9)
+    np.testing.assert_allclose(again.scale_tril, family.scale_tril, rtol=1e-9, atol=1e-12)

@@ -13,7 +13,9 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.integrated.members import mean_at
 from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.programs.functions import is_of_rows
 from numpyro_scalegp.tracing.sites import GPSite, Model
 from numpyro_scalegp.variational.guide import AbstractGPGuide, Rest
 from numpyro_scalegp.variational.sparse.natural import LOC, PRECISION, REFERENCE, NaturalSparseGP
@@ -126,7 +128,8 @@ class AutoSparseGP(AbstractGPGuide):
             reference = with_hyperparameters(site.kernel, jax.lax.stop_gradient(leaves))
             if self.jitter is None:
                 options["jitter"] = max(_LEAST_JITTER, 100.0 * float(jnp.finfo(Z.dtype).eps))
-            return NaturalSparseGP(site.kernel, site.X, Z, b, P, reference, **options)
+            mean = inducing_mean(site, Z)
+            return NaturalSparseGP(site.kernel, site.X, Z, b, P, reference, mean, **options)
         Z, *whitened = declare_whitened(
             param, self.inducing_points, site.rows, site.kernel, site.batch_shape
         )
@@ -134,6 +137,14 @@ class AutoSparseGP(AbstractGPGuide):
 
     def _points(self, Z: Float[Array, "... M d"]) -> Float[Array, "... M d"]:
         return Z if self.learn_inducing_points else jax.lax.stop_gradient(Z)
+
+
+def inducing_mean(site: GPSite, Z: Float[Array, "... M d"]) -> Float[Array, "... M"] | None:
+    """The prior's mean at the inducing points; None without one, or if it is known at X only."""
+    mean_function = site.prior.mean_function
+    if mean_function is None or is_of_rows(mean_function):
+        return None
+    return mean_at(mean_function, Z, (*site.batch_shape, Z.shape[-2]))
 
 
 def hyperparameters_of(kernel: AbstractKernel) -> Float[Array, " p"]:

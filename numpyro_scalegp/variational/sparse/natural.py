@@ -4,6 +4,7 @@ import copy
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
@@ -40,8 +41,7 @@ LOC, PRECISION, REFERENCE = "natural_loc", "natural_precision", "natural_referen
 class NaturalNormal(WhitenedNormal):
     """A `WhitenedNormal` whose moments have natural gradients with respect to the sites."""
 
-    natural_loc: Float[Array, "*batch M"]
-    natural_precision: Float[Array, "*batch M M"]
+    natural: Normal  # b and P of the sites
     held: Normal  # the mean and the scale, without derivatives in the sites
     to_reference: Float[Array, "*batch M M"] | None  # R, see `whitened_sites`
 
@@ -52,8 +52,8 @@ class NaturalNormal(WhitenedNormal):
         diagonal: Float[Array, " n"],
     ) -> tuple[Float[Array, " n"], ...]:
         """The moments of `WhitenedNormal.moments`; see `natural_moments`."""
-        sites = self.natural_loc, self.natural_precision
-        return natural_moments(whitening, across, diagonal, *sites, self.held, self.to_reference)
+        sites = *self.natural, self.held, self.to_reference
+        return natural_moments(whitening, across, diagonal, *sites)
 
     def to_draw(self) -> WhitenedNormal:
         """The distribution without derivatives."""
@@ -65,9 +65,9 @@ class NaturalSparseGP(SparseGP):
 
     The sites exp(c'b - c'P c / 2) stand for the observations, and p(u) = N(0, K) depends on the
     hyperparameters, so that q(u) follows the kernel. c are the inducing values u, whitened by the
-    covariance at fixed hyperparameters, the reference. Derivatives
-    with respect to b and P are natural gradients: gradient descent at rate r, which
-    `infer.natural_gradients` does, takes a natural-gradient step of size r.
+    covariance at fixed hyperparameters, the reference. Derivatives with respect to b and P are
+    natural gradients: gradient descent at rate r, which `infer.natural_gradients` does, takes a
+    natural-gradient step of size r.
 
     Args:
         kernel: covariance function of the prior.
@@ -76,6 +76,8 @@ class NaturalSparseGP(SparseGP):
         natural_loc: b, shape (M,), or (*batch, M) for independent functions.
         natural_precision: P, positive semidefinite, shape (*batch, M, M).
         reference_kernel: covariance function at the reference hyperparameters; None for `kernel`.
+        inducing_mean: the mean m(Z) of a prior with a mean function, shape (M,) or (*batch, M). The
+            process is without it, and the sites are on the inducing values with it.
         **options: options of `SparseGP`.
 
     Raises:
@@ -93,8 +95,9 @@ class NaturalSparseGP(SparseGP):
         PRECISION: constraints.real_matrix,
     }
     reparametrized_params = list(arg_constraints)
-    pytree_data_fields = (LOC, PRECISION, "whitening", "held", "to_reference")
+    pytree_data_fields = (LOC, PRECISION, "whitening", "natural", "held", "to_reference")
     whitening: Whitening
+    natural: Normal
     held: Normal
     to_reference: Float[Array, "*batch M M"] | None
 
@@ -106,6 +109,7 @@ class NaturalSparseGP(SparseGP):
         natural_loc: Float[ArrayLike, "*batch M"],
         natural_precision: Float[ArrayLike, "*batch M M"],
         reference_kernel: AbstractKernel | None = None,
+        inducing_mean: Float[ArrayLike, "*batch M"] | None = None,
         **options: Any,
     ) -> None:
         self.natural_loc = checks.as_float(natural_loc, LOC)
@@ -122,10 +126,14 @@ class NaturalSparseGP(SparseGP):
         whitening = inducing_whitening(kernel, Z, jitter)
         if reference_kernel is not None:
             reference = inducing_whitening(reference_kernel, Z, jitter)
+        mean = None
+        if inducing_mean is not None:
+            mean = checks.as_float(inducing_mean, "inducing_mean")
+            mean = jnp.broadcast_to(mean, self.natural_loc.shape)
         with explained_forward_mode():
-            natural = self.natural_loc, self.natural_precision
-            whitened = _whitened(whitening, reference, *natural)
-        loc, scale_tril, added_jitter, self.held, self.to_reference = whitened
+            parameters = self.natural_loc, self.natural_precision
+            whitened = _whitened(whitening, reference, mean, *parameters)
+        loc, scale_tril, added_jitter, self.held, self.to_reference, self.natural = whitened
         self.whitening = whitening._replace(jitter=whitening.jitter + added_jitter)
         super().__init__(kernel, X, Z, loc, scale_tril, **options)
 
@@ -134,9 +142,8 @@ class NaturalSparseGP(SparseGP):
         if jnp.ndim(scale):
             return self
         scaled = copy.copy(self)
-        natural = self.natural_loc, self.natural_precision
         scale = jnp.asarray(scale, self.natural_loc.dtype)
-        scaled.natural_loc, scaled.natural_precision = scaled_derivatives(natural, scale)
+        scaled.natural = scaled_derivatives(self.natural, scale)
         return scaled
 
     def sample(
@@ -144,8 +151,7 @@ class NaturalSparseGP(SparseGP):
     ) -> Float[Array, "*sample_shape_and_batch n"]:
         """Draw as `SparseGP` does, without derivatives in the natural parameters."""
         fixed = copy.copy(self)
-        natural = self.natural_loc, self.natural_precision
-        fixed.natural_loc, fixed.natural_precision = without_derivatives(natural)
+        fixed.natural = without_derivatives(self.natural)
         return super(NaturalSparseGP, fixed).sample(key, sample_shape)
 
     def posterior(self) -> ExpansionPosterior:
@@ -154,8 +160,8 @@ class NaturalSparseGP(SparseGP):
         Warns if P is not positive semidefinite, as after steps of another optimizer.
         """
         _check_positive(self.natural_precision)
-        natural = self.natural_loc, self.natural_precision
-        values = NaturalNormal(self.loc, self.scale_tril, *natural, self.held, self.to_reference)
+        sites = self.natural, self.held, self.to_reference
+        values = NaturalNormal(self.loc, self.scale_tril, *sites)
         return ExpansionPosterior.of_inducing_values(
             self.kernel, self.inducing_points, values, whitening=self.whitening
         )
@@ -165,20 +171,18 @@ class NaturalSparseGP(SparseGP):
 def _whitened(
     whitening: Whitening,
     reference: Whitening | None,
+    mean: Float[Array, "*batch M"] | None,
     b: Float[Array, "*batch M"],
     P: Float[Array, "*batch M M"],
 ) -> WhitenedSites:
     """The whitened inducing values given the sites, for each function of a batch."""
-    sites = batches.Batch((b, P), (b.ndim - 1, P.ndim - 2))
-    of_one = lambda sites, *whitenings: whitened_sites(*sites, *whitenings)  # noqa: E731
-    whitenings = [w for w in (whitening, reference) if w is not None]
-    return batches.each(of_one, sites, *map(_members, whitenings))
-
-
-def _members(whitening: Whitening) -> batches.Batch:
-    K, W, jitter = whitening
-    axes: Any = Whitening(K.ndim - 2, W.ndim - 2, jitter.ndim)  # type: ignore[arg-type]
-    return batches.Batch(whitening, axes)
+    arguments = (b, P), whitening, reference, mean
+    of_whitening: Any = Whitening(2, 2, 0, 2)  # type: ignore[arg-type]
+    of_reference = None if reference is None else of_whitening
+    event_ndims = (1, 2), of_whitening, of_reference, None if mean is None else 1
+    leading = jax.tree.map(lambda array, ndim: array.ndim - ndim, arguments, event_ndims)
+    of_one = lambda a: whitened_sites(*a[0], *a[1:])  # noqa: E731
+    return batches.each(of_one, batches.Batch(arguments, leading))
 
 
 def _check_positive(P: Float[Array, "*batch M M"]) -> None:
@@ -202,5 +206,5 @@ def _check_positive(P: Float[Array, "*batch M M"]) -> None:
 @kl_divergence.register(NaturalSparseGP, LatentGP)
 def _(q: NaturalSparseGP, p: LatentGP) -> Float[Array, "*batch"]:
     """The divergence of `SparseGP`, with natural gradients."""
-    divergence = natural_divergence(q.natural_loc, q.natural_precision, q.held)
+    divergence = natural_divergence(*q.natural, q.held)
     return same_prior(q, p) * divergence

@@ -23,6 +23,9 @@ Where inducing points are so close that K is almost singular, b and P are large,
 as the points move. So they are stored for the values c = L_r^-1 u, where L_r is the factor of K at
 reference hyperparameters: at these, c are the whitened values.
 
+With a mean function m of the prior, u are the values without it, and the sites are on those with
+it, L_r^-1 (u + m(Z)): then q(u) follows a level, too.
+
 References:
     Khan and Lin (2017), Conjugate-Computation Variational Inference; Salimbeni, Eleftheriadis and
     Hensman (2018), Natural Gradients in Practice; Adam, Chang, Khan and Solin (2021), Dual
@@ -60,6 +63,7 @@ class WhitenedSites(NamedTuple):
     added_jitter: Float[Array, "*batch"]  # to the diagonal of the precision, if it is not positive
     held: Normal
     to_reference: Float[Array, "*batch M M"] | None  # R, with v = R c; None for c = v
+    natural: Normal  # b and P of the sites on c
 
 
 def whitened_sites(
@@ -67,24 +71,49 @@ def whitened_sites(
     P: Float[Array, "M M"],
     whitening: Whitening,
     reference: Whitening | None = None,
+    mean: Float[Array, " M"] | None = None,
 ) -> WhitenedSites:
     """The normal distribution N((I + G'P G)^-1 G'b, (I + G'P G)^-1) of v, c = G v, in O(M^3).
+
+    With a mean m, b stands here for b - P L_r^-1 m.
 
     Args:
         b: what the sites on c add to the prior's precision times mean, shape (M,).
         P: what the sites on c add to the prior's precision, symmetric, shape (M, M).
-        whitening: of the inducing values, with K of shape (M, M).
+        whitening: of the inducing values, with K of shape (M, M) and its factor.
         reference: of the inducing values at the reference hyperparameters; None for `whitening`.
+        mean: m(Z), the prior's mean at the inducing points, shape (M,); None for zero.
     """
+    whitening, reference, b, P, mean = as_one_type((whitening, reference, b, P, mean))
+    natural, (b, P), R = (b, P), jax.lax.stop_gradient((b, P)), None
+    if mean is not None:
+        shift = matmul((reference or whitening).inverse, mean)
+        natural, b = _centered(*natural, jax.lax.stop_gradient(shift)), b - matmul(P, shift)
     if reference is None:
-        b, P = as_one_type((b, P))
-        (m, S), inverse, jitter = _normal_of(*jax.lax.stop_gradient((b, P)))
-        loc, scale_tril = _with_natural_gradients((m, S), inverse, None, b, P)
-        return WhitenedSites(loc, scale_tril, jitter, (m, S), None)
-    arrays = as_one_type((*whitening[:2], *reference[:2], b, P))
-    (m, S), inverse, R, jitter = _followed(*arrays)
-    loc, scale_tril = _with_natural_gradients((m, S), inverse, R, *arrays[4:])
-    return WhitenedSites(loc, scale_tril, jitter, (m, S), R)
+        normal, inverse, jitter = _normal_of(b, P)
+    else:
+        factors = [(w.covariance, w.inverse, w.factor) for w in (whitening, reference)]
+        normal, inverse, R, jitter = _followed(*factors, b, P)
+    loc, scale_tril = _with_natural_gradients(normal, inverse, R, *natural)
+    return WhitenedSites(loc, scale_tril, jitter, normal, R, natural)
+
+
+@jax.custom_vjp
+def _centered(b: Array, P: Array, shift: Array) -> Normal:
+    """The sites on c, given sites on c + shift; their derivatives are natural gradients."""
+    return b - matmul(P, shift), P
+
+
+def _centered_forward(b: Array, P: Array, shift: Array) -> tuple[Normal, Array]:
+    return _centered(b, P, shift), shift
+
+
+def _centered_backward(shift: Array, cotangents: Normal) -> tuple[Array, Array, None]:
+    d_b, d_P = cotangents
+    return d_b + matmul(d_P, shift), d_P, None
+
+
+_centered.defvjp(_centered_forward, _centered_backward)
 
 
 def _normal_of(b: Array, P: Array) -> tuple[Normal, Array, Array]:
@@ -97,31 +126,34 @@ def _normal_of(b: Array, P: Array) -> tuple[Normal, Array, Array]:
     return (matmul(S, matmul(S.T, b)), S), inverse, linalg.added_jitter(factor)
 
 
+Factors = tuple[Array, Array, Array]  # K, L^-1 and L
+
+
 @jax.custom_vjp
 def _followed(
-    K: Array, W: Array, K_r: Array, W_r: Array, b: Array, P: Array
+    prior: Factors, reference: Factors, b: Array, P: Array
 ) -> tuple[Normal, Array, Array, Array]:
     """The mean and S of v, S^-1, R and the added jitter, given sites on c.
 
-    Derivatives with respect to K and K_r include the dependence of W and W_r on them, at fixed
-    sites.
+    Derivatives with respect to both covariances, which include the dependence of their factors on
+    them, are at fixed P.
     """
-    return _followed_forward(K, W, K_r, W_r, b, P)[0]
+    return _followed_forward(prior, reference, b, P)[0]
 
 
 def _followed_forward(
-    K: Array, W: Array, K_r: Array, W_r: Array, b: Array, P: Array
+    prior: Factors, reference: Factors, b: Array, P: Array
 ) -> tuple[tuple[Normal, Array, Array, Array], tuple[Array, ...]]:
-    L, L_r = (jnp.tril(matmul(*factors)) for factors in ((K, W.T), (K_r, W_r.T)))
-    G, R, P = matmul(W_r, L), matmul(W, L_r), 0.5 * (P + P.T)
-    PG = matmul(P, G)
+    (_, W, L), (_, W_r, L_r) = prior, reference
+    G, R = linalg.triangular_product(W_r, L), linalg.triangular_product(W, L_r)
+    PG = matmul(0.5 * (P + P.T), G)
     (m, S), inverse, jitter = _normal_of(matmul(b, G), matmul(G.T, PG))
     return ((m, S), inverse, R, jitter), (W, W_r, G, b, PG, m, S)
 
 
 def _followed_backward(
     residuals: tuple[Array, ...], cotangents: tuple[Any, ...]
-) -> tuple[Array | None, ...]:
+) -> tuple[Any, ...]:
     # With C = S S', b and P of v: dC = -C dP C and dm = C db + dC b.
     W, W_r, G, b, PG, m, S = residuals
     (d_m, d_S), *_ = cotangents
@@ -132,7 +164,7 @@ def _followed_backward(
     d_G = jnp.outer(b, d_b) + 2.0 * matmul(PG, d_P)  # G = L_r^-1 L
     d_K = matmul(matmul(W.T, half(matmul(G.T, d_G))), W)
     d_K_r = -matmul(matmul(W_r.T, half(matmul(d_G, G.T))), W_r)
-    return d_K, None, d_K_r, None, None, None
+    return (d_K, None, None), (d_K_r, None, None), matmul(G, d_b), None
 
 
 _followed.defvjp(_followed_forward, _followed_backward)
@@ -220,15 +252,15 @@ def natural_moments(
         whitening: of the inducing values, with K of shape (M, M).
         K_ZX: covariance of inducing values and f(X), shape (M, n).
         diagonal: prior variances of f(X), shape (n,).
-        b: as in `whitened_sites`.
-        P: as in `whitened_sites`.
-        held: `whitened_sites(b, P, whitening, reference).held`.
-        to_reference: R, `whitened_sites(b, P, whitening, reference).to_reference`.
+        b: of the sites on c, as in `WhitenedSites.natural`.
+        P: as b.
+        held: as in `WhitenedSites`.
+        to_reference: R, as in `WhitenedSites`.
 
     Returns:
         Means, variances from the inducing values and unexplained variances, each of shape (n,).
     """
-    K, W, _ = whitening
+    K, W, *_ = whitening
     arguments = as_one_type((K, K_ZX, diagonal, (b, P), held, W, to_reference))
     mean, variance, unexplained = _moments(*arguments)
     return mean, variance, unexplained

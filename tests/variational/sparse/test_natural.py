@@ -144,13 +144,16 @@ def test_learns_hyperparameters():
 
 
 def test_the_distribution_follows_the_hyperparameters(x64):
-    """With an inducing point at each row, sites of one lengthscale are exact at every other."""
+    """With an inducing point at each row, sites of one kernel and mean are exact at every other."""
     X, y = data()
 
     def model(X: Array, y: Array) -> None:
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
         variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
-        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(lengthscale, variance), X))
+        slope = numpyro.sample("slope", dist.Normal(0.0, 1.0))
+        mean = lambda X: 1.0 + slope * X[:, 0]  # noqa: E731
+        kernel = sgp.kernels.Matern32(lengthscale, variance)
+        f = numpyro.sample("f", sgp.LatentGP(kernel, X, mean=mean))
         with numpyro.plate("rows", N):
             numpyro.sample("y", dist.Normal(f, SD), obs=y)
 
@@ -158,10 +161,13 @@ def test_the_distribution_follows_the_hyperparameters(x64):
     still = sgp.infer.natural_gradients(optax.set_to_zero(), 1.0)
     svi = SVI(model, guide, still, sgp.infer.QuadratureELBO())
     params = svi.get_params(svi.update(svi.init(KEY, X, y), X, y)[0])
-    for lengthscale, variance in ((0.5, 1.0), (1.5, 0.3), (0.2, 4.0)):
-        values = {"lengthscale": jnp.array(lengthscale), "variance": jnp.array(variance)}
+    for lengthscale, variance, slope in ((0.5, 1.0, 2.0), (1.5, 0.3, -1.0), (0.2, 4.0, 0.0)):
+        values = {"lengthscale": lengthscale, "variance": variance, "slope": slope}
+        values = jax.tree.map(jnp.array, values)
+        mean = jax.tree_util.Partial(lambda slope, X: 1.0 + slope * X[:, 0], slope)
         posterior = guide.posterior_at(values, params, (X, y), {})
-        prior = sgp.GaussianProcess(sgp.kernels.Matern32(lengthscale, variance), X, SD**2)
+        kernel = sgp.kernels.Matern32(lengthscale, variance)
+        prior = sgp.GaussianProcess(kernel, X, SD**2, mean=mean)
         exact, Xs = prior.condition(y), X[::3] + 0.05
         np.testing.assert_allclose(posterior.mean(Xs), exact.mean(Xs), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(posterior.variance(Xs), exact.variance(Xs), rtol=1e-5)
