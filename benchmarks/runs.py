@@ -96,6 +96,8 @@ CUT = (
     "roulette, 20 iterations, 64 probes",
     "cut, 20 iterations, 64 probes",
 )
+FOLLOWING = ("usual guide", "natural=True", "refined")
+COVERAGE = ("usual guide", "natural=True", "natural=True, 50 draws")
 STEPS = (
     "d = 64, b = 32",
     *(f"d = 128, b = {b}" for b in (16, 32, 128, 512)),
@@ -322,6 +324,32 @@ ON_CPU = (
     Run(
         "hyperparameters-cost", "hyperparameters", 5, ("elevators",), ESTIMATORS,
         function="record_cost",
+    ),
+    Run(
+        "sparse-posteriors", "sparse_posteriors", 10, ("made up",),
+        tuple(f"measurements, {method}" for method in FOLLOWING), seeds=(0, 1, 2),
+    ),
+    Run(
+        "sparse-posteriors-counts", "sparse_posteriors", 10, ("made up",),
+        tuple(f"counts, {method}" for method in FOLLOWING), seeds=(0, 1, 2),
+        options={"num_rows": 200, "inducing": 30},
+    ),
+    Run(
+        "sparse-posteriors-uci", "sparse_posteriors", 30, ("elevators",),
+        tuple(f"measurements, {method}" for method in FOLLOWING),
+        options={"num_rows": 2000, "num_draws": 300, "inducing": 256},
+    ),
+    Run(
+        "sparse-calibration", "sparse_posteriors", 15, ("made up",),
+        ("function integrated out", *FOLLOWING[:2]), function="record_calibration",
+    ),
+    Run(
+        "sparse-coverage", "sparse_posteriors", 10, ("made up",), COVERAGE,
+        function="record_coverage",
+    ),
+    Run(
+        "sparse-coverage-uci", "sparse_posteriors", 20, ("yacht", "energy", "concrete"), COVERAGE,
+        splits=SPLITS, function="record_coverage",
     ),
     Run(
         "flights", "demo", 4, ("flights",), ("sparse GP", "linear regression", "constant"),
