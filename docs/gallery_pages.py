@@ -192,6 +192,14 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             },
             related=("howto/hyperparameters.md",),
         ),
+        Example(
+            "sparse_hyperparameters",
+            {
+                "measurements.svg": "Draws for each pair of hyperparameters, by three methods",
+                "counts.svg": "Draws for each pair of hyperparameters and the level of counts",
+            },
+            related=("howto/hyperparameters.md", "howto/checking.md"),
+        ),
     ),
     "Infrastructure": (
         Example("checkpoint", related=("howto/saving.md",), quick=True),

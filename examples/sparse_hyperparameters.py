@@ -203,6 +203,7 @@ def plot(path, draws):
 def main(
     num_rows=None,
     num_steps=2000,
+    batch_size=100,
     num_draws=500,
     num_inducing=None,
     kinds=tuple(MODELS),
@@ -212,9 +213,9 @@ def main(
     tables = {}
     for kind in kinds:
         X, y = made_up(kind, num_rows or NUM_ROWS[kind])
-        draws = posteriors(
-            kind, X, y, num_steps, num_draws=num_draws, num_inducing=num_inducing or len(X) // 8
-        )
+        num_points = num_inducing or len(X) // 8
+        sizes = num_steps, batch_size, num_draws
+        draws = posteriors(kind, X, y, *sizes, num_inducing=num_points)
         tables[kind] = compare(draws)
         print_table(kind, tables[kind])
         plot(Path(folder) / f"{kind}.svg", draws)
@@ -225,6 +226,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-rows", type=int, help=f"by default {NUM_ROWS}")
     parser.add_argument("--num-steps", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--num-draws", type=int, default=500)
     parser.add_argument("--num-inducing", type=int, help="by default one for eight rows")
     main(**vars(parser.parse_args()))

@@ -332,3 +332,16 @@ def test_digits_classes(tmp_path: Path) -> None:
     assert scores["accuracy"] > 0.97
     assert scores["mnlp"] < 0.3
     assert (tmp_path / "most_wrong.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_sparse_hyperparameters(tmp_path: Path) -> None:
+    tables = example("sparse_hyperparameters").main(60, 300, 30, 60, folder=tmp_path)
+    assert list(tables) == ["measurements", "counts"]
+    for kind, table in tables.items():
+        assert list(table) == ["usual guide", "natural=True", "refined"]
+        # Short runs: near, not exact.
+        ratios = {method: [ratio for _, ratio in row.values()] for method, row in table.items()}
+        assert 0.5 < np.median(ratios["natural=True"]) < 1.8
+        assert min(ratios["usual guide"]) < 0.5 * min(ratios["natural=True"])
+        assert (tmp_path / f"{kind}.svg").stat().st_size > 0

@@ -271,7 +271,10 @@ def _over_draws(
     keys = jax.random.split(key, num_draws)
     if owner is not None:
         set_up(owner, params, args, kwargs)
-        draw = lambda key: (key, owner._rest_values(params, args, kwargs, key))  # noqa: E731
+
+        def draw(key: Array) -> Draw:
+            return key, owner._rest_values(params, args, kwargs, key), {}
+
         draws = compiled.compiled(lambda keys: jax.lax.map(draw, keys))(keys)
         return GuideAtDraw(model, owner, name, params, args, kwargs).over(draws)
     set_up(guide, params, args, kwargs)
@@ -285,8 +288,12 @@ def _over_draws(
     return _of_draws(substituted(model, params), draws, args, kwargs, name, None, options)
 
 
+# A key, values of the sites besides the function, and parameters that differ between draws.
+Draw = tuple[Array, dict[str, Any], dict[str, Any]]
+
+
 class GuideAtDraw(eqx.Module):
-    """The posterior of a guide's function, given a key and values of the model's other sites.
+    """The posterior of a guide's function, given a key, values of the other sites and parameters.
 
     The model is traced once; later changes of values that it reads from outside have no effect.
     """
@@ -299,21 +306,21 @@ class GuideAtDraw(eqx.Module):
     kwargs: dict[str, Any]
     program: compiled.Traced | None = None
 
-    def over(self, draws: tuple[Array, dict[str, Any]]) -> MixturePosterior:
-        """The mixture over keys and values with a leading axis of draws."""
+    def over(self, draws: Draw) -> MixturePosterior:
+        """The mixture over keys, values and parameters with a leading axis of draws."""
         first = jax.tree.map(lambda leaf: leaf[0], draws)
         program = compiled.trace(self._posterior, first)
         return MixturePosterior(dataclasses.replace(self, program=program), draws)
 
-    def __call__(self, draw: tuple[Array, dict[str, Any]]) -> AbstractPosterior:
-        """The posterior given the key and the values."""
+    def __call__(self, draw: Draw) -> AbstractPosterior:
+        """The posterior given a draw."""
         return self._posterior(draw) if self.program is None else self.program(draw)
 
-    def _posterior(self, draw: tuple[Array, dict[str, Any]]) -> AbstractPosterior:
-        key, values = draw
-        run = self.params, self.args, self.kwargs
-        process = self.guide.posterior_at(values, *run, key)
-        return with_noise(process, self.model, {**self.params, **values}, *run[1:], self.site)
+    def _posterior(self, draw: Draw) -> AbstractPosterior:
+        key, values, params = draw
+        params, run = {**self.params, **params}, (self.args, self.kwargs)
+        process = self.guide.posterior_at(values, params, *run, key)
+        return with_noise(process, self.model, {**params, **values}, *run, self.site)
 
 
 class _ConditionedModel(eqx.Module):

@@ -34,10 +34,9 @@ from numpyro_scalegp.variational.sparse.guide import (
 from numpyro_scalegp.variational.sparse.natural import LOC, PRECISION, REFERENCE, NaturalSparseGP
 from numpyro_scalegp.variational.sparse.sparse import SparseGP
 
-# Natural-gradient steps on all observations, from a fitted guide to the optimum at its medians.
-_STEPS, _STEP_SIZE = 20, 0.5
-# At each value of the hyperparameters, for observations that are not normal.
-_STEPS_FROM_MEDIANS = 4
+# Natural-gradient steps on all observations for likelihoods that are not normal: they end when the
+# bound rises by less, in nats or in multiples of its rounding error.
+_MAX_STEPS, _TOLERANCE, _ROUNDING = 30, 1e-3, 4.0
 
 
 class RefinedHyperparameters(NamedTuple):
@@ -64,8 +63,8 @@ def refine_hyperparameters(
 
     The log density of hyperparameters is their log prior plus the bound of `QuadratureELBO` on the
     log likelihood with the function integrated out, at the best distribution of the inducing values
-    for these hyperparameters. For normal observations this is the tight bound of Titsias (2025),
-    for others the bound after four natural-gradient steps from the best distribution at the guide's
+    for these hyperparameters. For normal observations this is the tight bound of Titsias (2025);
+    for others the distribution takes natural-gradient steps from the best one at the guide's
     medians. The inducing points stay as fitted. Use it after any `AutoSparseGP`: without
     `natural=True`, draws of the guide itself vary too little.
 
@@ -82,7 +81,8 @@ def refine_hyperparameters(
 
     Returns:
         The `MCMC` after its run, for `get_samples` and `arviz.from_numpyro`, and the posterior of
-        the function, averaged over the draws.
+        the function, averaged over the draws, with the best distribution for each. Deterministic
+        sites are not among the draws. The memory is O(num_samples M^2).
 
     Raises:
         TypeError: if `guide` is not an `AutoSparseGP`.
@@ -92,7 +92,8 @@ def refine_hyperparameters(
     References:
         Titsias (2025), New Bounds for Sparse Variational Gaussian Processes; Hensman, Matthews,
         Filippone and Ghahramani (2015), MCMC for Variationally Sparse Gaussian Processes, which
-        samples the inducing values, too. Each leapfrog step costs O(n M^2 + M^3).
+        samples the inducing values, too. Each leapfrog step costs O(n M^2 + M^3), several times
+        for observations that are not normal.
 
     Example:
         >>> import jax
@@ -146,7 +147,7 @@ def refine_hyperparameters(
     mcmc = MCMC(kernel, num_warmup=num_warmup, num_samples=num_samples, progress_bar=progress_bar)
     mcmc.run(nuts_key, *args, **kwargs)
     samples = {name: mcmc.get_samples()[name] for name in medians}
-    draws = jax.random.split(posterior_key, num_samples), samples
+    draws = jax.random.split(posterior_key, num_samples), samples, marginal.parameters_at(samples)
     at_draw = GuideAtDraw(model, marginal.guide, marginal.site, marginal.params, args, kwargs)
     return RefinedHyperparameters(mcmc, at_draw.over(draws))
 
@@ -175,13 +176,17 @@ class _Marginal:
         self.model, self.guide, self.objective = model, copy.copy(guide), QuadratureELBO()
         self.guide.natural = self.guide.follows_hyperparameters = True
         trace = trace_of(model, {**params, **medians}, args, kwargs)
-        observed = [name for name, site in trace.items() if is_observed(site)]
         # By name: terms of NumPyro's, such as log determinants of transformations, are observed.
+        # Deterministic sites may be of the function.
+        hidden = [
+            name
+            for name, site in trace.items()
+            if is_observed(site) or site["type"] == "deterministic"
+        ]
         without_function = WithoutSite(model, guide.site, guide.prior)
-        self.without_function = handlers.block(without_function, hide=observed)
+        self.without_function = handlers.block(without_function, hide=hidden)
         gp_site = guide._site(params, medians, None, args, kwargs)
-        self.site = gp_site.name
-        self.num_steps = 1 if gp_site.is_normal else _STEPS_FROM_MEDIANS
+        self.site, self.is_normal = gp_site.name, gp_site.is_normal
         self.names = [guide.param_name(gp_site, name) for name in (LOC, PRECISION)]
         with guide._parameters(params, None):
             family = guide.family(gp_site, training=False)
@@ -189,16 +194,20 @@ class _Marginal:
         # Of a guide without sites, they are on values whitened at the medians.
         reference = guide.param_name(gp_site, REFERENCE)
         params = {reference: hyperparameters_of(gp_site.kernel), **params}
+        self.run = args, kwargs
+        sites = compiled(self._best_sites)(start, medians, params, args, kwargs)
+        self.params = {**params, **dict(zip(self.names, sites, strict=True))}
+
+    def parameters_at(self, draws: dict[str, Array]) -> dict[str, Array]:
+        """The sites' parameters at each draw of the hyperparameters."""
 
         @compiled
-        def fit(start: Any, medians: Any, params: Any, args: Any, kwargs: Any) -> Any:
-            def step(_: Array, sites: Any) -> Any:
-                return self._step(sites, _STEP_SIZE, medians, params, args, kwargs)
+        def at_each(draws: Any, start: Any, *run: Any) -> Any:
+            return jax.lax.map(lambda values: self._best_sites(start, values, *run), draws)
 
-            return jax.lax.fori_loop(0, _STEPS, step, start)
-
-        sites = fit(start, medians, params, args, kwargs)
-        self.params = {**params, **dict(zip(self.names, sites, strict=True))}
+        start = tuple(self.params[name] for name in self.names)
+        sites = at_each(draws, start, self.params, *self.run)
+        return dict(zip(self.names, sites, strict=True))
 
     def _loss(
         self, sites: Any, values: Any, params: Any, args: Any, kwargs: Any
@@ -211,10 +220,38 @@ class _Marginal:
             key = jax.random.key(0)  # for the points of likelihoods of three functions or more
             return self.objective.loss(key, params, self.model, at_values, *args, **kwargs)
 
-    def _step(self, sites: Any, size: float, *run: Any) -> Any:
-        """The sites after a natural-gradient step on all observations."""
-        gradient = jax.grad(self._loss)(sites, *run)
-        return jax.tree.map(lambda site, slope: site - size * slope, sites, gradient)
+    def _best_sites(self, start: Any, *run: Any) -> Any:
+        """The sites at the optimum for given hyperparameters, by natural-gradient steps.
+
+        For normal observations a step of size one reaches it. For others a step that does not lower
+        the loss is taken again at half its size.
+        """
+        gradient = jax.value_and_grad(self._loss)
+
+        def stepped(sites: Any, size: Any, slopes: Any) -> Any:
+            return jax.tree.map(lambda site, slope: site - size * slope, sites, slopes)
+
+        if self.is_normal:
+            return stepped(start, 1.0, gradient(start, *run)[1])
+
+        def is_rising(state: tuple[Any, ...]) -> Array:
+            _, loss, _, _, gain, count = state
+            least = jnp.maximum(_TOLERANCE, _ROUNDING * jnp.finfo(loss.dtype).eps * jnp.abs(loss))
+            return (count < _MAX_STEPS) & (gain > least)
+
+        def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            sites, loss, slopes, size, gain, count = state
+            candidate = stepped(sites, size, slopes)
+            loss_there, slopes_there = gradient(candidate, *run)
+            is_lower = loss_there < loss  # False for NaN
+            there, here = (candidate, loss_there, slopes_there), (sites, loss, slopes)
+            best = jax.tree.map(lambda a, b: jnp.where(is_lower, a, b), there, here)
+            size = jnp.where(is_lower, jnp.minimum(2.0 * size, 1.0), 0.5 * size)
+            return *best, size, jnp.where(is_lower, loss - loss_there, gain), count + 1
+
+        loss, slopes = gradient(start, *run)
+        state = start, loss, slopes, jnp.ones_like(loss), jnp.full_like(loss, jnp.inf), 0
+        return jax.lax.while_loop(is_rising, step, state)[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Sample the hyperparameters, and weight them by the bound."""
@@ -222,12 +259,11 @@ class _Marginal:
             self.without_function(*args, **kwargs)
         prior = {name: site for name, site in trace.items() if is_latent(site)}
         values = drawn_values(prior)
-        run = values, self.params, args, kwargs
-        sites = tuple(self.params[name] for name in self.names)
-        for _ in range(self.num_steps):
-            sites = self._step(sites, 1.0, *jax.lax.stop_gradient(run))
+        fixed, run = jax.lax.stop_gradient(values), (self.params, args, kwargs)
+        start = tuple(self.params[name] for name in self.names)
+        sites = jax.lax.stop_gradient(self._best_sites(start, fixed, *run))
         log_prior = sum((log_density(site) for site in prior.values()), start=jnp.zeros(()))
-        numpyro.factor("bound", -self._loss(jax.lax.stop_gradient(sites), *run) - log_prior)
+        numpyro.factor("bound", -self._loss(sites, values, *run) - log_prior)
 
 
 def _sample_values(values: dict[str, Array], *_: Any, **__: Any) -> None:

@@ -99,24 +99,70 @@ def test_draws_and_their_posterior():
     assert np.all(refined.posterior.predictive(X[:3]).variance > variance)
 
 
-def test_counts_have_a_density_close_to_that_of_more_steps(x64):
+def with_level(X: Array, y: Array, kind: str, as_mean: bool) -> None:
+    level = numpyro.sample("level", dist.Normal(0.0, 1.0))
+    lengthscale = numpyro.sample("lengthscale", PRIORS["lengthscale"])
+    prior = sgp.LatentGP(sgp.kernels.RBF(lengthscale), X, mean=level if as_mean else None)
+    f = numpyro.sample("f", prior)
+    f = numpyro.deterministic("with level", f if as_mean else level + f)
+    with numpyro.plate("rows", N):
+        family = dist.Poisson(jnp.exp(f)) if kind == "counts" else dist.StudentT(3.0, f, 0.3)
+        numpyro.sample("y", family, obs=jnp.round(jnp.exp(1.0 + y)) if kind == "counts" else y)
+
+
+@pytest.mark.parametrize("kind", ("counts", "student"))
+def test_a_level_of_the_likelihood_has_the_density_of_one_of_the_prior(kind, x64):
+    """Also far from the guide's medians, and with the derivative."""
     X, y = data()
-    guide = sgp.guides.AutoSparseGP(
-        model, inducing_points=X[:: N // M], natural=True, rest=AutoMultivariateNormal
-    )
+    energies = []
+    for as_mean in (True, False):
+        guide = sgp.guides.AutoSparseGP(
+            with_level, inducing_points=X[::4], natural=True, rest=AutoMultivariateNormal
+        )
+        optimizer = sgp.infer.natural_gradients(optax.set_to_zero(), 0.3)
+        svi = SVI(with_level, guide, optimizer, sgp.infer.QuadratureELBO())
+        run: Any = (X, y, kind, as_mean), {}
+        params = parameters_of(svi.run(KEY, 5, *run[0], progress_bar=False))
+        seeded = handlers.seed(_Marginal(with_level, guide, guide.median(params), params, *run), 0)
+        energies.append(functools.partial(potential_energy, seeded, *run))
+    for level, log_lengthscale in ((0.3, -0.2), (2.0, 0.5), (-2.0, -0.5)):
+        values = {"level": jnp.array(level), "lengthscale": jnp.array(log_lengthscale)}
+        (of_mean, slopes), (of_level, others) = (
+            jax.value_and_grad(energy)(values) for energy in energies
+        )
+        np.testing.assert_allclose(of_level, of_mean, atol=0.02)
+        for name, slope in slopes.items():
+            np.testing.assert_allclose(others[name], slope, atol=0.1, err_msg=name)
+
+
+def test_the_posterior_of_each_draw_is_the_best_for_it(x64):
+    """With an inducing point at each row it is exact, whatever the guide was fitted at."""
+    X, y = data()
+
+    def collapsed(X: Array, y: Array) -> None:
+        values = {name: numpyro.sample(name, prior) for name, prior in PRIORS.items()}
+        kernel = sgp.kernels.RBF(values["lengthscale"])
+        numpyro.sample("y", sgp.GaussianProcess(kernel, X, values["noise"] ** 2), obs=y)
+
+    guide = sgp.guides.AutoSparseGP(model, inducing_points=X, natural=True, jitter=1e-8)
     optimizer = sgp.infer.natural_gradients(optax.adam(0.02))
     svi = SVI(model, guide, optimizer, sgp.infer.QuadratureELBO())
-    result = svi.run(KEY, 30, X, y, progress_bar=False, counts=True)
-    params = parameters_of(result)
-    medians = guide.median(params, X, y, counts=True)
-    marginal = _Marginal(model, guide, medians, params, (X, y), {"counts": True})
-    run = {"lengthscale": jnp.array(0.6), "noise": jnp.array(0.3)}, marginal.params, (X, y)
-    sites = tuple(marginal.params[name] for name in marginal.names)
-    losses = []
-    for _ in range(4):
-        sites = marginal._step(sites, 1.0, *run, {"counts": True})
-        losses.append(float(marginal._loss(sites, *run, {"counts": True})))
-    assert losses[0] == pytest.approx(losses[-1], abs=0.02)
+    result = svi.run(KEY, 3, X, y, progress_bar=False)
+    refined = refine(KEY, model, guide, result, X, y, num_warmup=5, num_samples=5)
+    exact = sgp.posterior(collapsed, refined.mcmc.get_samples(), X, y)
+    Xs = X[::5] + 0.1
+    np.testing.assert_allclose(refined.posterior.mean(Xs), exact.mean(Xs), atol=1e-3)
+    np.testing.assert_allclose(refined.posterior.variance(Xs), exact.variance(Xs), rtol=0.02)
+
+
+def test_draws_have_no_deterministic_sites_of_the_function():
+    X, y = data()
+    guide = sgp.guides.AutoSparseGP(with_level, num_inducing=5)
+    svi = SVI(with_level, guide, optax.adam(0.02), sgp.infer.QuadratureELBO())
+    run = X, y, "counts", True
+    result = svi.run(KEY, 3, *run, progress_bar=False)
+    refined = refine(KEY, with_level, guide, result, *run, num_warmup=2, num_samples=2)
+    assert refined.mcmc.get_samples().keys() == {"level", "lengthscale"}
 
 
 def test_bad_arguments(unchecked):

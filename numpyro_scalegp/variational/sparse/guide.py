@@ -56,12 +56,14 @@ class AutoSparseGP(AbstractGPGuide):
             observations add to its natural parameters, `..._natural_loc` and
             `..._natural_precision`, in place of `..._loc` and `..._scale_tril`; these are for the
             values whitened at the hyperparameters of the first step, which `..._natural_reference`
-            keeps. Then it follows the
-            hyperparameters, whose posterior gets its true width: give `rest=AutoMultivariateNormal`
-            for their correlations. The derivatives of these parameters are natural gradients: train
-            them with `sgp.infer.natural_gradients` and `QuadratureELBO`; objectives that draw the
-            function raise an error. If False, the values do not depend on the hyperparameters,
-            whose standard deviations come out too small, often by a factor of several.
+            keeps. Then it follows the hyperparameters of the kernel and the mean of the prior,
+            whose posterior gets its true width: give `rest=AutoMultivariateNormal` for their
+            correlations, and a level as `LatentGP(mean=)`, by a number or a function of the inputs
+            (values at rows are not followed). The derivatives of these parameters are natural
+            gradients: train them with `sgp.infer.natural_gradients` and `QuadratureELBO`;
+            objectives that draw the function raise an error. If False, the values do not depend on
+            the hyperparameters, whose standard deviations come out too small, often by a factor of
+            several.
         learn_inducing_points: whether the inducing points are trained; if not, they stay where they
             begin.
         prefix: part of the parameters' names.
