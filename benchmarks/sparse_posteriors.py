@@ -46,7 +46,7 @@ def against_nuts(data, kind, seed, num_rows, num_steps, num_draws, num_inducing)
 
 
 def record(data, split, seed, method, *, num_rows=500, num_steps=2000, num_draws=500, inducing=60):
-    """For "counts, natural=True" or the like: means and deviations compared with NUTS."""
+    """For such methods as "counts, natural=True": means and deviations compared with NUTS."""
     kind, method = method.split(", ")
     sizes = num_rows, num_steps, num_draws, inducing
     compared = np.array(list(against_nuts(data, kind, seed, *sizes)[method].values()))
@@ -142,8 +142,8 @@ def stations(X, y, batch_size=None):
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
     rows = sgp.plate("rows", len(X), batch_size)
     X, y = rows.take(X, y)
-    space = sgp.kernels.Matern52(lengthscale, variance, active_dims=(0, 1))
-    kernel = space * sgp.kernels.Matern52(times, active_dims=(2,))
+    space = sgp.kernels.Matern52(lengthscale, variance).on((0, 1))
+    kernel = space * sgp.kernels.Matern52(times).on((2,))
     f = numpyro.sample("f", sgp.LatentGP(kernel, X))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y)

@@ -110,6 +110,7 @@ def with_level(X: Array, y: Array, kind: str, as_mean: bool) -> None:
         numpyro.sample("y", family, obs=jnp.round(jnp.exp(1.0 + y)) if kind == "counts" else y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("counts", "student"))
 def test_a_level_of_the_likelihood_has_the_density_of_one_of_the_prior(kind, x64):
     """Also far from the guide's medians, and with the derivative."""
@@ -136,7 +137,7 @@ def test_a_level_of_the_likelihood_has_the_density_of_one_of_the_prior(kind, x64
 
 
 def test_the_posterior_of_each_draw_is_the_best_for_it(x64):
-    """With an inducing point at each row it is exact, whatever the guide was fitted at."""
+    """With an inducing point at each row it is exact, also where the guide was not fitted."""
     X, y = data()
 
     def collapsed(X: Array, y: Array) -> None:
