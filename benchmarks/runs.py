@@ -331,7 +331,7 @@ ON_CPU = (
     ),
     Run(
         "sparse-posteriors-counts", "sparse_posteriors", 10, ("made up",),
-        tuple(f"counts, {method}" for method in FOLLOWING), seeds=(0, 1),
+        tuple(f"counts, {method}" for method in FOLLOWING), seeds=(0, 1, 2),
         options={"num_rows": 200, "inducing": 30},
     ),
     Run(

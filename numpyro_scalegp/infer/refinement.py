@@ -37,6 +37,9 @@ from numpyro_scalegp.variational.sparse.sparse import SparseGP
 # Natural-gradient steps on all observations for likelihoods that are not normal: they end when the
 # bound rises by less, in nats or in multiples of its rounding error.
 _MAX_STEPS, _TOLERANCE, _ROUNDING = 30, 1e-3, 4.0
+# By how many nats the log density may be lower than at the medians. It is constant below, since the
+# kinetic energy of NUTS overflows to minus infinity in float32 after gradients of 1e19.
+_MOST_BELOW = 1e4
 
 
 class RefinedHyperparameters(NamedTuple):
@@ -197,6 +200,7 @@ class _Marginal:
         self.run = args, kwargs
         sites = compiled(self._best_sites)(start, medians, params, args, kwargs)
         self.params = {**params, **dict(zip(self.names, sites, strict=True))}
+        self.least = -self._loss(sites, medians, self.params, args, kwargs) - _MOST_BELOW
 
     def parameters_at(self, draws: dict[str, Array]) -> dict[str, Array]:
         """The sites' parameters at each draw of the hyperparameters."""
@@ -263,7 +267,8 @@ class _Marginal:
         start = tuple(self.params[name] for name in self.names)
         sites = jax.lax.stop_gradient(self._best_sites(start, fixed, *run))
         log_prior = sum((log_density(site) for site in prior.values()), start=jnp.zeros(()))
-        numpyro.factor("bound", -self._loss(sites, values, *run) - log_prior)
+        joint = jnp.maximum(-self._loss(sites, values, *run), self.least)
+        numpyro.factor("bound", joint - log_prior)
 
 
 def _sample_values(values: dict[str, Array], *_: Any, **__: Any) -> None:

@@ -136,6 +136,21 @@ def test_a_level_of_the_likelihood_has_the_density_of_one_of_the_prior(kind, x64
             np.testing.assert_allclose(others[name], slope, atol=0.1, err_msg=name)
 
 
+def test_a_hopeless_value_has_no_gradient():
+    """NUTS in float32 would accept a step after a gradient of 1e19."""
+    X, y = data()
+    guide = sgp.guides.AutoSparseGP(with_level, inducing_points=X[::4])
+    svi = SVI(with_level, guide, optax.adam(0.02), sgp.infer.QuadratureELBO())
+    run: Any = (X, y, "counts", False), {}
+    params = parameters_of(svi.run(KEY, 5, *run[0], progress_bar=False))
+    marginal = _Marginal(with_level, guide, guide.median(params), params, *run)
+    energy = functools.partial(potential_energy, handlers.seed(marginal, 0), *run)
+    far = {"level": jnp.array(8.0), "lengthscale": jnp.array(-2.5)}
+    value, slopes = jax.value_and_grad(energy)(far)
+    assert value < 2e4
+    assert not any(jax.tree.leaves(slopes))
+
+
 def test_the_posterior_of_each_draw_is_the_best_for_it(x64):
     """With an inducing point at each row it is exact, also where the guide was not fitted."""
     X, y = data()
