@@ -29,7 +29,7 @@ from numpyro.infer.autoguide import AutoMultivariateNormal
 import numpyro_scalegp as sgp
 
 matplotlib.use("Agg")
-COLORS = {"NUTS": "0.6", "usual guide": "tab:red", "natural=True": "tab:blue"}
+COLORS = {"NUTS": "black", "natural=True": "tab:blue", "usual guide": "tab:red"}
 
 
 def kernel(num_columns):
@@ -186,8 +186,9 @@ def plot(path, draws):
             axis.set_axis_off()
             continue
         for method, values in shown.items():
-            points = values[names[j]][:1000], values[names[i + 1]][:1000]
-            axis.scatter(*points, s=3, alpha=0.4, lw=0, color=COLORS[method], label=method)
+            points = values[names[j]][:500], values[names[i + 1]][:500]
+            options = {"color": COLORS[method], "label": method, "rasterized": True}
+            axis.scatter(*points, s=4, alpha=0.4, lw=0, **options)
         if i == len(names) - 2:
             axis.set_xlabel(names[j] if names[j] == "level" else f"log {names[j]}")
         if j == 0:
@@ -197,7 +198,7 @@ def plot(path, draws):
     for handle in legend.legend_handles:
         handle.set_alpha(1.0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", dpi=150)
 
 
 def main(

@@ -136,7 +136,7 @@ def test_a_level_of_the_likelihood_has_the_density_of_one_of_the_prior(kind, x64
             np.testing.assert_allclose(others[name], slope, atol=0.1, err_msg=name)
 
 
-def test_a_hopeless_value_has_no_gradient():
+def test_a_hopeless_value_has_no_large_gradient():
     """NUTS in float32 would accept a step after a gradient of 1e19."""
     X, y = data()
     guide = sgp.guides.AutoSparseGP(with_level, inducing_points=X[::4])
@@ -148,7 +148,8 @@ def test_a_hopeless_value_has_no_gradient():
     far = {"level": jnp.array(8.0), "lengthscale": jnp.array(-2.5)}
     value, slopes = jax.value_and_grad(energy)(far)
     assert value < 2e4
-    assert not any(jax.tree.leaves(slopes))
+    # The derivatives of the log determinants of NumPyro's transformations are left.
+    assert all(abs(slope) <= 1.0 for slope in slopes.values())
 
 
 def test_the_posterior_of_each_draw_is_the_best_for_it(x64):
