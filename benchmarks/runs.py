@@ -337,7 +337,7 @@ ON_CPU = (
     Run(
         "sparse-posteriors-uci", "sparse_posteriors", 30, ("elevators",),
         tuple(f"measurements, {method}" for method in FOLLOWING),
-        options={"num_rows": 1000, "num_draws": 300, "inducing": 200},
+        options={"num_draws": 300, "inducing": 125},
     ),
     Run(
         "sparse-calibration", "sparse_posteriors", 15, ("made up",),
