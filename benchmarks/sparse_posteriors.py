@@ -26,8 +26,6 @@ import sparse_hyperparameters as example
 
 import numpyro_scalegp as sgp
 
-KINDS = tuple(example.MODELS)
-
 
 @functools.cache
 def against_nuts(data, kind, seed, num_rows, num_steps, num_draws, num_inducing):

@@ -198,9 +198,9 @@ class _Marginal:
         reference = guide.param_name(gp_site, REFERENCE)
         params = {reference: hyperparameters_of(gp_site.kernel), **params}
         self.run = args, kwargs
-        sites = compiled(self._best_sites)(start, medians, params, args, kwargs)
-        self.params = {**params, **dict(zip(self.names, sites, strict=True))}
-        self.least = -self._loss(sites, medians, self.params, args, kwargs) - _MOST_BELOW
+        self.sites = compiled(self._best_sites)(start, medians, params, args, kwargs)
+        self.params = {**params, **dict(zip(self.names, self.sites, strict=True))}
+        self.least = -self._loss(self.sites, medians, self.params, args, kwargs) - _MOST_BELOW
 
     def parameters_at(self, draws: dict[str, Array]) -> dict[str, Array]:
         """The sites' parameters at each draw of the hyperparameters."""
@@ -209,8 +209,7 @@ class _Marginal:
         def at_each(draws: Any, start: Any, *run: Any) -> Any:
             return jax.lax.map(lambda values: self._best_sites(start, values, *run), draws)
 
-        start = tuple(self.params[name] for name in self.names)
-        sites = at_each(draws, start, self.params, *self.run)
+        sites = at_each(draws, self.sites, self.params, *self.run)
         return dict(zip(self.names, sites, strict=True))
 
     def _loss(
@@ -264,8 +263,7 @@ class _Marginal:
         prior = {name: site for name, site in trace.items() if is_latent(site)}
         values = drawn_values(prior)
         fixed, run = jax.lax.stop_gradient(values), (self.params, args, kwargs)
-        start = tuple(self.params[name] for name in self.names)
-        sites = jax.lax.stop_gradient(self._best_sites(start, fixed, *run))
+        sites = jax.lax.stop_gradient(self._best_sites(self.sites, fixed, *run))
         log_prior = sum((log_density(site) for site in prior.values()), start=jnp.zeros(()))
         joint = jnp.maximum(-self._loss(sites, values, *run), self.least)
         numpyro.factor("bound", joint - log_prior)
