@@ -57,7 +57,8 @@ def test_quadrature_refuses_the_model_and_joint_draws_fit_it():
     state = jax.jit(refused.init)(jax.random.key(0))
     with pytest.raises(ValueError, match="the site `y` combines rows of the function `f`"):
         jax.eval_shape(refused.update, state)
-    svi = SVI(model, auto, optax.adam(0.05), JointELBO(num_particles=8))
+    rate = optax.cosine_decay_schedule(0.05, 500)
+    svi = SVI(model, auto, optax.adam(rate), JointELBO(num_particles=8))
     params = svi.run(jax.random.key(0), 500, progress_bar=False).params
     A = np.tril(np.ones((N, N)))
     K = np.asarray(KERNEL(X, X))

@@ -164,7 +164,7 @@ def test_informative_rows_in_float32(entries, y, size):
         with jax.enable_x64(True):
             expected = of(np.float64, number)
         value_and_gradient = of(np.float32, number)
-        np.testing.assert_allclose(value_and_gradient[0], expected[0], atol=0.02)
+        np.testing.assert_allclose(value_and_gradient[0], expected[0], atol=0.1)
         np.testing.assert_allclose(value_and_gradient[1], expected[1], rtol=0.01, atol=0.5)
 
 
