@@ -8,6 +8,7 @@ from numpyro_scalegp.integrated.iterative.pathwise import Pathwise
 from numpyro_scalegp.integrated.iterative.solver_state import SolverState
 from numpyro_scalegp.integrated.random_fourier import RandomFourier
 from numpyro_scalegp.integrated.sgpr.sgpr import SGPR
+from numpyro_scalegp.integrated.state_space.state_space import StateSpace
 from numpyro_scalegp.integrated.truncated.single_sample_rff import SingleSampleRFF
 from numpyro_scalegp.neighbors.full_scale import FullScale
 from numpyro_scalegp.neighbors.vecchia import Vecchia
@@ -23,6 +24,7 @@ __all__ = [
     "RandomFourier",
     "SingleSampleRFF",
     "SolverState",
+    "StateSpace",
     "Vecchia",
     "audit",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+import numpyro_scalegp as sgp
 from numpyro_scalegp.kernels import AbstractKernel
 from tests.registry import NUM_COLUMNS
 
@@ -32,6 +33,15 @@ def inputs(n: int = 6, seed: int = 0, kernel: AbstractKernel | None = None) -> A
 def with_neighbors(estimator: Any, X: Array) -> Any:
     """The estimator, with the neighbors of the rows of X if it needs them."""
     return estimator.find_neighbors(X) if hasattr(estimator, "find_neighbors") else estimator
+
+
+def of_columns(kernel: AbstractKernel, estimator: Any) -> AbstractKernel:
+    """The kernel, of the last column alone if the estimator is for functions of time."""
+    return (
+        kernel.on((NUM_COLUMNS - 1,))
+        if isinstance(estimator, sgp.estimators.StateSpace)
+        else kernel
+    )
 
 
 def assert_all_finite(tree: Any) -> None:

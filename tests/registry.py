@@ -113,6 +113,11 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
             + sgp.kernels.Matern32([1.0, 2.0, s])
         ),
     ),
+    ("harmonic", lambda s: sgp.kernels.Harmonic(s, quality=3.0, variance=0.7).on((1,))),
+    ("overdamped", lambda s: sgp.kernels.Harmonic(1.5, quality=0.2 * s).on((1,))),
+    ("cosine", lambda s: sgp.kernels.Cosine(s, 0.7).on((0,))),
+    ("wiener", lambda s: sgp.kernels.Wiener(s, origin=-0.5).on((0,))),
+    ("integrated_wiener", lambda s: sgp.kernels.IntegratedWiener(s, origin=-0.5).on((3,))),
     ("sum", lambda s: sgp.kernels.RBF(s) + sgp.kernels.Linear(0.5)),
     ("product", lambda s: sgp.kernels.Matern52(s) * sgp.kernels.Periodic(1.0, period=2.0)),
     ("scaled", lambda s: s * sgp.kernels.Matern32(1.2)),
@@ -214,6 +219,7 @@ ESTIMATORS: list[tuple[str, Callable[[], AbstractEstimator]]] = [
     ("random_fourier", lambda: sgp.estimators.RandomFourier(6)),
     ("sgpr", lambda: sgp.estimators.SGPR(jnp.linspace(-1.0, 1.0, 4 * NUM_COLUMNS).reshape(4, -1))),
     ("single_sample_rff", lambda: sgp.estimators.SingleSampleRFF(2, 2)),
+    ("state_space", sgp.estimators.StateSpace),
     ("vecchia", lambda: sgp.estimators.Vecchia(3)),
     (
         "full_scale",
@@ -453,6 +459,10 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     (
         "collapsed",
         lambda kernel, X: _conditioned(lambda: sgp.estimators.SGPR(X[:3]))(kernel, X),
+    ),
+    (
+        "state_space",
+        lambda kernel, X: _conditioned(sgp.estimators.StateSpace)(kernel.on((0,)), X),
     ),
     # With all rows for neighbors, and those that are drawn, its samples have its moments.
     ("vecchia", _conditioned(lambda: sgp.estimators.Vecchia(30))),

@@ -27,6 +27,7 @@ from tests.conformance import (
     assert_round_trip,
     each,
     inputs,
+    of_columns,
     tolerance,
     with_neighbors,
 )
@@ -243,7 +244,7 @@ def test_preconditioner_serves_where_float32_ends(preconditioner):
 
 
 def collapsed(estimator: Any, lengthscale: float = 1.0) -> sgp.GaussianProcess:
-    kernel = sgp.kernels.Matern32(lengthscale, 1.5)
+    kernel = of_columns(sgp.kernels.Matern32(lengthscale, 1.5), estimator)
     key = jax.random.key(0) if estimator.is_stochastic else None
     X = inputs()
     estimator = with_neighbors(estimator, X)
@@ -333,7 +334,7 @@ def test_bad_hyperparameters_under_jit_give_nan(factory):
     }
 
     def process(p: dict[str, Array], state: Any = None) -> sgp.GaussianProcess:
-        kernel = sgp.kernels.Matern32(p["lengthscale"], p["variance"])
+        kernel = of_columns(sgp.kernels.Matern32(p["lengthscale"], p["variance"]), estimator)
         options = {"estimator": estimator, "key": jax.random.key(0), "state": site}
         with numpyro.handlers.substitute(data={"solver": state}):
             return sgp.GaussianProcess(kernel, p["X"], p["noise"], **options)

@@ -338,8 +338,8 @@ def test_posterior_draws_functions(factory):
     Xs = jnp.concatenate([X, X[1:2] + 0.05, X[1:2] + 50.0])
 
     def everything(lengthscale: Array, X: Array, Xs: Array) -> Any:
-        RBF = sgp.kernels.RBF
-        posterior = factory(0.5 * (RBF(lengthscale, 2.0) + RBF(2.0 * lengthscale)), X)
+        Matern52 = sgp.kernels.Matern52
+        posterior = factory(0.5 * (Matern52(lengthscale, 2.0) + Matern52(2.0 * lengthscale)), X)
         functions = posterior.sample_functions(key, NUM_DRAWS, num_features=32)
         parts = [posterior.component(lambda k, i=i: both_terms(k)[i]) for i in (0, 1)]
         shares = [

@@ -29,6 +29,7 @@ EXCEPTIONS = {
     ),
     "the only one of its kind, with separate tests": (
         "infer.Predictive",
+        "kernels.LinearSDE",
         "infer.RowOptimizer",
         "plate",
         "infer.RowSVI",

@@ -24,7 +24,7 @@ from numpyro.infer import SVI
 import numpyro_scalegp as sgp
 from numpyro_scalegp.solvers import KernelOperator
 from tests.compilation import assert_compiled_once, programs
-from tests.conformance import inputs, with_neighbors
+from tests.conformance import inputs, of_columns, with_neighbors
 from tests.registry import (
     DISTRIBUTIONS,
     ESTIMATORS,
@@ -83,7 +83,8 @@ def of_estimator(factory: Any) -> Callable[[float], Any]:
     estimator = with_neighbors(factory(), jnp.asarray(X))
 
     def call(value: float) -> Any:
-        gp = sgp.GaussianProcess(kernel(value), X, 0.1, estimator=estimator, key=KEY)
+        k = of_columns(kernel(value), estimator)
+        gp = sgp.GaussianProcess(k, X, 0.1, estimator=estimator, key=KEY)
         y = value * np.sin(X[:, 0])
         return gp.log_prob(y), gp.sample(KEY, (2,)), gp.condition(y)
 

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, WithIndicator
 
 
 class Indicated(AbstractKernel):
@@ -53,6 +54,10 @@ class Indicated(AbstractKernel):
     def evaluate_diag(self, X: Float[Array, "n d_and_one"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
         return X[:, -1] * self.kernel.evaluate_diag(self._inputs_of_parts(X))
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """The kernel's form, not observed in rows whose indicator is zero."""
+        return WithIndicator(self.kernel.state_space(num_harmonics=num_harmonics))
 
     def evaluate_features(
         self,

@@ -16,7 +16,18 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.kernels.spectrum import AbstractSpectrum, Origin, Waves
+from numpyro_scalegp.kernels.state_space import (
+    AbstractStateSpace,
+    Kronecker,
+    OnColumns,
+    ScaledObservation,
+    Stacked,
+)
 from numpyro_scalegp.numerics.linalg import matmul
+
+# The number of Fourier terms of a periodic kernel in a state-space form, besides the constant: they
+# hold all but 1e-9 of the variance for a lengthscale of 1, all but 0.003 for one of 0.3.
+NUM_HARMONICS = 8
 
 
 class AbstractKernel(AbstractSpectrum):
@@ -286,6 +297,27 @@ class AbstractKernel(AbstractSpectrum):
             for component in kernel._components(term)
         ]
 
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """This kernel of one input, time, as a linear stochastic differential equation.
+
+        `sgp.estimators.StateSpace` uses it for densities and posteriors in linear time.
+
+        Args:
+            num_harmonics: the number of Fourier terms of each `Periodic` kernel in it, besides the
+                constant.
+
+        Returns:
+            The form of a single kernel.
+
+        Raises:
+            ValueError: if the kernel has no such form.
+        """
+        raise ValueError(
+            f"`{type(self).__name__}` has no state-space form: take `Matern52`, a rougher Matern "
+            "kernel, `Harmonic`, `Cosine`, `Periodic`, `Linear`, `Constant`, `Wiener` or "
+            "`IntegratedWiener`, sums and products of them, or another estimator."
+        )
+
     def on(self, dims: Sequence[int]) -> "ActiveDims":
         """This kernel applied to the input dimensions `dims` only, without repeats."""
         return ActiveDims(self, _as_dims(dims))
@@ -374,6 +406,13 @@ class Sum(AbstractComposite):
         """Whether this sum, or one within it, is reduced to one of its terms."""
         return not all(self.active) or super().is_component
 
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """Stack the states of both; see `AbstractKernel.state_space`."""
+        left, right = (
+            kernel.state_space(num_harmonics=num_harmonics) for kernel in (self.left, self.right)
+        )
+        return Stacked(left, right, self.active)
+
     @property
     def _terms(self) -> list[AbstractKernel]:
         terms = zip((self.left, self.right), self.active, strict=True)
@@ -443,6 +482,13 @@ class Product(AbstractComposite):
         """Multiply both kernels' variances."""
         return self.left.evaluate_diag(X) * self.right.evaluate_diag(X)
 
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """All products of state variables; see `AbstractKernel.state_space`."""
+        left, right = (
+            kernel.state_space(num_harmonics=num_harmonics) for kernel in (self.left, self.right)
+        )
+        return Kronecker(left, right)
+
     @property
     def has_smooth_features(self) -> bool:
         """Whether the frequencies (if stationary) or both factors' features are smooth."""
@@ -501,6 +547,11 @@ class Scaled(AbstractComposite):
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """Scale the kernel's variances."""
         return self.scale * self.kernel.evaluate_diag(X)
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """The kernel's form, scaled; see `AbstractKernel.state_space`."""
+        form = self.kernel.state_space(num_harmonics=num_harmonics)
+        return ScaledObservation(form, self.scale)
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
@@ -565,6 +616,10 @@ class ActiveDims(AbstractComposite):
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The kernel's variances for the active columns."""
         return self.kernel.evaluate_diag(self._inputs_of_parts(X))
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """The kernel's form for the active columns; see `AbstractKernel.state_space`."""
+        return OnColumns(self.kernel.state_space(num_harmonics=num_harmonics), self.dims)
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin

@@ -1,7 +1,7 @@
 """The Matern kernels."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -9,13 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.stationary import AbstractStationary
+from numpyro_scalegp.kernels import damped
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.kernels.stationary import AbstractStationary, check_single_column
 
 
 class _Matern(AbstractStationary):
     """The Matern family: its spectral density is a multivariate t with 2 nu degrees of freedom."""
 
     _smoothness: ClassVar[float]  # the order nu
+    _form: ClassVar[Any]  # the class of the state-space form
 
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
     variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
@@ -32,6 +36,11 @@ class _Matern(AbstractStationary):
         log_factor = math.lgamma(nu + half) - math.lgamma(nu) + nu * math.log(2.0 * nu)
         factor = math.exp(log_factor) * (4.0 * math.pi) ** half
         return factor * (2.0 * nu + squared) ** -(nu + half)
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """The function and its derivatives; see `AbstractKernel.state_space`."""
+        lengthscale = check_single_column("lengthscale", self.lengthscale)
+        return self._form(math.sqrt(2.0 * self._smoothness) / lengthscale, self.variance)
 
 
 class Matern12(_Matern):
@@ -50,6 +59,7 @@ class Matern12(_Matern):
     """
 
     _smoothness = 0.5
+    _form = damped.Exponential
 
     @property
     def by_differences(self) -> bool:
@@ -80,6 +90,7 @@ class Matern32(_Matern):
     """
 
     _smoothness = 1.5
+    _form = damped.CriticallyDamped
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""
@@ -101,6 +112,7 @@ class Matern52(_Matern):
     """
 
     _smoothness = 2.5
+    _form = damped.TwiceSmooth
 
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, checks
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, Trend
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs import functions
 
@@ -63,6 +64,10 @@ class Linear(AbstractKernel):
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
         return self.variance * jnp.sum(jnp.square(X), axis=1) + self.bias
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """The value and the slope; see `AbstractKernel.state_space`."""
+        return Trend(self.variance, self.bias)
 
 
 class FeatureMapped(AbstractKernel):

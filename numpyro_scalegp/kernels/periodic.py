@@ -10,7 +10,14 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
-from numpyro_scalegp.kernels.stationary import AbstractStationary, check_columns
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS
+from numpyro_scalegp.kernels.rotations import Rotations
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.kernels.stationary import (
+    AbstractStationary,
+    check_columns,
+    check_single_column,
+)
 
 # Above this mean a difference of two Poisson variables is drawn as a rounded normal variable: JAX's
 # Poisson draws lose accuracy in float32, and fail above 2^31.
@@ -107,6 +114,17 @@ class Periodic(AbstractStationary):
         if self.constant:
             return weights
         return weights.at[0].set(0.0) / _without_constant(self.lengthscale.reshape(()))
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """A rotation for each Fourier term; see `AbstractKernel.state_space`.
+
+        The terms beyond the first `num_harmonics` are left out, and their variance is missing.
+        """
+        period = check_single_column("period", self.period)
+        check_single_column("lengthscale", self.lengthscale)
+        weights = self.variance * self.fourier_weights(num_harmonics + 1)
+        weights = jnp.concatenate([weights[:1], 2.0 * weights[1:]])
+        return Rotations(weights, period, num_harmonics, self.constant)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Draw from the discrete spectrum: multiples of 2 pi / period in each column."""

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, Fixed
 
 # Nodes of a quadrature, and the negative exponent at which it cuts off the integrand.
 _NUM_NODES = 257
@@ -34,6 +35,16 @@ def check_columns(name: str, value: Array, d: int) -> None:
     """Raise unless there is one value for each of d columns, or one for all."""
     if value.shape not in ((), (1,), (d,)):  # (1,): a member of a batch of shape (*batch, 1)
         checks.shape(name, value, (), (d,), why="one value for each input dimension")
+
+
+def check_single_column(name: str, value: Float[Array, "..."]) -> Float[Array, ""]:
+    """The value for a single input column, for a state-space form."""
+    if value.size != 1:
+        raise ValueError(
+            f"a state-space form is for one input column, the time, got `{name}` of shape "
+            f"{value.shape}: take one value, and name the column by `kernel.on((0,))`."
+        )
+    return value.reshape(())
 
 
 class AbstractStationary(AbstractKernel):
@@ -297,6 +308,10 @@ class Constant(AbstractKernel):
         """A single exact feature, sqrt(variance)."""
         dtype = jnp.result_type(X, self.variance)
         return jnp.broadcast_to(jnp.sqrt(self.variance).astype(dtype), (X.shape[0], 1))
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """A state that never changes; see `AbstractKernel.state_space`."""
+        return Fixed(self.variance)
 
     def sample_frequencies(self, key: Key[Array, ""], num: int, d: int) -> Float[Array, "num d"]:
         """Return zeros: a constant has no other frequency."""

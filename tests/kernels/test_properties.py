@@ -36,6 +36,21 @@ def leaves(unit):
         st.builds(kernels.Periodic, powers(-4, 4), length, scale),
         st.builds(kernels.Constant, scale),
         st.builds(kernels.Linear, scale, st.just(np.float32(0.0)) | scale),
+        st.builds(
+            lambda length, quality, variance: kernels.Harmonic(1.0 / length, quality, variance).on(
+                (0,)
+            ),
+            length,
+            powers(-3, 3),
+            scale,
+        ),
+        st.builds(
+            lambda period, variance: kernels.Cosine(period, variance).on((0,)), length, scale
+        ),
+        *(
+            st.builds(kind, scale, st.just(-(2.0**13) * unit)).map(lambda kernel: kernel.on((0,)))
+            for kind in (kernels.Wiener, kernels.IntegratedWiener)
+        ),
         st.builds(kernels.MultiscaleRBF, length, scale).map(
             lambda kernel: FeatureMapped(kernel, kernels.MultiscaleRBF.with_unit_scales)
         ),
@@ -122,6 +137,7 @@ def test_every_kernel_is_drawn():
     """The classes of the registry, each of which the strategies above must be able to make."""
     made = {"RBF", "Matern12", "Matern32", "Matern52", "RationalQuadratic", "Periodic", "Constant"}
     made |= {"Linear", "MultiscaleRBF", "Sum", "Product", "Scaled", "ActiveDims", "FeatureMapped"}
+    made |= {"Harmonic", "Cosine", "Wiener", "IntegratedWiener"}
     made |= {"Coregion", "WithDerivatives"}  # of categories, tested separately
     registered = {type(factory(1.0)) for name, factory in KERNELS if not name.startswith("own")}
     assert {kind.__name__ for kind in registered} <= made

@@ -64,7 +64,7 @@ def test_too_few_digits_are_warned_of():
 def test_all_rows_in_single_precision_where_there_are_fewer_than_features(x64):
     value, _, of_noise, *_ = errors(Variational(), 32, 128)
     assert value < 1e-5
-    assert of_noise < 2e-3  # mostly from the rounded weights
+    assert of_noise < 2e-2  # mostly from the rounded weights
 
 
 def test_second_derivatives_are_exact(x64):

@@ -1,0 +1,251 @@
+"""The posterior of a function of time."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, Float, Int
+
+from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
+from numpyro_scalegp.features.prior_draws import PriorDraws
+from numpyro_scalegp.integrated.state_space import recursions, simulation
+from numpyro_scalegp.integrated.state_space.rows import form_of, order_of
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.numerics.rounding import remaining_variance
+from numpyro_scalegp.processes.function_samples import (
+    AbstractFunctionSamples,
+    prior_draws,
+    zero_function,
+)
+from numpyro_scalegp.processes.posterior import AbstractInChunks
+from numpyro_scalegp.programs.compiled import compiled
+from numpyro_scalegp.programs.functions import RowsFunction
+
+
+class StateSpacePosterior(AbstractInChunks):
+    """The posterior f | y of a function of time, exact and in linear time.
+
+    It stores, for each row, what earlier rows say about the state there and what later rows say. A
+    new time is filled in from the rows before and after it: moments at m times cost
+    O(m (log n + s^3)), whether between the rows, before the first or after the last. Joint draws
+    cost O((n + m) s^2) each, `covariance` O(n m s^2).
+
+    Made by `GaussianProcess.condition` with `sgp.estimators.StateSpace`; immutable.
+
+    References:
+        de Jong (1989), Smoothing and Interpolation with the State-Space Model.
+    """
+
+    kernel: AbstractKernel
+    X: Float[Array, "n d"]
+    y: Float[Array, " n"]
+    noise_variance: Float[Array, "..."] | None
+    mean_function: RowsFunction
+    times: Float[Array, " n"]  # in ascending order
+    order: Int[Array, " n"]  # the row of each of these times
+    smoothed: recursions.Smoothed
+    num_harmonics: int = eqx.field(static=True)
+    component_kernel: AbstractKernel | None = None  # covariance of a component with f
+
+    @property
+    def diagnostics(self) -> dict[str, Array]:
+        """The number of state variables."""
+        return {"state_variables": jnp.asarray(self._form.size)}
+
+    def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "StateSpacePosterior":
+        """The posterior of one component of f; see `AbstractPosterior.restrict`."""
+        zero = zero_function(self.times.dtype)
+        return dataclasses.replace(
+            self, component_kernel=self._target_kernel.restrict(change), mean_function=zero
+        )
+
+    @property
+    def _target_kernel(self) -> AbstractKernel:
+        return self.kernel if self.component_kernel is None else self.component_kernel
+
+    @property
+    def _form(self) -> AbstractStateSpace:
+        return form_of(self.kernel, self.X, self.num_harmonics)[0]
+
+    @property
+    def _row_width(self) -> int:
+        return 4 * (self._form.size + 1) ** 2
+
+    def _times_of(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        return rows[:, self._form.time_column(self.X.shape[1])].astype(self.times.dtype)
+
+    def _readout(self, rows: Float[Array, "r d"]) -> Any:
+        """The vectors h of new rows, in lanes."""
+        form = form_of(self._target_kernel, self.X, self.num_harmonics)[0]
+        vectors = form.observation(rows).astype(self.times.dtype)
+        return recursions.algebra_of(form).vector(vectors)
+
+    def _state(self, rows: Float[Array, "r d"]) -> tuple[Any, Any, Any, Any]:
+        """The state at new rows: m and P given earlier rows, and r and N of later rows."""
+        form = self._form
+        ops, n = recursions.algebra_of(form), len(self.times)
+        times = self._times_of(rows)
+        later = jnp.searchsorted(self.times, times, side="right")
+        has_earlier, has_later = later > 0, later < n
+        earlier, later = jnp.maximum(later - 1, 0), jnp.minimum(later, n - 1)
+        start = jnp.where(has_earlier, self.times[earlier], times)
+        A, Q = recursions.transition(form, start, times - start)
+        prior = ops.full(ops.from_blocks(jax.vmap(form.covariance, out_axes=-1)(times)), times)
+        mean, covariance, score, information = (
+            jnp.where(has[:, None], values[index], 0.0)
+            for has, index, values in (
+                (has_earlier, earlier, self.smoothed.mean),
+                (has_earlier, earlier, self.smoothed.covariance),
+                (has_later, later, self.smoothed.score),
+                (has_later, later, self.smoothed.information),
+            )
+        )
+        is_first = jnp.where(has_earlier, 0.0, 1.0).astype(times.dtype)
+        m = ops.times(A, ops.vector(mean))
+        P = ops.add(
+            ops.congruence(A, ops.symmetric(covariance)),
+            ops.scale(Q, 1.0 - is_first),
+            ops.scale(prior, is_first),
+        )
+        until = jnp.where(has_later, self.times[later], times)
+        B = ops.transpose(recursions.transition(form, times, until - times)[0])
+        r = ops.times(B, ops.vector(score))
+        N = ops.congruence(B, ops.symmetric(information))
+        return m, P, r, N
+
+    def _centered_mean(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        ops = recursions.algebra_of(self._form)
+        m, P, r, _ = self._state(rows)
+        return ops.dot(self._readout(rows), ops.add(m, ops.times(P, r)))
+
+    def _marginal_variance(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
+        ops, h = recursions.algebra_of(self._form), self._readout(rows)
+        _, P, _, N = self._state(rows)
+        Ph = ops.times(P, h)
+        return remaining_variance(ops.dot(h, Ph), ops.dot(Ph, ops.times(N, Ph)))
+
+    def with_means(
+        self, mean: Float[Array, "n s"], score: Float[Array, "n s"]
+    ) -> "StateSpacePosterior":
+        """The posterior given other observations, which have the same covariances."""
+        smoothed = self.smoothed._replace(mean=mean, score=score)
+        return eqx.tree_at(lambda posterior: posterior.smoothed, self, smoothed)
+
+    @property
+    def _noise(self) -> Float[Array, " n"]:
+        noise: Any = self.noise_variance
+        return jnp.broadcast_to(noise, self.y.shape).astype(self.times.dtype)
+
+    def _smoothed_values(self, values: Float[Array, "n k"]) -> recursions.Smoothed:
+        """Filter and smooth columns of values in place of the observations less their mean."""
+        form, order = self._form, self.order
+        h = form.observation(self.X[order]).astype(self.times.dtype)
+        noise = self._noise[order]
+
+        def smoothed(values: Array) -> recursions.Smoothed:
+            return recursions.smooth(form, self.times, values[order], noise, h)
+
+        return jax.vmap(smoothed, in_axes=1)(values)
+
+    def _conditioned(
+        self, values: Float[Array, "n k"], rows: Float[Array, "m d"]
+    ) -> Float[Array, "m k"]:
+        """The posterior means at rows if the observations, less their mean, were `values`."""
+        smoothed = self._smoothed_values(values)
+
+        def mean(mean: Array, score: Array) -> Array:
+            return self.with_means(mean, score)._centered_mean(rows)
+
+        return jax.vmap(mean, out_axes=1)(smoothed.mean, smoothed.score)
+
+    @compiled
+    def _covariance(self, Xs: Array) -> Array:
+        kernel = self._target_kernel
+        between = kernel.evaluate(self.X, Xs).astype(self.times.dtype)
+        return kernel.evaluate_covariance(Xs) - self._conditioned(between, Xs)
+
+    @compiled
+    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+        prior_key, noise_key = jax.random.split(key)
+        n = len(self.times)
+        form = self._form
+        target = form_of(self._target_kernel, self.X, self.num_harmonics)[0]
+        times = jnp.concatenate([self._times_of(self.X), self._times_of(Xs)])
+        vectors = jnp.concatenate([form.observation(self.X), target.observation(Xs)])
+        order = order_of(times)
+        drawn = simulation.draw(
+            prior_key, form, times[order], vectors[order].astype(times.dtype), num_samples
+        )
+        drawn = jnp.zeros_like(drawn).at[:, order].set(drawn)
+        normal = jax.random.normal(noise_key, (num_samples, n), times.dtype)
+        observed = drawn[:, :n] + jnp.sqrt(self._noise) * normal
+        update = self._mean(Xs, None) - self._conditioned(observed.T, Xs).T
+        return drawn[:, n:] + update
+
+    @compiled
+    def _functions(
+        self, key: Array, num_samples: int, num_features: int | None
+    ) -> "StateSpaceFunctionSamples":
+        X = self.X.astype(self.times.dtype)
+        draws = prior_draws(key, self.kernel, num_samples, num_features, X)
+        observed = draws.observations(self.kernel, X, self._noise)
+        residual = (self.y - self.mean_function(self.X)).astype(self.times.dtype)
+        smoothed = self._smoothed_values(residual[:, None] - observed)
+        return StateSpaceFunctionSamples(self, draws, smoothed.mean, smoothed.score)
+
+    def leave_one_out(self) -> dist.Normal:
+        """The predictive distribution of each y_i given all other observations.
+
+        Mean y_i - a_i / P_ii and variance 1 / P_ii with a = H^-1 (y - m(X)) and P = H^-1, which the
+        smoother computes for all rows: nothing is fitted again.
+
+        Returns:
+            A `numpyro.distributions.Normal` of batch shape (n,), in O(n).
+
+        References:
+            de Jong (1988), A Cross-Validation Filter for Time Series Models.
+        """
+        self._refuse_unknown_observations()
+        weights, precisions = (
+            jnp.zeros_like(values).at[self.order].set(values)
+            for values in (self.smoothed.weights, self.smoothed.precisions)
+        )
+        return dist.Normal(self.y - weights / precisions, precisions**-0.5)
+
+
+class StateSpaceFunctionSamples(AbstractFunctionSamples):
+    """Prior draws made of random features, updated by the smoother (Matheron's rule).
+
+    Each evaluation costs O(log n + s^2 + num_features) for each function.
+    """
+
+    posterior: StateSpacePosterior
+    draws: PriorDraws
+    mean: Float[Array, "num_samples n s"]
+    score: Float[Array, "num_samples n s"]
+
+    @property
+    def _num_columns(self) -> int:
+        return self.posterior._num_columns
+
+    @compiled
+    def _values(self, Xs: Array, chunk_size: int | None) -> Array:
+        posterior, dtype = self.posterior, self.mean.dtype
+
+        def values(rows: Array) -> Array:
+            def update(mean: Array, score: Array) -> Array:
+                return posterior.with_means(mean, score)._centered_mean(rows)
+
+            updates = jax.vmap(update, out_axes=1)(self.mean, self.score)
+            # The draws are different functions in another dtype.
+            drawn = self.draws(posterior._target_kernel, rows.astype(dtype))
+            return posterior.mean_function(rows)[:, None] + drawn + updates
+
+        width = self.draws.num_draws * posterior._row_width
+        size = rows_per_chunk(width) if chunk_size is None else chunk_size
+        return map_rows(values, Xs, size, share=False).T

@@ -1,0 +1,74 @@
+"""The rows of a Gaussian process in the order of time, with the form of its kernel."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import call_where
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.linear.operator import KernelOperator
+
+# Warn where the resolution of a time exceeds this fraction of the mean gap between times.
+_COARSE = 0.05
+
+
+def form_of(
+    kernel: AbstractKernel, X: Float[Array, "n d"], num_harmonics: int
+) -> tuple[AbstractStateSpace, int]:
+    """The state-space form of a kernel, in the dtype of the results, and the column of times."""
+    form = kernel.state_space(num_harmonics=num_harmonics)
+    dtype = jax.eval_shape(lambda k, x: k.evaluate_diag(x), kernel, X[:1]).dtype
+    arrays, static = eqx.partition(form, eqx.is_inexact_array)
+    form = eqx.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), arrays), static)
+    return form, form.time_column(X.shape[1])
+
+
+def in_order(
+    form: AbstractStateSpace, column: int, operator: KernelOperator, values: Float[Array, " n"]
+) -> tuple[Int[Array, " n"], Array, Array, Array, Array]:
+    """The order of the rows in time, and times, values, noise and vectors h in this order."""
+    X, dtype = operator.X, operator.dtype
+    order = order_of(X[:, column])
+    times = X[order, column].astype(dtype)
+    call_where(_is_coarse(times), _warn_of_coarse_times)
+    noise = operator.noise()
+    noise = noise if operator.noise_variance.ndim == 0 else noise[order]
+    h = form.observation(X[:1] if form.has_equal_observations else X[order]).astype(dtype)
+    return order, times, values[order], noise, h[0] if form.has_equal_observations else h
+
+
+def order_of(times: Float[Array, " n"]) -> Int[Array, " n"]:
+    """The order in which times ascend, at little cost if they do already."""
+    if checks.is_concrete(times):
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(np.argsort(np.asarray(times), kind="stable"))
+
+    def ascending(times: Array) -> Array:
+        return jnp.arange(times.size)
+
+    is_sorted = jnp.all(times[1:] >= times[:-1])
+    return jax.lax.cond(is_sorted, ascending, jnp.argsort, times)
+
+
+def _is_coarse(times: Float[Array, " n"]) -> Bool[Array, ""]:
+    """Whether rounding moves times by a part of the gaps between them."""
+    times = jax.lax.stop_gradient(times)
+    size = jnp.maximum(jnp.abs(times[0]), jnp.abs(times[-1]))
+    gap = (times[-1] - times[0]) / times.size
+    return (gap > 0.0) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
+
+
+def _warn_of_coarse_times() -> None:
+    warnings.warn(
+        "the times of the rows are so large that this precision cannot tell their distances: "
+        "subtract the first time before they become an array, or work in float64 "
+        "(numpyro.enable_x64()).",
+        RuntimeWarning,
+        stacklevel=1,
+    )
