@@ -194,9 +194,9 @@ class StateSpacePosterior(AbstractInChunks):
         X = self.X.astype(self.times.dtype)
         draws = prior_draws(key, self.kernel, num_samples, num_features, X)
         observed = draws.observations(self.kernel, X, self._noise)
-        residual = (self.y - self.mean_function(self.X)).astype(self.times.dtype)
-        smoothed = self._smoothed_values(residual[:, None] - observed)
-        return StateSpaceFunctionSamples(self, draws, smoothed.mean, smoothed.score)
+        drawn, given = self._smoothed_values(observed), self.smoothed
+        updates = given.mean - drawn.mean, given.score - drawn.score
+        return StateSpaceFunctionSamples(self, draws, *updates)
 
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations.
