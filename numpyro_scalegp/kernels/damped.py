@@ -131,6 +131,11 @@ class Oscillator(FirstEntry):
         """The function and its derivative."""
         return (2,)
 
+    @property
+    def has_costly_transitions(self) -> bool:
+        """True: they take many transcendental functions."""
+        return True
+
     def covariance(self, time: Float[Array, ""]) -> Blocks:
         """The two are independent at one time."""
         return (matrix([[self.variance, 0.0], [0.0, self.variance * self.frequency**2]]),)

@@ -25,6 +25,11 @@ class Rotations(AbstractStateSpace):
         """The constant, and sine and cosine of each multiple."""
         return (1,) * self.has_constant + (2,) * self.num_harmonics
 
+    @property
+    def has_costly_transitions(self) -> bool:
+        """True: they take sines and cosines."""
+        return True
+
     def covariance(self, time: Float[Array, ""]) -> Blocks:
         """Independent entries."""
         constant = (matrix([[self.weights[0]]]),) if self.has_constant else ()

@@ -69,6 +69,11 @@ class AbstractStateSpace(eqx.Module):
         """Whether `observation` is the same vector for all rows."""
         return True
 
+    @property
+    def has_costly_transitions(self) -> bool:
+        """Whether a transition is worth storing, not computing again in each pass over the rows."""
+        return False
+
     def time_column(self, d: int) -> int:
         """The column, out of d, that holds the time.
 
@@ -253,6 +258,11 @@ class Stacked(AbstractStateSpace):
         """Whether both have the same vector for all rows."""
         return self.left.has_equal_observations and self.right.has_equal_observations
 
+    @property
+    def has_costly_transitions(self) -> bool:
+        """Whether one of them has."""
+        return self.left.has_costly_transitions or self.right.has_costly_transitions
+
     def time_column(self, d: int) -> int:
         """The column of both; see `AbstractStateSpace.time_column`."""
         return _common_column(self.left, self.right, d)
@@ -300,6 +310,11 @@ class Kronecker(AbstractStateSpace):
         """Whether both have the same vector for all rows."""
         return self.left.has_equal_observations and self.right.has_equal_observations
 
+    @property
+    def has_costly_transitions(self) -> bool:
+        """Whether one of them has."""
+        return self.left.has_costly_transitions or self.right.has_costly_transitions
+
     def time_column(self, d: int) -> int:
         """The column of both; see `AbstractStateSpace.time_column`."""
         return _common_column(self.left, self.right, d)
@@ -314,6 +329,11 @@ class AbstractWrapped(AbstractStateSpace):
     def block_sizes(self) -> tuple[int, ...]:
         """The blocks of the other."""
         return self.form.block_sizes
+
+    @property
+    def has_costly_transitions(self) -> bool:
+        """Whether the other has."""
+        return self.form.has_costly_transitions
 
     def covariance(self, time: Float[Array, ""]) -> Blocks:
         """The covariance of the other."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.kernels.state_space import Blocks, array
@@ -28,6 +29,13 @@ class Entries:
     def of(array: Float[Array, "s ..."]) -> Any:
         """The entries of a vector or a square matrix, whose lanes are the last axis."""
         return tuple(Entries.of(row) if row.ndim > 1 else row for row in array)
+
+    @staticmethod
+    def equal(x: Float[Array, " s"] | np.ndarray, lanes: int) -> Any:
+        """The same vector in all lanes; a zero that is known is left out."""
+        if isinstance(x, np.ndarray):
+            return tuple(jnp.full(lanes, entry) if entry else None for entry in x)
+        return tuple(jnp.broadcast_to(entry, (lanes,)) for entry in x)
 
     @staticmethod
     def from_blocks(blocks: Blocks) -> Any:
@@ -51,19 +59,19 @@ class Entries:
         return tuple(blocks)
 
     @staticmethod
-    def columns(x: Any) -> Float[Array, "lanes k"]:
-        """A vector or a packed matrix as an array with a row for each lane."""
+    def by_row(x: Any) -> Float[Array, "steps lanes k"]:
+        """Vectors or packed matrices of all steps as an array with one of them in each row."""
         return jnp.stack(x, axis=-1)
 
     @staticmethod
-    def vector(columns: Float[Array, "lanes s"]) -> Any:
-        """The vector of what `columns` returns."""
-        return tuple(columns.T)
+    def vector(rows: Float[Array, "lanes s"]) -> Any:
+        """The vectors in the rows of an array, in lanes."""
+        return tuple(rows.T)
 
     @staticmethod
-    def symmetric(columns: Float[Array, "lanes p"]) -> Any:
-        """The symmetric matrix of what `columns` returns for a packed one."""
-        return Entries.unpack(tuple(columns.T))
+    def symmetric(rows: Float[Array, "lanes p"]) -> Any:
+        """The packed symmetric matrices in the rows of an array, in lanes."""
+        return Entries.unpack(tuple(rows.T))
 
     @staticmethod
     def zeros(size: int, like: Float[Array, " lanes"]) -> Any:
@@ -91,11 +99,11 @@ class Entries:
         return _sum(*terms)
 
     @staticmethod
-    def scale(A: Any, factor: Float[Array, " lanes"] | float) -> Any:
+    def scale(A: Any, factor: Float[Array, " lanes"] | float | None) -> Any:
         """A vector or matrix times a number for each lane."""
         if isinstance(A, tuple):
             return tuple(Entries.scale(row, factor) for row in A)
-        return None if A is None else factor * A
+        return None if A is None or factor is None else factor * A
 
     @staticmethod
     def dot(x: Any, y: Any) -> Any:
@@ -187,6 +195,11 @@ class Arrays:
         return array
 
     @staticmethod
+    def equal(x: Float[Array, " s"] | np.ndarray, lanes: int) -> Array:
+        """The same vector in all lanes."""
+        return jnp.broadcast_to(x[:, None], (len(x), lanes))
+
+    @staticmethod
     def from_blocks(blocks: Blocks) -> Array:
         """The block-diagonal matrix."""
         arrays = [array(block) for block in blocks]
@@ -209,20 +222,21 @@ class Arrays:
         return tuple(blocks)
 
     @staticmethod
-    def columns(x: Array) -> Float[Array, "lanes k"]:
-        """A vector or a matrix as an array with a row for each lane."""
-        return x.reshape(-1, x.shape[-1]).T
+    def by_row(x: Float[Array, "steps ... lanes"]) -> Float[Array, "steps lanes k"]:
+        """Vectors or matrices of all steps as an array with one of them in each row."""
+        moved = jnp.moveaxis(x, -1, 1)
+        return moved.reshape(*moved.shape[:2], -1)
 
     @staticmethod
-    def vector(columns: Float[Array, "lanes s"]) -> Array:
-        """The vector of what `columns` returns."""
-        return columns.T
+    def vector(rows: Float[Array, "lanes s"]) -> Array:
+        """The vectors in the rows of an array, in lanes."""
+        return rows.T
 
     @staticmethod
-    def symmetric(columns: Float[Array, "lanes p"]) -> Array:
-        """The symmetric matrix of what `columns` returns."""
-        size = math.isqrt(columns.shape[-1])
-        return columns.T.reshape(size, size, -1)
+    def symmetric(rows: Float[Array, "lanes p"]) -> Array:
+        """The symmetric matrices in the rows of an array, in lanes."""
+        size = math.isqrt(rows.shape[-1])
+        return rows.T.reshape(size, size, -1)
 
     @staticmethod
     def zeros(size: int, like: Float[Array, " lanes"]) -> Array:

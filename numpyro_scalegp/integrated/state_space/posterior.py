@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.integrated.state_space import recursions, simulation
-from numpyro_scalegp.integrated.state_space.rows import form_of, order_of
+from numpyro_scalegp.integrated.state_space.rows import form_of, order_of, vectors
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace
 from numpyro_scalegp.numerics.rounding import remaining_variance
@@ -82,8 +82,8 @@ class StateSpacePosterior(AbstractInChunks):
     def _readout(self, rows: Float[Array, "r d"]) -> Any:
         """The vectors h of new rows, in lanes."""
         form = form_of(self._target_kernel, self.X, self.num_harmonics)[0]
-        vectors = form.observation(rows).astype(self.times.dtype)
-        return recursions.algebra_of(form).vector(vectors)
+        h = form.observation(rows).astype(self.times.dtype)
+        return recursions.algebra_of(form).vector(h)
 
     def _state(self, rows: Float[Array, "r d"]) -> tuple[Any, Any, Any, Any]:
         """The state at new rows: m and P given earlier rows, and r and N of later rows."""
@@ -144,8 +144,7 @@ class StateSpacePosterior(AbstractInChunks):
     def _smoothed_values(self, values: Float[Array, "n k"]) -> recursions.Smoothed:
         """Filter and smooth columns of values in place of the observations less their mean."""
         form, order = self._form, self.order
-        h = form.observation(self.X[order]).astype(self.times.dtype)
-        noise = self._noise[order]
+        h, noise = vectors(form, self.X[order], self.times.dtype), self._noise[order]
 
         def smoothed(values: Array) -> recursions.Smoothed:
             return recursions.smooth(form, self.times, values[order], noise, h)
@@ -176,10 +175,10 @@ class StateSpacePosterior(AbstractInChunks):
         form = self._form
         target = form_of(self._target_kernel, self.X, self.num_harmonics)[0]
         times = jnp.concatenate([self._times_of(self.X), self._times_of(Xs)])
-        vectors = jnp.concatenate([form.observation(self.X), target.observation(Xs)])
+        h = jnp.concatenate([form.observation(self.X), target.observation(Xs)])
         order = order_of(times)
         drawn = simulation.draw(
-            prior_key, form, times[order], vectors[order].astype(times.dtype), num_samples
+            prior_key, form, times[order], h[order].astype(times.dtype), num_samples
         )
         drawn = jnp.zeros_like(drawn).at[:, order].set(drawn)
         normal = jax.random.normal(noise_key, (num_samples, n), times.dtype)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.integrated.state_space.matrices import Arrays, Entries
@@ -44,6 +45,7 @@ class Rows(NamedTuple):
     noise: Float[Array, "*rows"]
     weight: Any  # 1 if observed, 0 otherwise
     h: Any  # shape (*rows, s), or (s,), the same for all rows
+    transition: Any = None  # the matrices of the form, if they are stored
 
 
 class Moments(NamedTuple):
@@ -77,7 +79,7 @@ def log_density(
     times: Float[Array, " n"],
     y: Float[Array, " n"],
     noise: Float[Array, " n"],
-    h: Float[Array, "..."],
+    h: Any,
 ) -> Float[Array, ""]:
     """The log density of y at sorted times, in O(n s^3) time and O(n s) memory.
 
@@ -93,8 +95,12 @@ def log_density(
     """
     arrays, static = eqx.partition(form, eqx.is_inexact_array)
 
-    def scheme(arrays: Any, times: Array, *values: Array) -> _Scheme:
-        return _Scheme(eqx.combine(arrays, static), _rows(times, *values))
+    def scheme(arrays: Any, times: Array, y: Array, noise: Array, h: Any) -> _Scheme:
+        rows = _rows(times, y, noise, h if known is None else known)
+        return _Scheme(eqx.combine(arrays, static), rows)
+
+    # A known vector has no derivative.
+    known = h if isinstance(h, np.ndarray) else None
 
     @custom_jvp_all_orders
     def density(*arguments: Any) -> Array:
@@ -113,7 +119,7 @@ def log_density(
         return value, sum((jnp.sum(a * b) for a, b in pairs), jnp.zeros_like(value))
 
     density.defjvp(rule)
-    return density(arrays, times, y, noise, h)
+    return density(arrays, times, y, noise, h if known is None else None)
 
 
 def smooth(
@@ -121,7 +127,7 @@ def smooth(
     times: Float[Array, " n"],
     y: Float[Array, " n"],
     noise: Float[Array, " n"],
-    h: Float[Array, "..."],
+    h: Any,
 ) -> Smoothed:
     """Filter and smooth the rows; for the arguments see `log_density`."""
     return _Scheme(form, _rows(times, y, noise, h)).smoothed()
@@ -146,7 +152,7 @@ def _rows(
     times: Float[Array, " n"],
     y: Float[Array, " n"],
     noise: Float[Array, " n"],
-    h: Float[Array, "..."],
+    h: Any,
 ) -> Rows:
     before = jnp.concatenate([times[:1], times[:-1]])
     return Rows(before, times - before, y, noise, jnp.ones_like(y), h)
@@ -165,9 +171,21 @@ class _Scheme:
         self.rows = jax.tree.map(
             self.parts.cut, rows._replace(h=None if self.has_equal_h else rows.h)
         )
+        self.has_known_h = isinstance(rows.h, np.ndarray)
         if self.has_equal_h:
-            self.h = self.algebra.of(jnp.broadcast_to(rows.h[:, None], (self.size, self.lanes)))
+            self.h = self.algebra.equal(rows.h, self.lanes)
         self.lane = jnp.zeros(self.lanes, rows.y.dtype)
+        if form.has_costly_transitions and self.algebra is Entries:
+            start, elapsed = self.rows.start, self.rows.elapsed
+            blocks = transition(form, start.reshape(-1), elapsed.reshape(-1))
+            stored = jax.tree.map(lambda entry: entry.reshape(start.shape), blocks)
+            self.rows = self.rows._replace(transition=stored)
+
+    def _transition(self, row: Rows) -> tuple[Any, Any]:
+        """The matrices A and Q of a row."""
+        if row.transition is not None:
+            return row.transition
+        return transition(self.form, row.start, row.elapsed)
 
     def _h(self, row: Rows) -> Any:
         return self.h if self.has_equal_h else self.algebra.of(row.h.T)
@@ -195,7 +213,7 @@ class _Scheme:
         def step(carry: Any, row: Rows) -> tuple[Any, None]:
             Phi, b, C, eta, J = carry
             C, J = ops.unpack(C), ops.unpack(J)
-            A, Q = transition(self.form, row.start, row.elapsed)
+            A, Q = self._transition(row)
             h = self._h(row)
             Phi, b = ops.product(A, Phi), ops.times(A, b)
             C = ops.add(ops.congruence(A, C), Q)
@@ -244,7 +262,7 @@ class _Scheme:
     def _filtered(self, before: Moments, row: Rows) -> tuple[Moments, Array, Any]:
         """The moments after a row from those before, its log density, and what led there."""
         ops = self.algebra
-        A, Q = transition(self.form, row.start, row.elapsed)
+        A, Q = self._transition(row)
         h = self._h(row)
         AP = ops.product(A, ops.unpack(before.covariance))
         m = ops.times(A, before.mean)
@@ -328,36 +346,33 @@ class _Scheme:
             row, before = inputs
             _, _, (A, AP, h, m, P, gain, inverse, error) = self._filtered(before, row)
             r, N, u, D, d_h = self._before_observing(later, h, m, P, gain, inverse, error)
-
-            blocks, pull_back = jax.vjp(blocks_of_lanes, of_lanes, row.start, row.elapsed)
+            matrices, pull_back = jax.vjp(blocks_of_lanes, of_lanes, row.start, row.elapsed)
             S = ops.add(ops.outer(r, r), ops.scale(N, -1.0))
             d_A = ops.add(ops.outer(r, before.mean), ops.product(S, AP))
-            cotangent = (
-                ops.to_blocks(d_A, blocks[0]),
-                ops.to_blocks(ops.scale(S, 0.5), blocks[1]),
-            )
-            d_form, d_start, d_elapsed = pull_back(cotangent)
+            derivatives = d_A, ops.scale(S, 0.5)
+            d_form, d_start, d_elapsed = pull_back(tuple(map(ops.to_blocks, derivatives, matrices)))
             transposed = ops.transpose(A)
             earlier = Moments(ops.times(transposed, r), ops.pack(ops.congruence(transposed, N)))
             totals = jax.tree.map(jnp.add, totals, d_form)
-            d_noise = 0.5 * (u * u - D)
-            d_row = Rows(d_start, d_elapsed, -u, d_noise, None, ops.columns(d_h))
-            return (earlier, totals), d_row
+            d_h = None if self.has_known_h else d_h
+            return (earlier, totals), Rows(d_start, d_elapsed, -u, 0.5 * (u * u - D), None, d_h)
 
         first = self.ends(influence), jax.tree.map(jnp.zeros_like, of_lanes)
         (begin, totals), d_rows = jax.lax.scan(step, first, (self.rows, stored), reverse=True)
+        if not self.has_known_h:
+            d_rows = d_rows._replace(h=ops.by_row(d_rows.h))
         d_rows = jax.tree.map(self.parts.joined, d_rows)
-        if self.has_equal_h:
+        if self.has_equal_h and not self.has_known_h:
             d_rows = d_rows._replace(h=jnp.sum(d_rows.h, axis=0))
 
         def prior(arrays: Any, time: Array) -> Any:
             return _single_lane(eqx.combine(arrays, static).covariance(time))
 
-        blocks, pull_back = jax.vjp(prior, arrays, self.first_time)
+        matrices, pull_back = jax.vjp(prior, arrays, self.first_time)
         r, N = jax.tree.map(lambda leaf: leaf[..., :1], tuple(begin))
         S = ops.add(ops.outer(r, r), ops.scale(ops.unpack(N), -1.0))
-        d_form, d_time = pull_back(ops.to_blocks(ops.scale(S, 0.5), blocks))
-        d_form = jax.tree.map(lambda a, b: jnp.sum(a, axis=0) + b, totals, d_form)
+        of_prior, d_time = pull_back(ops.to_blocks(ops.scale(S, 0.5), matrices))
+        d_form = jax.tree.map(lambda a, b: jnp.sum(a, axis=0) + b, totals, of_prior)
         return total, Derivatives(d_form, d_time, d_rows)
 
     def smoothed(self) -> Smoothed:
@@ -371,12 +386,11 @@ class _Scheme:
             r, N, u, D, _ = self._before_observing(later, h, m, P, gain, inverse, error)
             transposed = ops.transpose(A)
             earlier = Moments(ops.times(transposed, r), ops.pack(ops.congruence(transposed, N)))
-            vectors = (*after, r, ops.pack(N))
-            return earlier, (*map(ops.columns, vectors), u, D)
+            return earlier, ((*after, r, ops.pack(N)), (u, D))
 
         rows = self.rows, stored
-        by_row = jax.lax.scan(step, self.ends(influence), rows, reverse=True)[1]
-        return Smoothed(*map(self.parts.joined, by_row))
+        vectors, numbers = jax.lax.scan(step, self.ends(influence), rows, reverse=True)[1]
+        return Smoothed(*map(self.parts.joined, (*map(ops.by_row, vectors), *numbers)))
 
     def _before_observing(
         self, later: Moments, h: Any, m: Any, P: Any, gain: Any, inverse: Array, error: Array

@@ -1,6 +1,7 @@
 """The rows of a Gaussian process in the order of time, with the form of its kernel."""
 
 import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -31,7 +32,7 @@ def form_of(
 
 def in_order(
     form: AbstractStateSpace, column: int, operator: KernelOperator, values: Float[Array, " n"]
-) -> tuple[Int[Array, " n"], Array, Array, Array, Array]:
+) -> tuple[Int[Array, " n"], Array, Array, Array, Any]:
     """The order of the rows in time, and times, values, noise and vectors h in this order."""
     X, dtype = operator.X, operator.dtype
     order = order_of(X[:, column])
@@ -39,8 +40,16 @@ def in_order(
     call_where(_is_coarse(times), _warn_of_coarse_times)
     noise = operator.noise()
     noise = noise if operator.noise_variance.ndim == 0 else noise[order]
-    h = form.observation(X[:1] if form.has_equal_observations else X[order]).astype(dtype)
-    return order, times, values[order], noise, h[0] if form.has_equal_observations else h
+    return order, times, values[order], noise, vectors(form, X[order], dtype)
+
+
+def vectors(form: AbstractStateSpace, X: Float[Array, "n d"], dtype: jnp.dtype) -> Any:
+    """The vectors h of rows, shape (n, s), or (s,) if they are equal; known ones in NumPy."""
+    if not form.has_equal_observations:
+        return form.observation(X).astype(dtype)
+    with jax.ensure_compile_time_eval():
+        h = form.observation(jnp.zeros((1, X.shape[1]), X.dtype)).astype(dtype)
+    return np.asarray(h)[0] if checks.is_concrete(h) else h[0]
 
 
 def order_of(times: Float[Array, " n"]) -> Int[Array, " n"]:
@@ -61,7 +70,7 @@ def _is_coarse(times: Float[Array, " n"]) -> Bool[Array, ""]:
     times = jax.lax.stop_gradient(times)
     size = jnp.maximum(jnp.abs(times[0]), jnp.abs(times[-1]))
     gap = (times[-1] - times[0]) / times.size
-    return (gap > 0.0) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
+    return (times.size > 1) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
 
 
 def _warn_of_coarse_times() -> None:

@@ -1,5 +1,7 @@
 """Joint draws of a process from its state-space form, in linear time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -14,7 +16,7 @@ def draw(
     key: Key[Array, ""],
     form: AbstractStateSpace,
     times: Float[Array, " n"],
-    h: Float[Array, "..."],
+    h: Any,
     num_samples: int,
 ) -> Float[Array, "num_samples n"]:
     """Draw the function at sorted times.
