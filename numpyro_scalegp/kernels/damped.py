@@ -7,6 +7,8 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.kernels.state_space import Blocks, FirstEntry, Transition, matrix
 
+# exp(-x) is zero at this x, in float32 and float64.
+_LONG = 1000.0
 # Below these arguments, functions are evaluated by their power series.
 _SMALL_GAMMA = 2.0
 _SMALL_SQUARE = 0.5
@@ -29,7 +31,7 @@ class Exponential(FirstEntry):
 
     def transition(self, start: Float[Array, ""], elapsed: Float[Array, ""]) -> Transition:
         """Exponential decay."""
-        x = self.rate * elapsed
+        x = _elapsed(self.rate, elapsed)[0]
         noise = -self.variance * jnp.expm1(-2.0 * x)
         return Transition((matrix([[jnp.exp(-x)]]),), (matrix([[noise]]),))
 
@@ -51,7 +53,8 @@ class CriticallyDamped(FirstEntry):
 
     def transition(self, start: Float[Array, ""], elapsed: Float[Array, ""]) -> Transition:
         """Sarkka and Solin (2019), example 12.7."""
-        rate, x = self.rate, self.rate * elapsed
+        rate = self.rate
+        x, elapsed = _elapsed(rate, elapsed)
         decay = jnp.exp(-x)
         A = matrix(
             [
@@ -91,7 +94,8 @@ class TwiceSmooth(FirstEntry):
 
     def transition(self, start: Float[Array, ""], elapsed: Float[Array, ""]) -> Transition:
         """exp(F t) = exp(-x) (I + G t + G^2 t^2 / 2) with x = rate t and G = F + rate I."""
-        rate, t, x = self.rate, elapsed, self.rate * elapsed
+        rate = self.rate
+        x, t = _elapsed(rate, elapsed)
         decay, half = jnp.exp(-x), 0.5 * x * x
         rows = [
             [1.0 + x + half, t * (1.0 + x), 0.5 * t * t],
@@ -144,6 +148,7 @@ class Oscillator(FirstEntry):
         """Damped rotation or, below a quality of 1/2, decay."""
         frequency, v = self.frequency, self.variance
         rate = 0.5 * frequency / self.quality
+        elapsed = _elapsed(_slowest_rate(frequency, self.quality), elapsed)[1]
         C, S = damped_motion(frequency, self.quality, elapsed)
         A = matrix([[C + rate * S, S], [-(frequency**2) * S, C - rate * S]])
         # P - A P A' over long times, and over short ones terms of one sign.
@@ -169,6 +174,26 @@ class Oscillator(FirstEntry):
         return Transition((A,), (Q,))
 
 
+def _elapsed(
+    rate: Float[Array, "..."], elapsed: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Rate t and t, for a time t that is cut off where exp(-rate t) is zero.
+
+    Beyond, powers of t would overflow.
+    """
+    x = jnp.minimum(rate * elapsed, _LONG)
+    return x, x / rate
+
+
+def _slowest_rate(
+    frequency: Float[Array, "..."], quality: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The rate at which an oscillator forgets: half its bandwidth, or less if overdamped."""
+    a = 0.5 / quality
+    root = jnp.sqrt(jnp.where(a > 1.0, a * a - 1.0, 1.0))
+    return frequency * jnp.where(a > 1.0, 1.0 / (a + root), a)
+
+
 def damped_motion(
     frequency: Float[Array, "..."], quality: Float[Array, "..."], elapsed: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -176,6 +201,7 @@ def damped_motion(
 
     b^2 = frequency^2 - a^2 may be negative, with cosh and sinh in their place.
     """
+    elapsed = _elapsed(_slowest_rate(frequency, quality), elapsed)[1]
     a = 0.5 * frequency / quality
     relative = 1.0 - 0.25 / quality**2
     square = (frequency * elapsed) ** 2 * relative  # (b t)^2

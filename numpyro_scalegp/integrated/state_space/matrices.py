@@ -112,6 +112,18 @@ class Entries:
         return _sum(*(None if a is None or b is None else a * b for a, b in pairs))
 
     @staticmethod
+    def absolute_form(P: Any, x: Any) -> Any:
+        """The sum of |x_i P_ij x_j|."""
+        products = Entries.outer(x, x)
+        return _sum(
+            *(
+                None if a is None or b is None else jnp.abs(a * b)
+                for row, other in zip(P, products, strict=True)
+                for a, b in zip(row, other, strict=True)
+            )
+        )
+
+    @staticmethod
     def outer(x: Any, y: Any) -> Any:
         """The matrix of all products of entries."""
         return tuple(Entries.scale(y, a) for a in x)
@@ -268,6 +280,11 @@ class Arrays:
     def dot(x: Array, y: Array) -> Array:
         """The inner product of two vectors."""
         return jnp.sum(x * y, axis=0)
+
+    @staticmethod
+    def absolute_form(P: Array, x: Array) -> Array:
+        """The sum of |x_i P_ij x_j|."""
+        return jnp.sum(jnp.abs(x[:, None] * P * x), axis=(0, 1))
 
     @staticmethod
     def outer(x: Array, y: Array) -> Array:

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float
 from numpyro_scalegp.integrated.state_space.matrices import Arrays, Entries
 from numpyro_scalegp.integrated.state_space.parts import Parts, each_after_the_other
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders
 
 # Up to this many state variables the entries of matrices are separate.
@@ -105,7 +106,7 @@ def log_density(
     @custom_jvp_all_orders
     def density(*arguments: Any) -> Array:
         passes = scheme(*arguments)
-        return jnp.sum(passes.filter(passes.starts()))
+        return passes.filter(passes.starts())
 
     def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
         value, derivatives = scheme(*primals).with_derivatives()
@@ -172,6 +173,8 @@ class _Scheme:
             self.parts.cut, rows._replace(h=None if self.has_equal_h else rows.h)
         )
         self.has_known_h = isinstance(rows.h, np.ndarray)
+        # Several parts of a state may cancel in their sum.
+        self.may_cancel = not (self.has_known_h and np.count_nonzero(rows.h) == 1)
         if self.has_equal_h:
             self.h = self.algebra.equal(rows.h, self.lanes)
         self.lane = jnp.zeros(self.lanes, rows.y.dtype)
@@ -192,6 +195,22 @@ class _Scheme:
 
     def _noise(self, row: Rows) -> Array:
         return jnp.where(row.weight > 0.0, row.noise, 1.0)
+
+    def _observed(self, P: Any, g: Any, gain: Any, h: Any, row: Rows) -> Any:
+        """The covariance P - gain g' after a row is observed, g = P h.
+
+        With little noise the difference cancels in the direction of h, where the result is known:
+        (P - gain g') h = gain noise.
+        """
+        ops = self.algebra
+        observed = ops.add(P, ops.scale(ops.outer(gain, g), -1.0))
+        known = ops.scale(gain, self._noise(row))
+        error = ops.add(known, ops.scale(ops.times(observed, h), -1.0))
+        square = ops.dot(h, h)
+        inverse = jnp.where(square > 0.0, row.weight / jnp.where(square > 0.0, square, 1.0), 0.0)
+        along = 0.5 * inverse * ops.dot(h, error)
+        change = ops.scale(ops.add(error, ops.scale(h, -along)), inverse)
+        return ops.add(observed, ops.outer(change, h), ops.outer(h, change))
 
     def prior(self) -> Moments:
         """The state at the first time, as a single lane."""
@@ -225,7 +244,7 @@ class _Scheme:
             eta = ops.add(eta, ops.scale(g, error * inverse))
             Phi = ops.add(Phi, ops.scale(ops.outer(gain, g), -1.0))
             b = ops.add(b, ops.scale(gain, error))
-            C = ops.add(C, ops.scale(ops.outer(gain, c), -1.0))
+            C = self._observed(C, c, gain, h, row)
             return (Phi, b, ops.pack(C), eta, ops.pack(J)), None
 
         first = (ops.identity(self.size, self.lane), zeros, none, zeros, none)
@@ -249,15 +268,17 @@ class _Scheme:
 
         return each_after_the_other(step, prior, self.summaries())[0]
 
-    def filter(self, starts: Moments) -> Float[Array, " lanes"]:
-        """The log density of each part."""
+    def filter(self, starts: Moments) -> Float[Array, ""]:
+        """The log density."""
 
         def step(carry: Any, row: Rows) -> tuple[Any, None]:
-            moments, total = carry
-            after, term = self._filtered(moments, row)[:2]
-            return (after, total + term), None
+            moments, total, worst = carry
+            after, term, (*_, loss) = self._filtered(moments, row)
+            return (after, total + term, jnp.maximum(worst, loss)), None
 
-        return jax.lax.scan(step, (starts, self.lane), self.rows)[0][1]
+        first = starts, self.lane, self.lane
+        _, totals, worst = jax.lax.scan(step, first, self.rows)[0]
+        return _with_warning(jnp.sum(totals), worst)
 
     def _filtered(self, before: Moments, row: Rows) -> tuple[Moments, Array, Any]:
         """The moments after a row from those before, its log density, and what led there."""
@@ -275,9 +296,14 @@ class _Scheme:
         gain = ops.scale(g, inverse)
         after = Moments(
             ops.add(m, ops.scale(gain, error)),
-            ops.pack(ops.add(P, ops.scale(ops.outer(gain, g), -1.0))),
+            ops.pack(self._observed(P, g, gain, h, row)),
         )
-        return after, -0.5 * row.weight * term, (A, AP, h, m, P, gain, inverse, error)
+        # The rounding errors of the variance, relative to it.
+        loss = jnp.zeros_like(variance)
+        if self.may_cancel:
+            size = ops.absolute_form(P, h)
+            loss = row.weight * rounding.unit(size.dtype) * size / variance
+        return after, -0.5 * row.weight * term, (A, AP, h, m, P, gain, inverse, error, loss)
 
     def filter_and_store(self, starts: Moments) -> tuple[Array, Moments, Any]:
         """The log density, the moments before each row, and the influence of each part's start.
@@ -290,8 +316,9 @@ class _Scheme:
         none = ops.pack(ops.full(ops.outer(zeros, zeros), self.lane))
 
         def step(carry: Any, row: Rows) -> tuple[Any, Moments]:
-            moments, total, influence = carry
-            after, term, (A, _, h, _, _, gain, inverse, error) = self._filtered(moments, row)
+            moments, total, worst, influence = carry
+            after, term, (A, _, h, _, _, gain, inverse, error, loss) = self._filtered(moments, row)
+            worst = jnp.maximum(worst, loss)
             if influence is not None:
                 Psi, delta, J = influence
                 Psi = ops.product(A, Psi)
@@ -299,14 +326,13 @@ class _Scheme:
                 delta = ops.add(delta, ops.scale(q, error * inverse))
                 J = ops.pack(ops.add(ops.unpack(J), ops.outer(ops.scale(q, inverse), q)))
                 influence = ops.add(Psi, ops.scale(ops.outer(gain, q), -1.0)), delta, J
-            return (after, total + term, influence), moments
+            return (after, total + term, worst, influence), moments
 
         identity = ops.identity(self.size, self.lane)
         influence = None if self.lanes == 1 else (identity, zeros, none)
-        (_, total, influence), stored = jax.lax.scan(
-            step, (starts, self.lane, influence), self.rows
-        )
-        return jnp.sum(total), stored, influence
+        first = starts, self.lane, self.lane, influence
+        (_, totals, worst, influence), stored = jax.lax.scan(step, first, self.rows)
+        return _with_warning(jnp.sum(totals), worst), stored, influence
 
     def ends(self, influence: Any) -> Moments:
         """R and N after each part."""
@@ -344,7 +370,7 @@ class _Scheme:
         def step(carry: Any, inputs: tuple[Rows, Moments]) -> tuple[Any, Any]:
             later, totals = carry
             row, before = inputs
-            _, _, (A, AP, h, m, P, gain, inverse, error) = self._filtered(before, row)
+            _, _, (A, AP, h, m, P, gain, inverse, error, _) = self._filtered(before, row)
             r, N, u, D, d_h = self._before_observing(later, h, m, P, gain, inverse, error)
             matrices, pull_back = jax.vjp(blocks_of_lanes, of_lanes, row.start, row.elapsed)
             S = ops.add(ops.outer(r, r), ops.scale(N, -1.0))
@@ -382,7 +408,7 @@ class _Scheme:
 
         def step(later: Moments, inputs: tuple[Rows, Moments]) -> tuple[Moments, Any]:
             row, before = inputs
-            after, _, (A, _, h, m, P, gain, inverse, error) = self._filtered(before, row)
+            after, _, (A, _, h, m, P, gain, inverse, error, _) = self._filtered(before, row)
             r, N, u, D, _ = self._before_observing(later, h, m, P, gain, inverse, error)
             transposed = ops.transpose(A)
             earlier = Moments(ops.times(transposed, r), ops.pack(ops.congruence(transposed, N)))
@@ -408,6 +434,14 @@ class _Scheme:
         rest = ops.times(P, ops.add(ops.scale(h, D), ops.scale(Nk, -1.0)))
         d_h = ops.add(ops.scale(smoothed, u), ops.scale(rest, -1.0))
         return r, N, u, D, d_h
+
+
+def _with_warning(total: Float[Array, ""], loss: Float[Array, " lanes"]) -> Float[Array, ""]:
+    """The log density, with a warning if it is NaN or has few digits."""
+    value, worst = jax.lax.stop_gradient((total, jnp.max(loss)))
+    few = worst > rounding.FEW_DIGITS
+    linalg.warn_of_steps(~jnp.isnan(value), jnp.zeros((), jnp.int32), few=few)
+    return total
 
 
 def _single_lane(blocks: Any) -> Any:

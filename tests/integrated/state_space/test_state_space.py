@@ -204,6 +204,39 @@ def test_float32_at_close_times_with_little_noise(name, x64):
     assert_close(results[0][1], results[1][1], 1e-3)
 
 
+@pytest.mark.parametrize("name", ["matern32", "harmonic", "sum"])
+def test_float32_with_hardly_any_noise(name, x64):
+    """As in float64, or a warning where parts of a sum cancel."""
+    times = np.sort(RNG.uniform(0.0, 10.0, 200)).astype(np.float32)
+
+    @jax.jit
+    def density(kernel, X, noise):
+        y = jnp.sin(2.0 * X[:, 0])
+        return sgp.GaussianProcess(kernel, X, noise, estimator=LINEAR).log_prob(y)
+
+    def of(dtype):
+        kernel = jax.tree.map(lambda leaf: leaf.astype(dtype), KERNELS[name]())
+        value = density(kernel, jnp.asarray(times[:, None], dtype), jnp.asarray(1e-8, dtype))
+        jax.effects_barrier()
+        return value
+
+    expected = of(np.float64)
+    if name != "sum":
+        np.testing.assert_allclose(of(np.float32), expected, atol=0.2)
+        return
+    with pytest.warns(RuntimeWarning, match="few digits left|not positive definite"):
+        of(np.float32)
+
+
+@pytest.mark.parametrize("name", ["matern12", "matern32", "matern52", "harmonic", "overdamped"])
+def test_far_from_the_data_the_posterior_is_the_prior(name):
+    kernel, far = KERNELS[name](), np.array([[-1e30], [1e30]], np.float32)
+    gp = sgp.GaussianProcess(kernel, X.astype(np.float32), 0.1, estimator=LINEAR)
+    posterior = gp.condition(Y.astype(np.float32))
+    np.testing.assert_array_equal(posterior.mean(far), 0.0)
+    np.testing.assert_allclose(posterior.variance(far), kernel.diag(far))
+
+
 def test_large_times_in_float32_warn():
     days = jnp.asarray(1.7e9 + np.arange(50.0))[:, None]
     gp = sgp.GaussianProcess(sgp.kernels.Matern32(10.0), days, 0.1, estimator=LINEAR)
