@@ -26,7 +26,7 @@ from numpyro_scalegp.kernels.state_space import (
 from numpyro_scalegp.numerics.linalg import matmul
 
 # The number of Fourier terms of a periodic kernel in a state-space form, besides the constant: they
-# hold all but 1e-9 of the variance for a lengthscale of 1, all but 0.003 for one of 0.3.
+# hold all but 4e-9 of the variance for a lengthscale of 1, all but 0.01 for one of 0.3.
 NUM_HARMONICS = 8
 
 

@@ -13,7 +13,12 @@ from jaxtyping import Array, Float, Int
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.integrated.state_space import recursions, simulation
-from numpyro_scalegp.integrated.state_space.rows import form_of, order_of, vectors
+from numpyro_scalegp.integrated.state_space.rows import (
+    form_of,
+    missing_variance,
+    order_of,
+    vectors,
+)
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace
 from numpyro_scalegp.numerics.rounding import remaining_variance
@@ -54,8 +59,13 @@ class StateSpacePosterior(AbstractInChunks):
 
     @property
     def diagnostics(self) -> dict[str, Array]:
-        """The number of state variables."""
-        return {"state_variables": jnp.asarray(self._form.size)}
+        """The state of the process.
+
+        `state_variables` is their number, and `missing_variance` the share of the prior variance
+        that the truncated series of periodic kernels lack.
+        """
+        missing = missing_variance(self._form, self.kernel, self.X[:1])
+        return {"state_variables": jnp.asarray(self._form.size), "missing_variance": missing}
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "StateSpacePosterior":
         """The posterior of one component of f; see `AbstractPosterior.restrict`."""

@@ -12,9 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.kernels.kernel import AbstractKernel
-from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, array
 from numpyro_scalegp.linear.operator import KernelOperator
 
+# Warn where a truncated form lacks more than this share of the prior variance.
+_MOST_MISSING = 0.01
 # Warn where the resolution of a time exceeds this fraction of the mean gap between times.
 _COARSE = 0.05
 
@@ -38,6 +40,8 @@ def in_order(
     order = order_of(X[:, column])
     times = X[order, column].astype(dtype)
     call_where(_is_coarse(times), _warn_of_coarse_times)
+    missing = missing_variance(form, operator.kernel, X[:1])
+    call_where(missing > _MOST_MISSING, _warn_of_missing_variance)
     noise = operator.noise()
     noise = noise if operator.noise_variance.ndim == 0 else noise[order]
     return order, times, values[order], noise, vectors(form, X[order], dtype)
@@ -71,6 +75,29 @@ def _is_coarse(times: Float[Array, " n"]) -> Bool[Array, ""]:
     size = jnp.maximum(jnp.abs(times[0]), jnp.abs(times[-1]))
     gap = (times[-1] - times[0]) / times.size
     return (times.size > 1) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
+
+
+def missing_variance(
+    form: AbstractStateSpace, kernel: AbstractKernel, X: Float[Array, "one d"]
+) -> Float[Array, ""]:
+    """The share of the prior variance at a row that the form of a truncated series lacks."""
+    form, kernel, X = jax.lax.stop_gradient((form, kernel, X))
+    h, total, start = form.observation(X)[0], jnp.zeros((), X.dtype), 0
+    for block in form.covariance(X[0, form.time_column(X.shape[1])]):
+        part = h[start : start + len(block)]
+        total = total + jnp.sum(part[:, None] * array(block) * part)
+        start += len(block)
+    variance = kernel.evaluate_diag(X)[0]
+    return jnp.where(variance > 0.0, 1.0 - total / jnp.where(variance > 0.0, variance, 1.0), 0.0)
+
+
+def _warn_of_missing_variance() -> None:
+    warnings.warn(
+        "the Fourier series of a periodic kernel lacks more than a hundredth of the prior "
+        "variance: raise `num_harmonics` of `sgp.estimators.StateSpace`, or the lengthscale.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
 
 
 def _warn_of_coarse_times() -> None:

@@ -37,8 +37,9 @@ class StateSpace(AbstractEstimator):
 
     Args:
         num_harmonics: the number of Fourier terms of each `Periodic` kernel, besides the constant.
-            The terms left out are missing in the variance: for a lengthscale of 1 and eight terms
-            1e-9 of it, for 0.3 a share of 0.003.
+            The terms left out are missing in the variance: with eight terms 4e-9 of it for a
+            lengthscale of 1, 1e-4 for 0.5, 0.01 for 0.3. Above 0.01 there is a warning;
+            `posterior.diagnostics` has the share.
 
     Raises:
         ValueError: if `num_harmonics` is not positive; when used, if the kernel has no state-space

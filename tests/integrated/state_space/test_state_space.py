@@ -237,6 +237,22 @@ def test_far_from_the_data_the_posterior_is_the_prior(name):
     np.testing.assert_allclose(posterior.variance(far), kernel.diag(far))
 
 
+def test_a_short_series_warns(recwarn):
+    kernel = sgp.kernels.Periodic(0.2, period=2.0) + sgp.kernels.Constant(1.0)
+    estimators = (sgp.estimators.StateSpace(), sgp.estimators.StateSpace(num_harmonics=30))
+    missing = []
+    for estimator in estimators:
+        gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator)
+        missing.append(gp.condition(Y).diagnostics["missing_variance"])
+        jax.effects_barrier()
+        assert any("raise `num_harmonics`" in str(w.message) for w in recwarn.list) == (
+            estimator is estimators[0]
+        )
+        recwarn.clear()
+    weights = sgp.kernels.Periodic(0.2, period=2.0).fourier_weights(200)
+    np.testing.assert_allclose(missing, [jnp.sum(weights[9:]), 0.0], atol=1e-6)
+
+
 def test_large_times_in_float32_warn():
     days = jnp.asarray(1.7e9 + np.arange(50.0))[:, None]
     gp = sgp.GaussianProcess(sgp.kernels.Matern32(10.0), days, 0.1, estimator=LINEAR)
