@@ -177,7 +177,7 @@ class Oscillator(FirstEntry):
 def _elapsed(
     rate: Float[Array, "..."], elapsed: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Rate t and t, for a time t that is cut off where exp(-rate t) is zero.
+    """The product rate t and t, for a time t that is cut off where exp(-rate t) is zero.
 
     Beyond, powers of t would overflow.
     """

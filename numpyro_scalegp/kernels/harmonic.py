@@ -1,5 +1,6 @@
 """Kernels of functions of time that oscillate."""
 
+import abc
 from typing import TYPE_CHECKING
 
 import equinox as eqx
@@ -28,6 +29,11 @@ class AbstractOfTime(AbstractKernel):
     else:
         variance: eqx.AbstractVar[Float[Array, "..."]]
 
+    def __check_init__(self) -> None:
+        for name in self.hyperparameter_ndims:
+            checks.positive(name, getattr(self, name))
+        _ = self.batch_shape  # raises unless batch shapes fit together
+
     @property
     def is_stationary(self) -> bool:
         """True: k(x, z) depends on x - z alone."""
@@ -45,8 +51,9 @@ class AbstractOfTime(AbstractKernel):
         # NaN for rows with NaN, which k(x, x) = variance alone would hide.
         return jnp.where(jnp.isnan(X[:, 0]), jnp.nan, self.variance.astype(dtype))
 
+    @abc.abstractmethod
     def _correlation(self, difference: Float[Array, "n m"]) -> Float[Array, "n m"]:
-        raise NotImplementedError
+        """The correlation at differences of times."""
 
     def _check_width(self, d: int) -> None:
         if d != 1:
@@ -93,11 +100,6 @@ class Harmonic(AbstractOfTime):
     frequency: Float[Array, "..."] = eqx.field(converter=checks.to_positive("frequency"))
     quality: Float[Array, "..."] = eqx.field(converter=checks.to_positive("quality"))
     variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    def __check_init__(self) -> None:
-        for name in self.hyperparameter_ndims:
-            checks.positive(name, getattr(self, name))
-        _ = self.batch_shape  # raises unless batch shapes fit together
 
     def _correlation(self, difference: Float[Array, "n m"]) -> Float[Array, "n m"]:
         C, S = damped_motion(self.frequency, self.quality, jnp.abs(difference))
@@ -172,11 +174,6 @@ class Cosine(AbstractOfTime):
 
     period: Float[Array, "..."] = eqx.field(converter=checks.to_positive("period"))
     variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
-
-    def __check_init__(self) -> None:
-        for name in self.hyperparameter_ndims:
-            checks.positive(name, getattr(self, name))
-        _ = self.batch_shape  # raises unless batch shapes fit together
 
     def _angle(self, times: Float[Array, "..."]) -> Float[Array, "..."]:
         # The remainder is exact; times / period would lose digits over many periods.

@@ -20,7 +20,7 @@ Blocks = tuple[Block, ...]
 # Below this elapsed time, in units of the drift's largest row sum, the noise is an integral.
 _SHORT = 1.0
 # Up to this size matrices are kept as entries.
-_MOST_ENTRIES = 4
+MOST_ENTRIES = 4
 _NODES = np.polynomial.legendre.leggauss(10)
 
 
@@ -222,7 +222,34 @@ class Trend(FirstEntry):
         return Transition((A,), (matrix([[zero, zero], [zero, zero]]),))
 
 
-class Stacked(AbstractStateSpace):
+class AbstractPair(AbstractStateSpace):
+    """A process made of two processes of the same time."""
+
+    left: eqx.AbstractVar[AbstractStateSpace]
+    right: eqx.AbstractVar[AbstractStateSpace]
+
+    @property
+    def has_equal_observations(self) -> bool:
+        """Whether both have the same vector for all rows."""
+        return self.left.has_equal_observations and self.right.has_equal_observations
+
+    @property
+    def has_costly_transitions(self) -> bool:
+        """Whether one of them has."""
+        return self.left.has_costly_transitions or self.right.has_costly_transitions
+
+    def time_column(self, d: int) -> int:
+        """The column of both; see `AbstractStateSpace.time_column`."""
+        column, other = self.left.time_column(d), self.right.time_column(d)
+        if column != other:
+            raise ValueError(
+                f"a state-space form is for one time, got kernels of column {column} and {other}: "
+                "take the same column in all terms and factors."
+            )
+        return column
+
+
+class Stacked(AbstractPair):
     """The sum of two processes, whose states are stacked; an inactive one is not observed."""
 
     left: AbstractStateSpace
@@ -253,22 +280,8 @@ class Stacked(AbstractStateSpace):
         ]
         return jnp.concatenate(vectors, axis=1)
 
-    @property
-    def has_equal_observations(self) -> bool:
-        """Whether both have the same vector for all rows."""
-        return self.left.has_equal_observations and self.right.has_equal_observations
 
-    @property
-    def has_costly_transitions(self) -> bool:
-        """Whether one of them has."""
-        return self.left.has_costly_transitions or self.right.has_costly_transitions
-
-    def time_column(self, d: int) -> int:
-        """The column of both; see `AbstractStateSpace.time_column`."""
-        return _common_column(self.left, self.right, d)
-
-
-class Kronecker(AbstractStateSpace):
+class Kronecker(AbstractPair):
     """The product of two processes of time: all products of state variables."""
 
     left: AbstractStateSpace
@@ -304,20 +317,6 @@ class Kronecker(AbstractStateSpace):
             ],
             axis=1,
         )
-
-    @property
-    def has_equal_observations(self) -> bool:
-        """Whether both have the same vector for all rows."""
-        return self.left.has_equal_observations and self.right.has_equal_observations
-
-    @property
-    def has_costly_transitions(self) -> bool:
-        """Whether one of them has."""
-        return self.left.has_costly_transitions or self.right.has_costly_transitions
-
-    def time_column(self, d: int) -> int:
-        """The column of both; see `AbstractStateSpace.time_column`."""
-        return _common_column(self.left, self.right, d)
 
 
 class AbstractWrapped(AbstractStateSpace):
@@ -411,12 +410,17 @@ def array(block: Block) -> Float[Array, "b b ..."]:
     return block
 
 
+def single_lane(blocks: Blocks) -> Blocks:
+    """The blocks with a last axis of one lane."""
+    return jax.tree.map(lambda entry: entry[..., None], blocks)
+
+
 def _products(lefts: Blocks, rights: Blocks) -> Blocks:
     return tuple(_kronecker(left, right) for left in lefts for right in rights)
 
 
 def _kronecker(left: Block, right: Block) -> Block:
-    if len(left) * len(right) > _MOST_ENTRIES:
+    if len(left) * len(right) > MOST_ENTRIES:
         return jnp.kron(array(left), array(right))
     return tuple(tuple(a * b for a in row for b in other) for row in left for other in right)
 
@@ -424,7 +428,7 @@ def _kronecker(left: Block, right: Block) -> Block:
 def _congruence(A: Block, P: Block) -> Block:
     """A P A'."""
     A, P = array(A), array(P)
-    if len(A) <= _MOST_ENTRIES:
+    if len(A) <= MOST_ENTRIES:
         AP = jnp.sum(A[:, :, None] * P[None, :, :], axis=1)
         return jnp.sum(AP[:, None, :] * A[None, :, :], axis=2)
     return matmul(matmul(A, P), A.T)
@@ -440,13 +444,3 @@ def _split(vectors: Float[Array, "n s"], sizes: Sequence[int]) -> list[Float[Arr
         parts.append(vectors[:, start : start + size])
         start += size
     return parts
-
-
-def _common_column(left: AbstractStateSpace, right: AbstractStateSpace, d: int) -> int:
-    column, other = left.time_column(d), right.time_column(d)
-    if column != other:
-        raise ValueError(
-            f"a state-space form is for one time, got kernels of column {column} and {other}: take "
-            "the same column in all terms and factors."
-        )
-    return column

@@ -40,7 +40,7 @@ class Parts:
 
 def each_after_the_other(
     step: Callable[[Any, Any], Any], first: Any, parts: Any, *, backward: bool = False
-) -> tuple[Any, Any]:
+) -> Any:
     """Carry a value from part to part.
 
     Args:
@@ -50,15 +50,16 @@ def each_after_the_other(
         backward: whether to go from the last part to the first.
 
     Returns:
-        The value before each part, in arrays whose last axis is the lanes, and the last value.
+        The value before each part, or behind it if backward, in arrays whose last axis is the
+        lanes.
     """
 
     def scanned(carry: Any, part: Any) -> tuple[Any, Any]:
         return step(carry, part), carry
 
     single = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, -1, 0)[..., None], parts)
-    last, before = jax.lax.scan(scanned, first, single, reverse=backward)
-    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf[..., 0], 0, -1), before), last
+    before = jax.lax.scan(scanned, first, single, reverse=backward)[1]
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf[..., 0], 0, -1), before)
 
 
 def _num_lanes(num_rows: int, size: int) -> int:

@@ -29,12 +29,9 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.integrated.state_space.matrices import Arrays, Entries
 from numpyro_scalegp.integrated.state_space.parts import Parts, each_after_the_other
-from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.kernels.state_space import MOST_ENTRIES, AbstractStateSpace, single_lane
 from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders
-
-# Up to this many state variables the entries of matrices are separate.
-_MOST_ENTRIES = 4
 
 
 class Rows(NamedTuple):
@@ -97,7 +94,7 @@ def log_density(
     arrays, static = eqx.partition(form, eqx.is_inexact_array)
 
     def scheme(arrays: Any, times: Array, y: Array, noise: Array, h: Any) -> _Scheme:
-        rows = _rows(times, y, noise, h if known is None else known)
+        rows = rows_at(times, y, noise, h if known is None else known)
         return _Scheme(eqx.combine(arrays, static), rows)
 
     # A known vector has no derivative.
@@ -111,7 +108,7 @@ def log_density(
     def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
         value, derivatives = scheme(*primals).with_derivatives()
         arrays, times, y, noise, h = tangents
-        rows = _rows(times, y, noise, h)._replace(weight=None)
+        rows = rows_at(times, y, noise, h)._replace(weight=None)
         pairs = zip(
             jax.tree.leaves(derivatives),
             jax.tree.leaves(Derivatives(arrays, times[0], rows)),
@@ -131,12 +128,12 @@ def smooth(
     h: Any,
 ) -> Smoothed:
     """Filter and smooth the rows; for the arguments see `log_density`."""
-    return _Scheme(form, _rows(times, y, noise, h)).smoothed()
+    return _Scheme(form, rows_at(times, y, noise, h)).smoothed()
 
 
 def algebra_of(form: AbstractStateSpace) -> Any:
     """The algebra for matrices of the size of a form's state."""
-    return Entries if form.size <= _MOST_ENTRIES else Arrays
+    return Entries if form.size <= MOST_ENTRIES else Arrays
 
 
 def transition(
@@ -149,12 +146,13 @@ def transition(
     return ops.from_blocks(A), ops.from_blocks(Q)
 
 
-def _rows(
+def rows_at(
     times: Float[Array, " n"],
     y: Float[Array, " n"],
     noise: Float[Array, " n"],
     h: Any,
 ) -> Rows:
+    """The rows at sorted times, all of them observed."""
     before = jnp.concatenate([times[:1], times[:-1]])
     return Rows(before, times - before, y, noise, jnp.ones_like(y), h)
 
@@ -214,7 +212,7 @@ class _Scheme:
 
     def prior(self) -> Moments:
         """The state at the first time, as a single lane."""
-        blocks = _single_lane(self.form.covariance(self.first_time))
+        blocks = single_lane(self.form.covariance(self.first_time))
         like = jnp.zeros_like(self.lane[:1])
         full = self.algebra.full(self.algebra.from_blocks(blocks), like)
         return Moments(self.algebra.zeros(self.size, like), self.algebra.pack(full))
@@ -266,7 +264,7 @@ class _Scheme:
             covariance = ops.add(ops.congruence(Phi, G), ops.unpack(C))
             return Moments(mean, ops.pack(covariance))
 
-        return each_after_the_other(step, prior, self.summaries())[0]
+        return each_after_the_other(step, prior, self.summaries())
 
     def filter(self, starts: Moments) -> Float[Array, ""]:
         """The log density."""
@@ -335,7 +333,7 @@ class _Scheme:
         return _with_warning(jnp.sum(totals), worst), stored, influence
 
     def ends(self, influence: Any) -> Moments:
-        """R and N after each part."""
+        """The r and N after each part."""
         ops = self.algebra
         one = self.lane[:1]
         zeros = ops.zeros(self.size, one)
@@ -350,7 +348,7 @@ class _Scheme:
             N = ops.congruence(transposed, ops.unpack(carry.covariance))
             return Moments(r, ops.pack(ops.add(N, ops.unpack(J))))
 
-        return each_after_the_other(step, last, influence, backward=True)[0]
+        return each_after_the_other(step, last, influence, backward=True)
 
     def with_derivatives(self) -> tuple[Float[Array, ""], Derivatives]:
         """The log density and its derivatives."""
@@ -392,7 +390,7 @@ class _Scheme:
             d_rows = d_rows._replace(h=jnp.sum(d_rows.h, axis=0))
 
         def prior(arrays: Any, time: Array) -> Any:
-            return _single_lane(eqx.combine(arrays, static).covariance(time))
+            return single_lane(eqx.combine(arrays, static).covariance(time))
 
         matrices, pull_back = jax.vjp(prior, arrays, self.first_time)
         r, N = jax.tree.map(lambda leaf: leaf[..., :1], tuple(begin))
@@ -421,7 +419,7 @@ class _Scheme:
     def _before_observing(
         self, later: Moments, h: Any, m: Any, P: Any, gain: Any, inverse: Array, error: Array
     ) -> tuple[Any, Any, Array, Array, Any]:
-        """R and N before a row is observed, the derivatives of its y, noise and h."""
+        """The r and N before a row is observed, the derivatives of its y, noise and h."""
         ops = self.algebra
         r, N = later.mean, ops.unpack(later.covariance)
         Nk = ops.times(N, gain)
@@ -442,7 +440,3 @@ def _with_warning(total: Float[Array, ""], loss: Float[Array, " lanes"]) -> Floa
     few = worst > rounding.FEW_DIGITS
     linalg.warn_of_steps(~jnp.isnan(value), jnp.zeros((), jnp.int32), few=few)
     return total
-
-
-def _single_lane(blocks: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[..., None], blocks)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Key
 from numpyro_scalegp.integrated.state_space.matrices import Arrays
 from numpyro_scalegp.integrated.state_space.parts import Parts, each_after_the_other
 from numpyro_scalegp.integrated.state_space.recursions import algebra_of, transition
-from numpyro_scalegp.kernels.state_space import AbstractStateSpace
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, single_lane
 
 
 def draw(
@@ -56,7 +56,7 @@ def draw(
         return (state, Arrays.product(A, product)), None
 
     like = jnp.zeros(1, dtype)
-    covariance = ops.full(ops.from_blocks(_single_lane(form, times[0])), like)
+    covariance = ops.full(ops.from_blocks(single_lane(form.covariance(times[0]))), like)
     normal = jax.random.normal(first_key, (size, 1, num_samples), dtype)
     first = _apply(ops.array(ops.factor(covariance)), normal)
     if parts.lanes > 1:
@@ -69,7 +69,7 @@ def draw(
             return _apply(product, state[:, None, :, 0])[..., None][:, 0] + end
 
         states = jnp.moveaxis(first, 1, -1)
-        first, _ = each_after_the_other(through, states, (jnp.moveaxis(ends, 1, -1), products))
+        first = each_after_the_other(through, states, (jnp.moveaxis(ends, 1, -1), products))
         first = jnp.moveaxis(first, -1, 1)
 
     def observed(state: Array, row: tuple) -> tuple[Array, Array]:
@@ -87,7 +87,3 @@ def _apply(
 ) -> Float[Array, "s lanes k"]:
     """The product with a vector for each lane and draw."""
     return sum((A[:, j, :, None] * states[j] for j in range(len(A))), jnp.zeros_like(states))
-
-
-def _single_lane(form: AbstractStateSpace, time: Float[Array, ""]) -> tuple:
-    return jax.tree.map(lambda leaf: leaf[..., None], form.covariance(time))
