@@ -476,6 +476,12 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
             jnp.arange(len(X)) % 4
         ),
     ),
+    (
+        "laplace_in_time",
+        lambda kernel, X: sgp.LaplaceGP(
+            kernel.on((0,)), X, _counts, estimator=sgp.estimators.StateSpace()
+        ).condition(jnp.arange(len(X)) % 4),
+    ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     (
         "with_mean",

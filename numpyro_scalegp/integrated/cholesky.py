@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import checks
-from numpyro_scalegp.integrated.estimator import AbstractEstimator
+from numpyro_scalegp.core import batches, checks
+from numpyro_scalegp.integrated.laplace import dense
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator
+from numpyro_scalegp.integrated.laplace.search import Entries, Sites
+from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.numerics import linalg, memory
 from numpyro_scalegp.processes.exact import ExactPosterior
@@ -16,7 +19,7 @@ from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
 
 
-class Cholesky(AbstractEstimator):
+class Cholesky(AbstractLaplaceEstimator):
     """The exact log marginal likelihood and its exact gradient.
 
     log p(y) = -(y'H^-1 y + log|H| + n log 2 pi) / 2 with H = K(X, X) + diag(noise_variance).
@@ -131,3 +134,62 @@ class Cholesky(AbstractEstimator):
         H = self.covariance(operator)
         normal = jax.random.normal(key, (num_samples, operator.size), H.dtype)
         return linalg.matmul(normal, linalg.cholesky(H).T)
+
+    def laplace_log_prob(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "... n d"],
+        entries: Entries,
+        mean: Float[Array, "*batch n"],
+        data: Any,
+    ) -> Float[Array, "*batch"]:
+        """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n^3), memory O(n^2)."""
+        return dense.log_marginal(entries, self._gram(kernel, X, mean), mean, data)
+
+    def laplace_sites(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "... n d"],
+        entries: Entries,
+        mean: Float[Array, "*batch n"],
+        data: Any,
+    ) -> Sites:
+        """See `AbstractLaplaceEstimator.laplace_sites`."""
+        return dense.normal_sites(entries, self._gram(kernel, X, mean), mean, data)
+
+    def laplace_posterior(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        sites: Sites,
+        mean: Float[Array, " n"],
+        mean_function: RowsFunction,
+    ) -> ExactPosterior:
+        """See `AbstractLaplaceEstimator.laplace_posterior`."""
+        L: Any = sites.tril
+        linalg.warn_of_rounding(L)
+        return ExactPosterior(
+            kernel=kernel,
+            X=X,
+            y=sites.f,
+            noise_variance=None,
+            mean_function=mean_function,
+            factor=linalg.Factor(L, jnp.zeros((), L.dtype)),
+            representer_weights=sites.weights,
+        )
+
+    def _gram(
+        self, kernel: AbstractKernel, X: Float[Array, "... n d"], mean: Float[Array, "*batch n"]
+    ) -> Float[Array, "*batch n n"]:
+        memory.warn_of_size(
+            "LaplaceGP",
+            X.shape[-2],
+            X.dtype,
+            "for a function of time use estimator=sgp.estimators.StateSpace(); else train a "
+            "`sgp.LatentGP` with a guide such as sgp.guides.AutoSparseGP. Neither needs such a "
+            "matrix",
+        )
+        K = kernel.each(lambda kernel, X: kernel.evaluate_covariance(X), X)
+        if self.jitter is not None:
+            K = batches.mapped(lambda K: linalg.add_jitter(K, self.jitter), 2)(K)
+        return jnp.broadcast_to(K, (*mean.shape, mean.shape[-1]))

@@ -145,3 +145,8 @@ class BatchPosterior(AbstractConditioned):
             loc = jnp.where(self.observed, loc, predictive.loc)
             scale = jnp.where(self.observed, scale, predictive.scale)
         return dist.Normal(loc, scale)
+
+    @compiled
+    def _precision(self) -> Float[Array, "*batch n"]:
+        """The diagonal of H^-1 of each member."""
+        return self._each(lambda member: member._precision())

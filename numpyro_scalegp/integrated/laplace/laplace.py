@@ -1,5 +1,6 @@
 """`LaplaceGP`: Laplace's approximation for likelihoods other than normal noise."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Num
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import batches, checks
-from numpyro_scalegp.integrated.laplace import newton
+from numpyro_scalegp.integrated.cholesky import Cholesky
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator
 from numpyro_scalegp.integrated.laplace.log_expectation import LikelihoodUnderNormal, as_likelihood
 from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior
+from numpyro_scalegp.integrated.laplace.search import Sites
 from numpyro_scalegp.integrated.members import (
     MISSING,
     as_mean_function,
@@ -24,16 +27,14 @@ from numpyro_scalegp.integrated.members import (
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.nonstationary import refuse_kernel
 from numpyro_scalegp.likelihoods.dependence import table_of
-from numpyro_scalegp.numerics import linalg, memory
+from numpyro_scalegp.linear.operator import KernelOperator
+from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.processes.batch import BatchPosterior
-from numpyro_scalegp.processes.exact import ExactPosterior
 from numpyro_scalegp.programs import functions
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
 from numpyro_scalegp.sites.collapsed import CollapsedDistribution
 from numpyro_scalegp.sites.rows import RowsDistribution
-
-_cholesky = batches.mapped(linalg.cholesky, 2)
 
 
 class LaplaceGP(CollapsedDistribution, RowsDistribution):
@@ -61,6 +62,9 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         observed: boolean mask of the observed rows, shape (n,) or (*batch, n); None if all are
             observed. The density and the posterior ignore the values of y in the other rows. The
             likelihood must be valid in these rows as well, with an exposure of one for example.
+        estimator: how the approximation is computed: `sgp.estimators.Cholesky()`, the default, for
+            up to a few thousand rows, or `sgp.estimators.StateSpace()` for functions of time, with
+            the same value in linear time.
 
     Raises:
         TypeError: if an argument has the wrong type, or the likelihood does not return a
@@ -70,8 +74,9 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
 
     References:
         Rasmussen and Williams (2006), sections 3.4 and 5.5.1; Margossian et al. (2020), Hamiltonian
-        Monte Carlo using an adjoint-differentiated Laplace approximation. Time O(n^3) for each of
-        about five to ten steps of Newton's method, memory O(n^2).
+        Monte Carlo using an adjoint-differentiated Laplace approximation. Newton's method takes
+        about five to ten steps: of O(n^3) time and O(n^2) memory with `Cholesky`, of O(n s^3) and
+        O(n s^2) with `StateSpace`, s the number of state variables.
 
     Example:
         >>> import jax.numpy as jnp
@@ -91,7 +96,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     """
 
     arg_constraints: dict[str, Any] = {}
-    pytree_data_fields = ("kernel", "X", "likelihood", "mean_function", "observed")
+    pytree_data_fields = ("kernel", "X", "likelihood", "mean_function", "observed", "estimator")
 
     def __init__(
         self,
@@ -101,6 +106,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         *,
         mean: Callable[[Array], Array] | ArrayLike | None = None,
         observed: Bool[ArrayLike, "... n"] | None = None,
+        estimator: AbstractLaplaceEstimator | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -110,6 +116,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         batch_shape = batch_shape_of(self.kernel, self.X, self.observed)
         self.mean_function = as_mean_function(mean, batch_shape, self.X)
         self.likelihood = _as_likelihood(likelihood)
+        self.estimator = _as_estimator(estimator)
         super().__init__(batch_shape, self.X.shape[-2:-1], validate_args=validate_args)
         self._check_likelihood()
 
@@ -139,18 +146,6 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     def _support(self) -> Any:
         """The support of each observation."""
         return self.given(jnp.zeros(self.batch_shape + self.event_shape, self.X.dtype)).support
-
-    @property
-    def _covariance(self) -> Float[Array, "... n n"]:
-        memory.warn_of_size(
-            "LaplaceGP",
-            self.X.shape[-2],
-            self.X.dtype,
-            "train a `sgp.LatentGP` with a guide such as sgp.guides.AutoSparseGP, which needs no "
-            "such matrix",
-        )
-        K = self.kernel.each(lambda kernel, X: kernel.evaluate_covariance(X), self.X)
-        return jnp.broadcast_to(K, self.batch_shape + 2 * self.event_shape)
 
     @property
     def prior_mean(self) -> Float[Array, "... n"]:
@@ -217,17 +212,28 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     # NUTS searches for its initial values outside of compiled code: this makes it one program.
     @compiled
     def _log_density(self, y: Num[Array, "... n"]) -> Float[Array, "..."]:
-        return newton.log_marginal(_entries, self._covariance, self.prior_mean, self._data(y))
+        return self.estimator.laplace_log_prob(*self._laplace(y))
+
+    def _laplace(self, y: Num[Array, "... n"]) -> tuple[Any, ...]:
+        """The arguments of an estimator's `laplace_log_prob`."""
+        return self.kernel, self.X, _entries, self.prior_mean, self._data(y)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
     ) -> Num[Array, "*sample_shape n"]:
-        """Draw observations from the prior: shape (*sample_shape, *batch, n), in O(n^3)."""
+        """Draw observations from the prior: shape (*sample_shape, *batch, n)."""
         function_key, key = jax.random.split(checks.as_key(key))
-        L = _cholesky(batches.mapped(linalg.add_jitter, 2)(self._covariance))
-        shape = *sample_shape, *self.batch_shape, 1, *self.event_shape
-        normal = jax.random.normal(function_key, shape, L.dtype)
-        f = self.prior_mean + linalg.matmul(normal, jnp.swapaxes(L, -1, -2))[..., 0, :]
+        num_samples = math.prod(sample_shape)
+
+        def draw(kernel: AbstractKernel, X: Array, key: Array) -> Float[Array, "num_samples n"]:
+            jitter = linalg.added_variance(kernel.evaluate_diag(X))
+            operator = KernelOperator.from_checked(kernel, X, jitter)
+            return self.estimator.sample_prior(operator, key, num_samples)
+
+        keys = batches.keys(function_key, self.batch_shape)
+        members = self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2)
+        draws = jnp.moveaxis(batches.each(draw, *members, keys), -2, 0)
+        f = self.prior_mean + draws.reshape(*sample_shape, *draws.shape[1:])
         return self.given(f).sample(key)
 
     def condition(
@@ -240,7 +246,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             progress_bar: unused.
 
         Returns:
-            The posterior, in O(n^3) time for each step of Newton's method.
+            The posterior, whose cost is dominated by the steps of Newton's method.
 
         Raises:
             ValueError: as in `log_prob`, and if `y` has more axes.
@@ -252,25 +258,16 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
 
     @compiled
     def _condition(self, y: Num[Array, "... n"]) -> LaplacePosterior:
-        mean = self.prior_mean
-        sites = newton.normal_sites(_entries, self._covariance, mean, self._data(y))
+        sites, mean = self.estimator.laplace_sites(*self._laplace(y)), self.prior_mean
         zero = functions.constant_function(jnp.zeros((), mean.dtype))
 
-        def posterior(kernel: AbstractKernel, X: Array, f: Array, weights: Array, L: Array) -> Any:
-            linalg.warn_of_rounding(L)
-            return ExactPosterior(
-                kernel=kernel,
-                X=X,
-                y=f,
-                noise_variance=None,
-                mean_function=zero if self.batch_shape else self.mean_function,
-                factor=linalg.Factor(L, jnp.zeros((), L.dtype)),
-                representer_weights=weights,
-            )
+        def posterior(kernel: AbstractKernel, X: Array, sites: Sites, mean: Array) -> Any:
+            mean_function = zero if self.batch_shape else self.mean_function
+            return self.estimator.laplace_posterior(kernel, X, sites, mean, mean_function)
 
         num = len(self.batch_shape)
-        arrays = (batches.Batch(array, num) for array in (sites.f, sites.weights, sites.tril))
-        arguments = self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2), *arrays
+        members = batches.Batch(sites, num), batches.Batch(mean, num)
+        arguments = self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2), *members
         process = batches.each(posterior, *arguments)
         if self.batch_shape:
             process = BatchPosterior(
@@ -349,6 +346,13 @@ def _entries(f: Float[Array, "... n"], data: Any) -> Float[Array, "... n"]:
     likelihood, y, observed = data
     entries = likelihood(f).log_prob(y)
     return entries if observed is None else jnp.where(observed, entries, 0.0)
+
+
+def _as_estimator(value: Any) -> AbstractLaplaceEstimator:
+    if value is None:
+        return Cholesky()
+    what = "`sgp.estimators.Cholesky()` or `StateSpace()`, which take Laplace's approximation,"
+    return checks.instance("estimator", value, AbstractLaplaceEstimator, what)
 
 
 def _as_likelihood(value: Any) -> RowsFunction:

@@ -1,19 +1,14 @@
 """The posterior of a function by Laplace's approximation."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import batches
-from numpyro_scalegp.numerics import linalg
+from numpyro_scalegp.integrated.state_space.posterior import StateSpacePosterior
 from numpyro_scalegp.processes.batch import BatchPosterior
 from numpyro_scalegp.processes.exact import ExactPosterior
 from numpyro_scalegp.processes.posterior import AbstractDerived
 from numpyro_scalegp.programs.compiled import compiled
-
-_inverse = batches.mapped(linalg.triangular_inverse, 2)
 
 
 class LaplacePosterior(AbstractDerived):
@@ -24,13 +19,16 @@ class LaplacePosterior(AbstractDerived):
     of a Gaussian process with noise variances 1 / W. The mean is the mode of the function, not its
     mean under the exact posterior.
 
-    Made by `LaplaceGP.condition`; immutable. See `ExactPosterior` for the costs.
+    Made by `LaplaceGP.condition`; immutable. See `ExactPosterior` and
+    `StateSpacePosterior` for the costs.
 
     References:
         Rasmussen and Williams (2006), eq. 3.21 and 3.24.
     """
 
-    process: ExactPosterior | BatchPosterior  # given observations of noise variance 1 / W
+    process: (
+        ExactPosterior | StateSpacePosterior | BatchPosterior
+    )  # given observations of noise variance 1 / W
     X: Float[Array, "... n d"]
     mode: Float[Array, "... n"]
     gradient: Float[Array, "... n"]  # g
@@ -59,20 +57,16 @@ class LaplacePosterior(AbstractDerived):
 
         Each removes one observation's contribution from the approximation, at the same mode: with v
         the marginal variance, the variance is v / (1 - v W) and the mean is f - g v / (1 - v W).
-        O(n^3) time.
+        Time O(n^3), or O(n s^3) from a state space.
 
         References:
             Vehtari et al. (2016), Bayesian leave-one-out cross-validation approximations for
             Gaussian latent variable models, section 3.3.
         """
-        process = self.process
-        members: Any = process.members if isinstance(process, BatchPosterior) else process
-        tril = members.factor.tril  # of H = K + W^-1
-        precision = jnp.sum(jnp.square(_inverse(tril)), axis=-2)  # the diagonal of H^-1
-        # 1 - v W is the diagonal of B^-1 with B = I + W^1/2 K W^1/2. It gives v accurately where an
-        # observation is more informative about f than the prior is; `variance` does elsewhere.
-        remaining = precision / self.curvature  # 1 - v W
-        is_informative = self.curvature * jnp.sum(jnp.square(tril), axis=-1) > 2.0
+        # 1 - v W, from the precision of the pseudo-observations. It gives v accurately where an
+        # observation is more informative about f than the others are; `variance` does elsewhere.
+        remaining = self.process._precision() / self.curvature
         from_precision = (1.0 - remaining) / self.curvature
-        variance = jnp.where(is_informative, from_precision, self.variance(self.X)) / remaining
+        marginal = jnp.where(remaining < 0.5, from_precision, self.variance(self.X))
+        variance = marginal / remaining
         return dist.Normal(self.mode - self.gradient * variance, jnp.sqrt(variance))

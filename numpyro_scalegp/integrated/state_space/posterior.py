@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.integrated.state_space import recursions, simulation
+from numpyro_scalegp.integrated.state_space.passes import Smoothed, algebra_of, transition
 from numpyro_scalegp.integrated.state_space.rows import (
+    Series,
     form_of,
     missing_variance,
     order_of,
-    vectors,
 )
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace
@@ -53,7 +54,7 @@ class StateSpacePosterior(AbstractInChunks):
     mean_function: RowsFunction
     times: Float[Array, " n"]  # in ascending order
     order: Int[Array, " n"]  # the row of each of these times
-    smoothed: recursions.Smoothed
+    smoothed: Smoothed
     num_harmonics: int = eqx.field(static=True)
     component_kernel: AbstractKernel | None = None  # covariance of a component with f
 
@@ -93,18 +94,18 @@ class StateSpacePosterior(AbstractInChunks):
         """The vectors h of new rows, in lanes."""
         form = form_of(self._target_kernel, self.X, self.num_harmonics)[0]
         h = form.observation(rows).astype(self.times.dtype)
-        return recursions.algebra_of(form).vector(h)
+        return algebra_of(form).vector(h)
 
     def _state(self, rows: Float[Array, "r d"]) -> tuple[Any, Any, Any, Any]:
         """The state at new rows: m and P given earlier rows, and r and N of later rows."""
         form = self._form
-        ops, n = recursions.algebra_of(form), len(self.times)
+        ops, n = algebra_of(form), len(self.times)
         times = self._times_of(rows)
         later = jnp.searchsorted(self.times, times, side="right")
         has_earlier, has_later = later > 0, later < n
         earlier, later = jnp.maximum(later - 1, 0), jnp.minimum(later, n - 1)
         start = jnp.where(has_earlier, self.times[earlier], times)
-        A, Q = recursions.transition(form, start, times - start)
+        A, Q = transition(form, start, times - start)
         prior = ops.full(ops.from_blocks(jax.vmap(form.covariance, out_axes=-1)(times)), times)
         mean, covariance, score, information = (
             jnp.where(has[:, None], values[index], 0.0)
@@ -123,18 +124,18 @@ class StateSpacePosterior(AbstractInChunks):
             ops.scale(prior, is_first),
         )
         until = jnp.where(has_later, self.times[later], times)
-        B = ops.transpose(recursions.transition(form, times, until - times)[0])
+        B = ops.transpose(transition(form, times, until - times)[0])
         r = ops.times(B, ops.vector(score))
         N = ops.congruence(B, ops.symmetric(information))
         return m, P, r, N
 
     def _centered_mean(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        ops = recursions.algebra_of(self._form)
+        ops = algebra_of(self._form)
         m, P, r, _ = self._state(rows)
         return ops.dot(self._readout(rows), ops.add(m, ops.times(P, r)))
 
     def _marginal_variance(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        ops, h = recursions.algebra_of(self._form), self._readout(rows)
+        ops, h = algebra_of(self._form), self._readout(rows)
         _, P, _, N = self._state(rows)
         Ph = ops.times(P, h)
         return remaining_variance(ops.dot(h, Ph), ops.dot(Ph, ops.times(N, Ph)))
@@ -151,13 +152,13 @@ class StateSpacePosterior(AbstractInChunks):
         noise: Any = self.noise_variance
         return jnp.broadcast_to(noise, self.y.shape).astype(self.times.dtype)
 
-    def _smoothed_values(self, values: Float[Array, "n k"]) -> recursions.Smoothed:
+    def _smoothed_values(self, values: Float[Array, "n k"]) -> Smoothed:
         """Filter and smooth columns of values in place of the observations less their mean."""
-        form, order = self._form, self.order
-        h, noise = vectors(form, self.X[order], self.times.dtype), self._noise[order]
+        series = Series.of_sorted(self._form, self.X, self.times, self.order)
+        noise = series.in_order(self._noise)
 
-        def smoothed(values: Array) -> recursions.Smoothed:
-            return recursions.smooth(form, self.times, values[order], noise, h)
+        def smoothed(values: Array) -> Smoothed:
+            return recursions.smooth(series, series.in_order(values), noise)
 
         return jax.vmap(smoothed, in_axes=1)(values)
 
@@ -187,10 +188,8 @@ class StateSpacePosterior(AbstractInChunks):
         times = jnp.concatenate([self._times_of(self.X), self._times_of(Xs)])
         h = jnp.concatenate([form.observation(self.X), target.observation(Xs)])
         order = order_of(times)
-        drawn = simulation.draw(
-            prior_key, form, times[order], h[order].astype(times.dtype), num_samples
-        )
-        drawn = jnp.zeros_like(drawn).at[:, order].set(drawn)
+        series = Series(form, times[order], order, h[order].astype(times.dtype))
+        drawn = series.by_row(simulation.draw(prior_key, series, num_samples))
         normal = jax.random.normal(noise_key, (num_samples, n), times.dtype)
         observed = drawn[:, :n] + jnp.sqrt(self._noise) * normal
         update = self._mean(Xs, None) - self._conditioned(observed.T, Xs).T
@@ -220,11 +219,16 @@ class StateSpacePosterior(AbstractInChunks):
             de Jong (1988), A Cross-Validation Filter for Time Series Models.
         """
         self._refuse_unknown_observations()
-        weights, precisions = (
-            jnp.zeros_like(values).at[self.order].set(values)
-            for values in (self.smoothed.weights, self.smoothed.precisions)
-        )
-        return dist.Normal(self.y - weights / precisions, precisions**-0.5)
+        weights = self._by_row(self.smoothed.weights)
+        precision = self._precision()
+        return dist.Normal(self.y - weights / precision, precision**-0.5)
+
+    def _precision(self) -> Float[Array, " n"]:
+        """The diagonal of H^-1."""
+        return self._by_row(self.smoothed.precisions)
+
+    def _by_row(self, values: Float[Array, " n"]) -> Float[Array, " n"]:
+        return jnp.zeros_like(values).at[self.order].set(values)
 
 
 class StateSpaceFunctionSamples(AbstractFunctionSamples):

@@ -7,13 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace, array
-from numpyro_scalegp.linear.operator import KernelOperator
 
 # Warn where a truncated form lacks more than this share of the prior variance.
 _MOST_MISSING = 0.01
@@ -26,34 +25,79 @@ def form_of(
 ) -> tuple[AbstractStateSpace, int]:
     """The state-space form of a kernel, in the dtype of the results, and the column of times."""
     form = kernel.state_space(num_harmonics=num_harmonics)
-    dtype = jax.eval_shape(lambda k, x: k.evaluate_diag(x), kernel, X[:1]).dtype
+    dtype = kernel_dtype(kernel, X)
     arrays, static = eqx.partition(form, eqx.is_inexact_array)
     form = eqx.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), arrays), static)
     return form, form.time_column(X.shape[1])
 
 
-def in_order(
-    form: AbstractStateSpace, column: int, operator: KernelOperator, values: Float[Array, " n"]
-) -> tuple[Int[Array, " n"], Array, Array, Array, Any]:
-    """The order of the rows in time, and times, values, noise and vectors h in this order."""
-    X, dtype = operator.X, operator.dtype
-    order = order_of(X[:, column])
-    times = X[order, column].astype(dtype)
-    call_where(_is_coarse(times), _warn_of_coarse_times)
-    missing = missing_variance(form, operator.kernel, X[:1])
-    call_where(missing > _MOST_MISSING, _warn_of_missing_variance)
-    noise = operator.noise()
-    noise = noise if operator.noise_variance.ndim == 0 else noise[order]
-    return order, times, values[order], noise, vectors(form, X[order], dtype)
+class Series(eqx.Module):
+    """The rows of a Gaussian process in the order of time."""
+
+    form: AbstractStateSpace
+    times: Float[Array, "*batch n"]
+    order: Int[Array, "*batch n"]  # the row at each of these times
+    varying_h: Float[Array, "..."] | None = None
+    known_h: tuple[float, ...] | None = eqx.field(static=True, default=None)
+
+    @classmethod
+    def of(
+        cls,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        num_harmonics: int,
+        dtype: jnp.dtype | None = None,
+    ) -> "Series":
+        """The series of one kernel at the rows of X, in the dtype of the kernel's values."""
+        form, column = form_of(kernel, X, num_harmonics)
+        dtype = kernel_dtype(kernel, X) if dtype is None else dtype
+        order = order_of(X[:, column])
+        times = X[order, column].astype(dtype)
+        call_where(_is_coarse(times), _warn_of_coarse_times)
+        missing = missing_variance(form, kernel, X[:1])
+        call_where(missing > _MOST_MISSING, _warn_of_missing_variance)
+        return cls.of_sorted(form, X, times, order)
+
+    @classmethod
+    def of_sorted(
+        cls,
+        form: AbstractStateSpace,
+        X: Float[Array, "n d"],
+        times: Float[Array, " n"],
+        order: Int[Array, " n"],
+    ) -> "Series":
+        """The series of rows whose order is known."""
+        if not form.has_equal_observations:
+            return cls(form, times, order, form.observation(X[order]).astype(times.dtype))
+        with jax.ensure_compile_time_eval():
+            h = form.observation(jnp.zeros((1, X.shape[1]), X.dtype)).astype(times.dtype)[0]
+        if checks.is_concrete(h):
+            return cls(form, times, order, known_h=tuple(np.asarray(h).tolist()))
+        return cls(form, times, order, h)
+
+    @property
+    def h(self) -> Any:
+        """The vectors h of the rows, shape (n, s), or (s,) if they are equal.
+
+        In NumPy if they are known: then products with zero are left out.
+        """
+        if self.known_h is None:
+            return self.varying_h
+        return np.asarray(self.known_h, self.times.dtype)
+
+    def in_order(self, values: Float[ArrayLike, "..."]) -> Float[Array, " n"]:
+        """Values of all rows, or one for all rows, in the order of time."""
+        values = jnp.asarray(values, self.times.dtype)
+        return values[self.order] if values.ndim else jnp.broadcast_to(values, self.times.shape)
+
+    def by_row(self, values: Float[Array, "*draws n"]) -> Float[Array, "*draws n"]:
+        """Values in the order of time, in the order of the rows."""
+        return jnp.zeros_like(values).at[..., self.order].set(values)
 
 
-def vectors(form: AbstractStateSpace, X: Float[Array, "n d"], dtype: jnp.dtype) -> Any:
-    """The vectors h of rows, shape (n, s), or (s,) if they are equal; known ones in NumPy."""
-    if not form.has_equal_observations:
-        return form.observation(X).astype(dtype)
-    with jax.ensure_compile_time_eval():
-        h = form.observation(jnp.zeros((1, X.shape[1]), X.dtype)).astype(dtype)
-    return np.asarray(h)[0] if checks.is_concrete(h) else h[0]
+def kernel_dtype(kernel: AbstractKernel, X: Float[Array, "n d"]) -> jnp.dtype:
+    """The dtype of a kernel's values."""
+    return jax.eval_shape(lambda k, x: k.evaluate_diag(x), kernel, X[:1]).dtype
 
 
 def order_of(times: Float[Array, " n"]) -> Int[Array, " n"]:

@@ -1,39 +1,35 @@
 """Joint draws of a process from its state-space form, in linear time."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.integrated.state_space.matrices import Arrays
 from numpyro_scalegp.integrated.state_space.parts import Parts, each_after_the_other
-from numpyro_scalegp.integrated.state_space.recursions import algebra_of, transition
-from numpyro_scalegp.kernels.state_space import AbstractStateSpace, single_lane
+from numpyro_scalegp.integrated.state_space.passes import algebra_of, transition
+from numpyro_scalegp.integrated.state_space.rows import Series
+from numpyro_scalegp.kernels.state_space import single_lane
 
 
 def draw(
     key: Key[Array, ""],
-    form: AbstractStateSpace,
-    times: Float[Array, " n"],
-    h: Any,
+    series: Series,
     num_samples: int,
 ) -> Float[Array, "num_samples n"]:
-    """Draw the function at sorted times.
+    """Draw the function at the times of a series, in their order.
 
     Each part of the times is first drawn from a state of zero before it; its end then says how the
     state before each part moves those after it.
 
     Args:
         key: a typed JAX key.
-        form: the process.
-        times: times in ascending order.
-        h: the vector of the form for each row, shape (n, s), or for all rows, shape (s,).
+        series: the process and the times.
         num_samples: number of draws.
 
     Returns:
         Draws, shape (num_samples, n), in O(n s^3 + num_samples n s^2).
     """
+    form, times = series.form, series.times
     ops, size, dtype = algebra_of(form), form.size, times.dtype
     parts = Parts(len(times), size)
     before = jnp.concatenate([times[:1], times[:-1]])
@@ -77,7 +73,7 @@ def draw(
         state, _ = moved(state, tuple(transition_row))
         return state, jnp.sum(h.T[:, :, None] * state, axis=0)
 
-    vectors = parts.cut(jnp.broadcast_to(h, (len(times), size)))
+    vectors = parts.cut(jnp.broadcast_to(series.h, (len(times), size)))
     values = jax.lax.scan(observed, first, (start, elapsed, keys, vectors))[1]
     return parts.joined(values).T
 

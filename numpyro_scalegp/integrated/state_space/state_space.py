@@ -8,17 +8,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.integrated.estimator import AbstractEstimator
-from numpyro_scalegp.integrated.state_space import recursions, simulation
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator
+from numpyro_scalegp.integrated.laplace.search import Entries, Sites
+from numpyro_scalegp.integrated.state_space import laplace, recursions, simulation
 from numpyro_scalegp.integrated.state_space.posterior import StateSpacePosterior
-from numpyro_scalegp.integrated.state_space.rows import form_of, in_order
-from numpyro_scalegp.kernels.kernel import NUM_HARMONICS
+from numpyro_scalegp.integrated.state_space.rows import Series
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
 
 
-class StateSpace(AbstractEstimator):
+class StateSpace(AbstractLaplaceEstimator):
     """The exact log marginal likelihood and posterior of a function of time, in linear time.
 
     For kernels of one input column, time, that have a state-space form (`kernel.state_space()`):
@@ -29,7 +30,7 @@ class StateSpace(AbstractEstimator):
     A Kalman filter computes the value of `Cholesky` without the n x n matrix. First derivatives
     come from the smoother, not from differentiating the filter, and cost about as much as three
     values. Derivatives of every order exist, so the estimator works with NUTS, Laplace
-    approximations and line searches.
+    approximations and line searches. `LaplaceGP` takes it for counts and other observations.
 
     The function f(t) = h'x(t) is a part of a state x of s numbers, two for `Matern32`. Sums of
     kernels add up their s, products multiply them. Times are cut into about sqrt(n) parts, on which
@@ -77,11 +78,11 @@ class StateSpace(AbstractEstimator):
     def _log_density(
         self, operator: KernelOperator, residual: Float[Array, "*batch n"]
     ) -> Float[Array, "*batch"]:
-        form, column = form_of(operator.kernel, operator.X, self.num_harmonics)
-        residual = residual.astype(operator.dtype)
+        series = self._series(operator)
+        noise = series.in_order(operator.noise_variance)
 
         def density(values: Array) -> Array:
-            return recursions.log_density(form, *in_order(form, column, operator, values)[1:])
+            return recursions.log_density(series, series.in_order(values), noise)
 
         flat = residual.reshape(-1, residual.shape[-1])
         densities = density(flat[0])[None] if len(flat) == 1 else jax.vmap(density)(flat)
@@ -101,30 +102,89 @@ class StateSpace(AbstractEstimator):
     def _posterior(
         self, operator: KernelOperator, y: Float[Array, " n"], mean_function: RowsFunction
     ) -> StateSpacePosterior:
-        form, column = form_of(operator.kernel, operator.X, self.num_harmonics)
-        residual = (y - mean_function(operator.X)).astype(operator.dtype)
-        order, times, *rows = in_order(form, column, operator, residual)
+        residual = y - mean_function(operator.X)
+        kernel, X, noise = operator.kernel, operator.X, operator.noise_variance
+        return self._smoothed(self._series(operator), kernel, X, residual, noise, y, mean_function)
+
+    def _smoothed(
+        self,
+        series: Series,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        residual: Float[Array, " n"],
+        noise_variance: Float[Array, "..."],
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
+    ) -> StateSpacePosterior:
+        values, noise = map(series.in_order, (residual, noise_variance))
         return StateSpacePosterior(
-            kernel=operator.kernel,
-            X=operator.X,
+            kernel=kernel,
+            X=X,
             y=y,
-            noise_variance=operator.noise_variance,
+            noise_variance=noise_variance,
             mean_function=mean_function,
-            times=times,
-            order=order,
-            smoothed=recursions.smooth(form, times, *rows),
+            times=series.times,
+            order=series.order,
+            smoothed=recursions.smooth(series, values, noise),
             num_harmonics=self.num_harmonics,
         )
+
+    def laplace_log_prob(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "... n d"],
+        entries: Entries,
+        mean: Float[Array, "*batch n"],
+        data: Any,
+    ) -> Float[Array, "*batch"]:
+        """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n s^3), memory O(n s^2)."""
+        return laplace.log_marginal(entries, self._prior(kernel, X, mean), mean, data)
+
+    def laplace_sites(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "... n d"],
+        entries: Entries,
+        mean: Float[Array, "*batch n"],
+        data: Any,
+    ) -> Sites:
+        """See `AbstractLaplaceEstimator.laplace_sites`."""
+        return laplace.normal_sites(entries, self._prior(kernel, X, mean), mean, data)
+
+    def laplace_posterior(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        sites: Sites,
+        mean: Float[Array, " n"],
+        mean_function: RowsFunction,
+    ) -> StateSpacePosterior:
+        """See `AbstractLaplaceEstimator.laplace_posterior`."""
+        series = Series.of(kernel, X, self.num_harmonics, sites.f.dtype)
+        noise = 1.0 / sites.precision
+        residual = sites.f - mean + sites.weights * noise
+        return self._smoothed(series, kernel, X, residual, noise, sites.f, mean_function)
+
+    def _prior(
+        self, kernel: AbstractKernel, X: Float[Array, "... n d"], mean: Float[Array, "*batch n"]
+    ) -> laplace.Prior:
+        def of_member(kernel: AbstractKernel, X: Array) -> laplace.Prior:
+            series = Series.of(kernel, X, self.num_harmonics, mean.dtype)
+            return laplace.Prior(series, kernel.evaluate_diag(X).astype(mean.dtype))
+
+        prior = kernel.each(of_member, X)
+        return prior._replace(variance=jnp.broadcast_to(prior.variance, mean.shape))
 
     @compiled
     def sample_prior(
         self, operator: KernelOperator, key: Key[Array, ""], num_samples: int
     ) -> Float[Array, "num_samples n"]:
         """Draw from N(0, H) exactly, in O(n s^2) for each draw after O(n s^3)."""
-        form, column = form_of(operator.kernel, operator.X, self.num_harmonics)
+        series = self._series(operator)
         state_key, noise_key = jax.random.split(key)
-        zeros = jnp.zeros(operator.size, operator.dtype)
-        order, times, _, noise, h = in_order(form, column, operator, zeros)
-        functions = simulation.draw(state_key, form, times, h, num_samples)
-        normal = jax.random.normal(noise_key, functions.shape, functions.dtype)
-        return jnp.zeros_like(functions).at[:, order].set(functions + jnp.sqrt(noise) * normal)
+        values = simulation.draw(state_key, series, num_samples)
+        normal = jax.random.normal(noise_key, values.shape, values.dtype)
+        return series.by_row(values) + jnp.sqrt(operator.noise()) * normal
+
+    def _series(self, operator: KernelOperator) -> Series:
+        return Series.of(operator.kernel, operator.X, self.num_harmonics, operator.dtype)

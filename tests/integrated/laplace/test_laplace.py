@@ -20,6 +20,12 @@ NEW = np.linspace(-1.0, 4.0, 5)[:, None]
 EXPOSURE = RNG.uniform(0.5, 4.0, N)
 COUNTS = RNG.poisson(EXPOSURE * np.exp(np.sin(2.0 * X[:, 0])))
 OBSERVED = np.arange(N) % 3 > 0
+ESTIMATORS = {"cholesky": sgp.estimators.Cholesky(), "state space": sgp.estimators.StateSpace()}
+
+
+@pytest.fixture(params=list(ESTIMATORS))
+def estimator(request):
+    return ESTIMATORS[request.param]
 
 
 def kernel(lengthscale=0.7, variance=1.5):
@@ -31,9 +37,10 @@ def counts(exposure=EXPOSURE, X=X, **options):
     return sgp.LaplaceGP(kernel(), X, lambda f: dist.Poisson(exposure * jnp.exp(f)), **options)
 
 
-def test_a_normal_likelihood_gives_the_exact_process(x64):
+def test_a_normal_likelihood_gives_the_exact_process(estimator, x64):
     y = RNG.normal(size=N)
-    gp = sgp.LaplaceGP(kernel(), X, lambda f: dist.Normal(f, 0.3), mean=0.4)
+    noise = lambda f: dist.Normal(f, 0.3)  # noqa: E731
+    gp = sgp.LaplaceGP(kernel(), X, noise, mean=0.4, estimator=estimator)
     exact = sgp.GaussianProcess(kernel(), X, 0.09, mean=0.4)
     np.testing.assert_allclose(gp.log_prob(y), exact.log_prob(y), rtol=1e-10)
     posterior, expected = gp.condition(y), exact.condition(y)
@@ -68,14 +75,18 @@ def test_the_approximation_is_near_the_integral(x64):
     assert np.all(np.abs(mean - posterior.mean(X)) < 0.3 * np.sqrt(posterior.variance(X)))
 
 
-def test_hidden_rows_drop_out(x64):
+def test_hidden_rows_drop_out(estimator, x64):
     y = np.where(OBSERVED, COUNTS, -7)
-    traced = jax.jit(lambda observed, y: counts(observed=observed).log_prob(y))
+
+    def masked(observed):
+        return counts(observed=observed, estimator=estimator)
+
+    traced = jax.jit(lambda observed, y: masked(observed).log_prob(y))
     few = counts(EXPOSURE[OBSERVED], X[OBSERVED])
     expected = few.log_prob(COUNTS[OBSERVED])
-    np.testing.assert_allclose(counts(observed=OBSERVED).log_prob(y), expected, rtol=1e-10)
+    np.testing.assert_allclose(masked(OBSERVED).log_prob(y), expected, rtol=1e-10)
     np.testing.assert_allclose(traced(OBSERVED, y), expected, rtol=1e-10)
-    posterior, of_few = counts(observed=OBSERVED).condition(y), few.condition(COUNTS[OBSERVED])
+    posterior, of_few = masked(OBSERVED).condition(y), few.condition(COUNTS[OBSERVED])
     np.testing.assert_allclose(posterior.mean(NEW), of_few.mean(NEW), rtol=1e-8)
     np.testing.assert_allclose(posterior.variance(NEW), of_few.variance(NEW), rtol=1e-8)
     cavity, of_shown = posterior.cavity(), of_few.cavity()
@@ -100,14 +111,14 @@ APART = 50.0 * np.arange(6.0)[:, None]
 LARGE = np.array([980, 1510, 640, 2200, 1100, 900])
 
 
-def isolated(variance=1.0, mean=7.0, rows=APART):
-    kernel = sgp.kernels.Matern52(1.0, variance)
-    return sgp.LaplaceGP(kernel, rows, lambda f: dist.Poisson(jnp.exp(f)), mean=mean)
+def isolated(variance=1.0, mean=7.0, rows=APART, estimator=None):
+    kernel, likelihood = sgp.kernels.Matern52(1.0, variance), lambda f: dist.Poisson(jnp.exp(f))
+    return sgp.LaplaceGP(kernel, rows, likelihood, mean=mean, estimator=estimator)
 
 
-def test_large_counts_of_isolated_rows(dtype):
+def test_large_counts_of_isolated_rows(estimator, dtype):
     """Each density is much narrower than the normal distribution that integrates it."""
-    gp = isolated(rows=APART.astype(dtype))
+    gp = isolated(rows=APART.astype(dtype), estimator=estimator)
     posterior = gp.condition(LARGE)
     # Each count given the prior of its row alone.
     f = np.linspace(-2.0, 16.0, 200_001)[:, None]
@@ -132,9 +143,9 @@ def test_probabilities_of_all_counts_sum_to_one(dtype):
 
 @pytest.mark.parametrize("level", [0.0, 7.0, 11.0, 15.0])
 @pytest.mark.parametrize("variance", [0.01, 1.0, 100.0])
-def test_cavities_of_isolated_rows_are_the_prior(level, variance, dtype):
+def test_cavities_of_isolated_rows_are_the_prior(level, variance, estimator, dtype):
     """Even if an observation is far more informative than the prior."""
-    gp = isolated(variance, level, APART.astype(dtype))
+    gp = isolated(variance, level, APART.astype(dtype), estimator)
     y = np.round(np.exp(level + np.linspace(-0.5, 0.5, 6)))
     cavity = gp.condition(y).cavity()
     rtol = 1e-6 if dtype == jnp.float64 else 1e-4
@@ -142,14 +153,14 @@ def test_cavities_of_isolated_rows_are_the_prior(level, variance, dtype):
     np.testing.assert_allclose(cavity.loc, level, atol=10.0 * rtol * np.sqrt(variance) + 1e-5)
 
 
-def test_a_batch_is_a_loop(x64):
+def test_a_batch_is_a_loop(estimator, x64):
     y = RNG.poisson(2.0, (2, N))
     rows, exposure = np.stack([X, 0.5 * X]), RNG.uniform(0.5, 2.0, (2, N))
     means, lengthscales = np.array([0.1, -0.4]), np.array([0.5, 1.1])
 
     def of(lengthscale, X, exposure, mean):
         likelihood = lambda f: dist.Poisson(exposure * jnp.exp(f))  # noqa: E731
-        return sgp.LaplaceGP(kernel(lengthscale), X, likelihood, mean=mean)
+        return sgp.LaplaceGP(kernel(lengthscale), X, likelihood, mean=mean, estimator=estimator)
 
     batch = of(jnp.array(lengthscales)[:, None], rows, jnp.array(exposure), means)
     assert (batch.batch_shape, batch.event_shape) == ((2,), (N,))
@@ -234,15 +245,16 @@ def test_nuts_against_nuts_over_functions(x64):
     assert data["log_likelihood"]["y"].shape == (1, 1000, N)
 
 
-def test_saved_and_loaded(tmp_path, x64):
-    posterior = counts().condition(COUNTS)
+def test_saved_and_loaded(tmp_path, estimator, x64):
+    posterior = counts(estimator=estimator).condition(COUNTS)
     sgp.save(tmp_path / "posterior", posterior)
     loaded = sgp.load(tmp_path / "posterior")
     np.testing.assert_array_equal(loaded.variance(NEW), posterior.variance(NEW))
 
 
-def test_draws_of_the_prior_have_its_moments(x64):
-    gp = sgp.LaplaceGP(kernel(), X, lambda f: dist.Normal(2.0 * f, 0.1), mean=0.5)
+def test_draws_of_the_prior_have_its_moments(estimator, x64):
+    noise = lambda f: dist.Normal(2.0 * f, 0.1)  # noqa: E731
+    gp = sgp.LaplaceGP(kernel(), X, noise, mean=0.5, estimator=estimator)
     draws = np.asarray(gp.sample(jax.random.key(0), (4000,)))
     expected = np.sqrt(4.0 * 1.5 + 0.01)
     assert np.abs(draws.mean(axis=0) - 1.0).max() < 4.0 * expected / np.sqrt(4000)
@@ -269,13 +281,17 @@ def test_observations_outside_of_the_support(x64):
 
 
 @pytest.mark.filterwarnings("ignore:Laplace's approximation found no mode:RuntimeWarning")
-def test_without_a_mode_predictions_are_nan(x64):
-    rows = np.linspace(0.0, 1.0, 5)[:, None]
-    gp = sgp.LaplaceGP(
-        sgp.kernels.RBF(0.5), rows, lambda f: dist.Poisson(jnp.exp(f)), mean=lambda X: 1e3 + X[:, 0]
-    )
+def test_without_a_mode_predictions_are_nan(estimator, x64):
+    rows, likelihood = np.linspace(0.0, 1.0, 5)[:, None], lambda f: dist.Poisson(jnp.exp(f))
+    mean = lambda X: 1e3 + X[:, 0]  # noqa: E731
+    gp = sgp.LaplaceGP(kernel(), rows, likelihood, mean=mean, estimator=estimator)
     posterior = gp.condition(np.arange(5))
     for predicted in (gp.predictive(posterior), gp.leave_one_out(posterior)):
         assert np.isnan(predicted.log_prob(np.arange(5))).all()
         assert np.isnan(predicted.mean).all()
     assert np.isnan(posterior.predictive(rows, 0.1).log_prob(np.ones(5))).all()
+
+
+def test_estimators_without_an_approximation(unchecked):
+    with pytest.raises(TypeError, match=r"must be `sgp.estimators.Cholesky\(\)` or `StateSpace"):
+        counts(estimator=sgp.estimators.Vecchia())

@@ -1,4 +1,4 @@
-"""Laplace's approximation: a function integrated out under any log-concave likelihood.
+"""Laplace's approximation from the dense covariance matrix.
 
 With f ~ N(m, K), log likelihoods l_i(f_i), their derivatives g and negative second derivatives W,
 and f = m + K g at the mode of p(f, y):
@@ -13,7 +13,6 @@ References:
     Rasmussen and Williams (2006), sections 3.4 and 5.5.1, algorithms 3.1 and 5.1.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,26 +22,19 @@ from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core import batches
-from numpyro_scalegp.core.host import call_where
+from numpyro_scalegp.integrated.laplace.search import (
+    Entries,
+    Sites,
+    at_least_tiny,
+    derivatives,
+    search,
+    warn_of_digits,
+    warn_of_search,
+)
 from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.float64 import in_float64
-
-_MAX_STEPS = 100
-# Fractions of a Newton step to try. If the initial rate is far below large counts, a full step is
-# too long by the ratio of the counts and the rate.
-_STEP_SIZES = tuple(0.5**power for power in (0, 1, 2, 3, 4, 5, 7, 9, 12, 15, 18, 21, 24))
-
-# Log likelihoods (*batch, n), each of one entry of f, given f and a pytree of arrays.
-Entries = Callable[[Array, Any], Array]
-
-
-class Derivatives(NamedTuple):
-    """Derivatives of log likelihoods with respect to f."""
-
-    gradient: Float[Array, "*batch n"]  # g
-    curvature: Float[Array, "*batch n"]  # W
 
 
 class Mode(NamedTuple):
@@ -51,15 +43,6 @@ class Mode(NamedTuple):
     f: Float[Array, "*batch n"]  # NaN if the search failed
     weights: Float[Array, "*batch n"]  # K^-1 (f - m), equal to g but with less rounding error
     tril: Float[Array, "*batch n n"]  # the factor of B, without a derivative
-
-
-class Sites(NamedTuple):
-    """The mode as the mean of a posterior given pseudo-observations of f with normal noise."""
-
-    f: Float[Array, "*batch n"]
-    weights: Float[Array, "*batch n"]  # representer weights, the derivatives g
-    precision: Float[Array, "*batch n"]  # of the noise, positive
-    tril: Float[Array, "*batch n n"]  # the factor of K + 1 / precision, with its derivative
 
 
 def log_marginal(
@@ -91,17 +74,9 @@ def normal_sites(
     """
     f, weights, L = find_mode(entries, K, mean, data)
     W = derivatives(entries, f, data).curvature
-    smallest = jnp.finfo(K.dtype).eps ** 2 / jnp.diagonal(K, axis1=-2, axis2=-1)
-    W = jnp.maximum(W, smallest)
+    W = at_least_tiny(W, jnp.diagonal(K, axis1=-2, axis2=-1))
     L = _factor_given(_scaled_covariance(K, W), L)
     return Sites(f, weights, W, L / jnp.sqrt(W)[..., None])
-
-
-def derivatives(entries: Entries, f: Float[Array, "*batch n"], data: Any) -> Derivatives:
-    """First and negative second derivatives of log likelihoods with respect to f."""
-    gradient = jax.grad(lambda f: jnp.sum(entries(f, data)))
-    g, second = jax.jvp(gradient, (f,), (jnp.ones_like(f),))
-    return Derivatives(g, -second)
 
 
 def find_mode(
@@ -111,7 +86,7 @@ def find_mode(
 
     See `log_marginal` for arguments and costs.
     """
-    find = custom_jvp_all_orders(lambda K, mean, data: _iterate(entries, K, mean, data))
+    find = custom_jvp_all_orders(lambda K, mean, data: _search(entries, K, mean, data))
 
     @find.defjvp
     def _(primals: tuple, tangents: tuple) -> tuple[Mode, Mode]:
@@ -152,128 +127,23 @@ def _log_joint(
     return value(K, mean, data, f, weights)
 
 
-class _State(NamedTuple):
-    f: Float[Array, "*batch n"]
-    weights: Float[Array, "*batch n"]  # K^-1 (f - m)
-    is_done: Bool[Array, "*batch"]
-    num_steps: Array
-
-
-def _iterate(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
-    deviation = jnp.sqrt(jnp.diagonal(K, axis1=-2, axis2=-1))
-    eps = jnp.finfo(K.dtype).eps
-    tolerance = eps**0.5
-
-    def step(state: _State) -> _State:
-        f, weights = state.f, state.weights
-        g, W = derivatives(entries, f, data)
-        # K^-1 times the step. It is computed from the gradient that remains, so that rounding
-        # errors decrease with the steps.
-        remaining = g - weights
+def _search(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
+    def newton_step(W: Array, remaining: Array) -> tuple[Array, Array]:
         L = _factorize(_scaled_covariance(K, W))
         d_weights = _apply_transposed(K, W, L, remaining)
-        df = _times(K, d_weights)
-        # After a full step of this size, the error is about its square, or rounding error.
-        smallest = jnp.maximum(tolerance * deviation, 10.0 * eps * jnp.abs(f))
-        is_small = jnp.all(jnp.abs(df) <= smallest, axis=-1)
-        step_size = jnp.where(is_small, 1.0, _line_search(entries, data, state, df, d_weights))
-        step_size = step_size[..., None]
-        is_done = state.is_done[..., None]
-        return _State(
-            jnp.where(is_done, f, f + step_size * df),
-            jnp.where(is_done, weights, weights + step_size * d_weights),
-            state.is_done | is_small,
-            state.num_steps + 1,
-        )
+        return _times(K, d_weights), d_weights
 
-    def should_continue(state: _State) -> Array:
-        may_succeed = jnp.all(jnp.isfinite(state.f), axis=-1) & ~state.is_done
-        return jnp.any(may_succeed) & (state.num_steps < _MAX_STEPS)
-
+    deviation = jnp.sqrt(jnp.diagonal(K, axis1=-2, axis2=-1))
     start = jnp.broadcast_to(mean, K.shape[:-1]).astype(K.dtype)
-    is_done = jnp.zeros(K.shape[:-2], bool)
-    state = _State(start, jnp.zeros_like(start), is_done, jnp.zeros((), jnp.int32))
-    state = jax.lax.while_loop(should_continue, step, state)
-
+    state = search(entries, start, data, deviation, newton_step)
     W = derivatives(entries, state.f, data).curvature
     L = _factorize(_scaled_covariance(K, W))
-    is_concave = jnp.all(W * deviation**2 >= -tolerance, axis=-1)
-    is_finite = jnp.all(jnp.isfinite(jnp.diagonal(L, axis1=-2, axis2=-1)), axis=-1)
     pivots = jnp.square(jnp.diagonal(L, axis1=-2, axis2=-1))
-    has_small_pivot = jnp.any(pivots < linalg.FEW_ROUNDINGS * eps * (1.0 + W * deviation**2))
+    least = linalg.FEW_ROUNDINGS * jnp.finfo(K.dtype).eps * (1.0 + W * deviation**2)
     relative_error = batches.mapped(rounding.relative_rounding, 2)(L)
-    has_few_digits = has_small_pivot | jnp.any(relative_error > rounding.FEW_DIGITS)
-    call_where(has_few_digits, _warn_of_digits)
-    call_where(jnp.any(state.is_done & is_finite & ~is_concave), _warn_of_curvature)
-    call_where(jnp.any(~is_finite), _warn_of_nonfinite)
-    call_where(jnp.any(~state.is_done & is_finite), _warn_of_failure)
-    works = state.is_done & is_concave & is_finite
+    warn_of_digits(jnp.any(pivots < least) | jnp.any(relative_error > rounding.FEW_DIGITS))
+    works = warn_of_search(state, W, deviation, jnp.all(jnp.isfinite(pivots), axis=-1))
     return Mode(jnp.where(works[..., None], state.f, jnp.nan), state.weights, L)
-
-
-def _line_search(
-    entries: Entries, data: Any, state: _State, df: Array, d_weights: Array
-) -> Float[Array, "*batch"]:
-    """The fraction of a Newton step with the largest p(f, y).
-
-    It integrates the derivative along the step by the trapezoidal rule. Values of p(f, y) itself
-    are differences of large terms, whose rounding errors can exceed the improvement.
-    """
-    step_sizes = jnp.array([0.0, *_STEP_SIZES[::-1]], df.dtype)
-
-    def derivative(step_size: Array) -> Array:
-        f = state.f + step_size * df
-        values, pullback = jax.vjp(lambda f: jnp.sum(entries(f, data), axis=-1), f)
-        g = pullback(jnp.ones_like(values))[0]
-        value = jnp.sum((g - state.weights - step_size * d_weights) * df, axis=-1)
-        return jnp.where(jnp.isfinite(values) & jnp.isfinite(value), value, -jnp.inf)
-
-    along_step = jax.vmap(derivative)(step_sizes)
-    widths = jnp.diff(step_sizes).reshape(-1, *[1] * (along_step.ndim - 1))
-    gains = jnp.cumsum(0.5 * widths * (along_step[1:] + along_step[:-1]), axis=0)
-    return step_sizes[1:][jnp.argmax(gains, axis=0)]
-
-
-def _warn_of_curvature() -> None:
-    warnings.warn(
-        "Laplace's approximation needs a log-concave likelihood, but this likelihood is not "
-        "log-concave at the mode: the result is NaN. For heavy-tailed likelihoods such as "
-        "`StudentT`, use `sgp.LatentGP` with `sgp.guides.AutoSparseGP`, or under NUTS.",
-        RuntimeWarning,
-        stacklevel=1,
-    )
-
-
-def _warn_of_digits() -> None:
-    warnings.warn(
-        "observations are so much more informative about the function than its prior that "
-        "Laplace's approximation has few digits left in this precision. Work in float64; in the "
-        "warmup of a sampler, no action is needed.",
-        RuntimeWarning,
-        stacklevel=1,
-    )
-
-
-def _warn_of_failure() -> None:
-    warnings.warn(
-        f"Laplace's approximation found no mode in {_MAX_STEPS} steps: the result is NaN. Work in "
-        "float64. If the warning remains, the likelihood may not be log-concave or not smooth. In "
-        "its warmup, a sampler may try such hyperparameters and rejects them: no action is "
-        "needed.",
-        RuntimeWarning,
-        stacklevel=1,
-    )
-
-
-def _warn_of_nonfinite() -> None:
-    warnings.warn(
-        "Laplace's approximation found no mode, since a value was not finite: the result is NaN. "
-        "Check that y lies in the likelihood's support, and check the inputs and the variables "
-        "that the likelihood reads for NaN. In its warmup, a sampler may try such hyperparameters "
-        "and rejects them: no action is needed.",
-        RuntimeWarning,
-        stacklevel=1,
-    )
 
 
 # The functions below take K, W and L, which has no derivative. With P = (K + W^-1)^-1

@@ -10,7 +10,7 @@ import pytest
 import scipy.optimize
 from jax.test_util import check_grads
 
-from numpyro_scalegp.integrated.laplace import newton
+from numpyro_scalegp.integrated.laplace import dense, search
 from tests.conformance import each
 
 N = 9
@@ -40,7 +40,7 @@ def value(name, theta, y=None):
 
     y = default_y if y is None else y
     K = covariance(theta)
-    return newton.log_marginal(entries, K, theta[2] * jnp.ones_like(K[0]), (y, theta[3]))
+    return dense.log_marginal(entries, K, theta[2] * jnp.ones_like(K[0]), (y, theta[3]))
 
 
 @each("name", [(name, lambda name=name: name) for name in LIKELIHOODS])
@@ -88,9 +88,9 @@ def test_the_gradient_at_a_fixed_mode_differs(x64):
             return likelihood(f, data[1]).log_prob(data[0])
 
         K, data = covariance(theta), (y, theta[3])
-        f = newton.find_mode(entries, K, theta[2] * jnp.ones(N), data).f
+        f = dense.find_mode(entries, K, theta[2] * jnp.ones(N), data).f
         f = jax.lax.stop_gradient(f)
-        W = newton.derivatives(entries, f, data).curvature
+        W = search.derivatives(entries, f, data).curvature
         log_det = jnp.linalg.slogdet(jnp.eye(N) + W[:, None] * K)[1]
         r = f - theta[2]
         return jnp.sum(entries(f, data)) - 0.5 * r @ jnp.linalg.solve(K, r) - 0.5 * log_det
@@ -151,7 +151,7 @@ def test_informative_rows_in_float32(entries, y, size):
         distance = jnp.abs(PLACES[:, None] - PLACES).astype(theta.dtype) * jnp.exp(-theta[0])
         scaled = 5.0**0.5 * distance
         K = jnp.exp(theta[1] - scaled) * (1.0 + scaled + scaled**2 / 3.0)
-        return newton.log_marginal(entries, K, jnp.zeros_like(K[0]), (y, size))
+        return dense.log_marginal(entries, K, jnp.zeros_like(K[0]), (y, size))
 
     def of(dtype, size):
         theta = jnp.array([0.7, -0.7], dtype)
@@ -172,7 +172,7 @@ def test_informative_rows_in_float32(entries, y, size):
 def test_counts_far_above_the_prior_mean(dtype, x64):
     """The first step is too long by a factor of the size of the counts."""
     y = jnp.asarray(1e5 * (1 + COUNTS), dtype)
-    mode = newton.find_mode(_counts, jnp.eye(N, dtype=dtype), jnp.zeros(N, dtype), y)
+    mode = dense.find_mode(_counts, jnp.eye(N, dtype=dtype), jnp.zeros(N, dtype), y)
     # There each count is near its rate, and y - exp(f) = f without correlations.
     np.testing.assert_allclose(jnp.exp(mode.f) + mode.f, y, rtol=1e-5)
 
@@ -183,7 +183,7 @@ def _counts(f, y):
 
 @functools.partial(jax.jit, static_argnums=0)
 def of(entries, mean, y):
-    return newton.log_marginal(entries, covariance(THETA), jnp.full(N, mean), y)
+    return dense.log_marginal(entries, covariance(THETA), jnp.full(N, mean), y)
 
 
 def test_a_likelihood_that_is_not_log_concave_gives_nan_and_a_warning(x64):
@@ -201,7 +201,7 @@ def test_few_digits_give_a_warning():
         return dist.Normal(f, 1e-3).log_prob(y)
 
     with pytest.warns(RuntimeWarning, match="few digits left"):
-        newton.log_marginal(entries, jnp.ones((N, N)), jnp.zeros(N), jnp.full(N, 0.5))
+        dense.log_marginal(entries, jnp.ones((N, N)), jnp.zeros(N), jnp.full(N, 0.5))
         jax.effects_barrier()
 
 
@@ -225,7 +225,7 @@ def test_a_batch_is_a_loop(x64):
     def of(theta, y):
         K = jnp.vectorize(covariance, signature="(k)->(n,n)")(theta)
         mean = theta[..., 2:3] * jnp.ones(N)
-        return newton.log_marginal(entries, K, mean, (y, theta[..., 3:]))
+        return dense.log_marginal(entries, K, mean, (y, theta[..., 3:]))
 
     gradient = jax.grad(lambda theta: jnp.sum(of(theta, y)))(theta)
     mapped = jax.vmap(jax.grad(of))(theta, y)

@@ -1,0 +1,73 @@
+"""The interface of the estimators that take Laplace's approximation."""
+
+import abc
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from numpyro_scalegp.integrated.estimator import AbstractEstimator
+from numpyro_scalegp.integrated.laplace.search import Entries, Sites
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.processes.posterior import AbstractConditioned
+from numpyro_scalegp.programs.functions import RowsFunction
+
+
+class AbstractLaplaceEstimator(AbstractEstimator):
+    """An estimator that also integrates a function out of other likelihoods than normal noise.
+
+    It does so by Laplace's approximation, for `LaplaceGP`. `kernel` may be a batch of kernels, and
+    X of input matrices.
+    """
+
+    @abc.abstractmethod
+    def laplace_log_prob(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "... n d"],
+        entries: Entries,
+        mean: Float[Array, "*batch n"],
+        data: Any,
+    ) -> Float[Array, "*batch"]:
+        """Laplace's approximation of the log marginal likelihood.
+
+        Args:
+            kernel: covariance function, or a batch.
+            X: inputs, shape (n, d), or (*batch, n, d).
+            entries: log likelihoods (*batch, n), each of one entry of f, given f and `data`.
+            mean: prior mean of f at X, shape (*batch, n).
+            data: further argument of `entries`, a pytree of arrays with y.
+
+        Returns:
+            Log densities, shape (*batch,), with derivatives of every order. NaN, with a warning, if
+            the likelihood is not log-concave at the mode, or there is no mode.
+        """
+
+    @abc.abstractmethod
+    def laplace_sites(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "... n d"],
+        entries: Entries,
+        mean: Float[Array, "*batch n"],
+        data: Any,
+    ) -> Sites:
+        """The normal approximation around the mode; for arguments see `laplace_log_prob`."""
+
+    @abc.abstractmethod
+    def laplace_posterior(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        sites: Sites,
+        mean: Float[Array, " n"],
+        mean_function: RowsFunction,
+    ) -> AbstractConditioned:
+        """The posterior of one member, given its sites.
+
+        Args:
+            kernel: covariance function.
+            X: inputs, shape (n, d).
+            sites: of this member.
+            mean: prior mean of f at X, shape (n,).
+            mean_function: the mean function of the result, which may differ from it.
+        """
