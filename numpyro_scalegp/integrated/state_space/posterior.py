@@ -18,6 +18,7 @@ from numpyro_scalegp.integrated.state_space.rows import (
     Series,
     form_of,
     missing_variance,
+    num_until,
     order_of,
 )
 from numpyro_scalegp.kernels.kernel import AbstractKernel
@@ -101,7 +102,7 @@ class StateSpacePosterior(AbstractInChunks):
         form = self._form
         ops, n = algebra_of(form), len(self.times)
         times = self._times_of(rows)
-        later = jnp.searchsorted(self.times, times, side="right")
+        later = num_until(self.times, times)
         has_earlier, has_later = later > 0, later < n
         earlier, later = jnp.maximum(later - 1, 0), jnp.minimum(later, n - 1)
         start = jnp.where(has_earlier, self.times[earlier], times)
