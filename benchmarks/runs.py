@@ -14,7 +14,7 @@ class Run:
 
     `minutes` is a rough figure for two cores at 400 GFLOP/s, or for the GPU that a run is declared
     for. Runs whose data are neither "made up" nor "flights" need the folder in SCALEGP_DATA.
-    Methods whose names have "gpytorch" need the peer.
+    Methods whose names have "gpytorch" need the peer, and runs with `peers` need these packages.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Run:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     function: str = "record"
     device: str = "cpu"
+    peers: tuple[str, ...] = ()
 
     def on_gpu(self, minutes: float, **changes: Any) -> "Run":
         """The same run on a GPU, under another name."""

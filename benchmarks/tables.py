@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(
     r"(<!-- evidence: (\S+)((?: \w+=\S+)*) -->)\n(?:(?!<!-- evidence).)*?(?=<!-- end -->)", re.S
 )
-SHOWN_PACKAGES = ("jax", "numpyro", "gpytorch")
+SHOWN_PACKAGES = ("jax", "numpyro")
 COUNTED = re.compile(r"([\d,]+) (rows|probes|outputs|mean points|support points|devices)")
 
 
@@ -463,8 +463,10 @@ def origin(stored: list[dict[str, Any]], *, is_timed: bool) -> str:
         for (gpu, cpu, cores), rates in machines.items()
     ]
     has_peer = any("gpytorch" in record["method"] for run in stored for record in run["records"])
+    peers = ["gpytorch"] if has_peer else []
+    peers += [name for run in stored for name in run.get("peers", ())]
     versions = []
-    for name in SHOWN_PACKAGES if has_peer else SHOWN_PACKAGES[:-1]:
+    for name in dict.fromkeys([*SHOWN_PACKAGES, *peers]):
         numbers = dict.fromkeys(session["versions"].get(name) for session in used)
         versions.append(f"{name} {' and '.join(filter(None, numbers))}")
     commits = dict.fromkeys(
