@@ -122,6 +122,16 @@ ESTIMATORS = (
     "4,000 rows, 12 iterations, rank 50, 4,000 features",
     "14,940 rows, 15 iterations, rank 100, 10,000 features",
 )
+TIMES = tuple(
+    f"{kernel}, {n} times"
+    for kernel in ("Matern32", "Harmonic")
+    for n in ("10,000", "100,000", "1,800,000")
+)
+FIRST_CALLS = tuple(
+    f"{kernel}, {task}"
+    for kernel in ("Matern32", "Harmonic")
+    for task in ("value", "gradient", "prediction")
+)
 SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
 
 
@@ -391,6 +401,22 @@ ON_CPU = (
     Run(
         "neighbors-batches", "nearest_neighbors", 10, ("made up",), ("inducing 4096", "sparse 512"),
         seeds=(0, 1, 2), function="record_batches",
+    ),
+    Run(
+        "state-space-speed", "state_space", 10, ("made up",), TIMES, seeds=(0, 1),
+        function="record_speed", peers=("tinygp", "celerite2"),
+    ),
+    Run(
+        "state-space-memory", "state_space", 10, ("made up",), FIRST_CALLS,
+        function="record_memory", peers=("tinygp",),
+    ),
+    Run(
+        "state-space-dense", "state_space", 3, ("made up",), ("3,000 times", "5,000 times"),
+        seeds=(0, 1), function="record_dense", peers=("gpytorch",),
+    ),
+    Run(
+        "state-space-nuts", "state_space", 5, ("made up",), ("100,000 times",),
+        function="record_sampling",
     ),
     Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),
