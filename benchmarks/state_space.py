@@ -174,23 +174,19 @@ def first_call(path, name, package, kernel):
 
 
 @jax.enable_x64(True)
-def record_memory(data, split, seed, method, *, n=1_800_000, repeats=3):
-    """The record of a unit such as "Matern32, value": medians over new processes."""
+def record_memory(data, split, seed, method, *, n=1_800_000):
+    """The record of a unit such as "Matern32, value": `first_call` of both packages."""
     kernel, name = method.split(", ")
+    record = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.npz"
         np.savez(path, *map(np.asarray, simulated(kernel, seed, n)))
-        calls = {"": [], "tinygp_": []}
-        for _ in range(repeats):
-            for prefix, measured in calls.items():
-                package = prefix.rstrip("_") or "ours"
-                options = {"name": name, "package": package, "kernel": kernel}
-                measured.append(in_new_process(first_call, path=path, **options)[0])
-    return {
-        prefix + key: float(np.median([call[key] for call in measured]))
-        for prefix, measured in calls.items()
-        for key in measured[0]
-    }
+        for package in ("ours", "tinygp"):
+            options = {"name": name, "package": package, "kernel": kernel}
+            measured, _ = in_new_process(first_call, path=path, **options)
+            prefix = "" if package == "ours" else f"{package}_"
+            record |= {prefix + key: float(value) for key, value in measured.items()}
+    return record
 
 
 def of_gpytorch(parameters, times, y):
