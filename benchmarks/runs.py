@@ -411,7 +411,7 @@ ON_CPU = (
         function="record_memory", peers=("tinygp",),
     ),
     Run(
-        "state-space-dense", "state_space", 3, ("made up",), ("3,000 times", "5,000 times"),
+        "state-space-dense", "state_space", 3, ("made up",), ("3,000 times",),
         seeds=(0, 1), function="record_dense", peers=("gpytorch",),
     ),
     Run(
