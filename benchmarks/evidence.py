@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "evidence" / "results"
-PEERS = ("gpytorch", "torch")
+PEERS = ("gpytorch", "torch", "tinygp", "celerite2")
 PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 
 
@@ -64,6 +64,8 @@ def complete(
     missing = [unit for unit in units if force or tuple(unit.values()) not in records]
     if missing:
         stored["name"], stored["script"] = run.name, run.script
+        if run.peers:
+            stored["peers"] = list(run.peers)
         stored["sessions"].append(describe())
     for unit in missing:
         load, start = os.getloadavg()[0], time.perf_counter()
@@ -167,7 +169,7 @@ def main() -> None:
         for run in chosen:
             print(f"{run.name}: {len(list(run.units()))} units, {run.minutes:g} minutes")
         return
-    peers = util.find_spec("gpytorch") is not None
+    absent = [name for name in PEERS if util.find_spec(name) is None]
     for run in chosen:
         if run.device != (device := backend()):
             print(f"{run.name}: skipped, since it is for a {run.device} and here is a {device}")
@@ -175,7 +177,10 @@ def main() -> None:
         if not {"made up", "flights"}.issuperset(run.data) and "SCALEGP_DATA" not in os.environ:
             print(f"{run.name}: skipped, since SCALEGP_DATA is not set", flush=True)
             continue
-        skip = () if peers else tuple(method for method in run.methods if "gpytorch" in method)
+        if needed := ", ".join(name for name in run.peers if name in absent):
+            print(f"{run.name}: skipped, since {needed} is not installed", flush=True)
+            continue
+        skip = tuple(m for m in run.methods if "gpytorch" in m and "gpytorch" in absent)
         script = importlib.import_module(run.script)
         record = getattr(script, run.function)
 

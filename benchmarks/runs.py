@@ -14,7 +14,7 @@ class Run:
 
     `minutes` is a rough figure for two cores at 400 GFLOP/s, or for the GPU that a run is declared
     for. Runs whose data are neither "made up" nor "flights" need the folder in SCALEGP_DATA.
-    Methods whose names have "gpytorch" need the peer.
+    Methods whose names have "gpytorch" need the peer, and runs with `peers` need these packages.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Run:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     function: str = "record"
     device: str = "cpu"
+    peers: tuple[str, ...] = ()
 
     def on_gpu(self, minutes: float, **changes: Any) -> "Run":
         """The same run on a GPU, under another name."""
@@ -120,6 +121,16 @@ ESTIMATORS = (
     "1,000 rows, 10 iterations, rank 20, 2,000 features",
     "4,000 rows, 12 iterations, rank 50, 4,000 features",
     "14,940 rows, 15 iterations, rank 100, 10,000 features",
+)
+TIMES = tuple(
+    f"{kernel}, {n} times"
+    for kernel in ("Matern32", "Harmonic")
+    for n in ("10,000", "100,000", "1,800,000")
+)
+FIRST_CALLS = tuple(
+    f"{kernel}, {task}"
+    for kernel in ("Matern32", "Harmonic")
+    for task in ("value", "gradient", "prediction")
 )
 SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
 
@@ -390,6 +401,22 @@ ON_CPU = (
     Run(
         "neighbors-batches", "nearest_neighbors", 10, ("made up",), ("inducing 4096", "sparse 512"),
         seeds=(0, 1, 2), function="record_batches",
+    ),
+    Run(
+        "state-space-speed", "state_space", 10, ("made up",), TIMES, seeds=(0, 1),
+        function="record_speed", peers=("tinygp", "celerite2"),
+    ),
+    Run(
+        "state-space-memory", "state_space", 10, ("made up",), FIRST_CALLS,
+        function="record_memory", peers=("tinygp",),
+    ),
+    Run(
+        "state-space-dense", "state_space", 3, ("made up",), ("3,000 times",),
+        seeds=(0, 1), function="record_dense", peers=("gpytorch",),
+    ),
+    Run(
+        "state-space-nuts", "state_space", 5, ("made up",), ("100,000 times",),
+        function="record_sampling",
     ),
     Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),

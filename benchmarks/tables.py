@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(
     r"(<!-- evidence: (\S+)((?: \w+=\S+)*) -->)\n(?:(?!<!-- evidence).)*?(?=<!-- end -->)", re.S
 )
-SHOWN_PACKAGES = ("jax", "numpyro", "gpytorch")
+SHOWN_PACKAGES = ("jax", "numpyro")
 COUNTED = re.compile(r"([\d,]+) (rows|probes|outputs|mean points|support points|devices)")
 
 
@@ -69,6 +69,7 @@ def rough(head: str) -> Column:
     return Column(head, "rough")
 
 
+TASKS = ("value", "gradient", "prediction")  # of the runs on functions of time
 COLUMNS = {
     "rmse": Column("test RMSE"),
     "nll": Column("test NLL"),
@@ -194,6 +195,26 @@ COLUMNS = {
     **{f"{name}_high": rough("95 % quantile") for name in ("matters", "other")},
     **{f"{name}_draws": rough("effective draws") for name in ("matters", "other")},
     "matters_rhat": Column("R-hat"),
+    **{f"{task}_seconds": Column("ms", "time", 1e3) for task in TASKS},
+    **{
+        f"{peer}_{task}_seconds": Column(f"ms, {peer}", "time", 1e3)
+        for peer in ("tinygp", "celerite2")
+        for task in TASKS
+    },
+    **{
+        f"{peer}_{task}_ratio": Column(f"ours / {peer}")
+        for peer in ("tinygp", "celerite2")
+        for task in TASKS
+    },
+    "bytes_a_time": rough("bytes a time"),
+    "tinygp_bytes_a_time": rough("bytes a time, tinygp"),
+    "tinygp_first_seconds": times("seconds of the first call, tinygp"),
+    "milliseconds_a_gradient": times("ms"),
+    "cholesky_gradient_seconds": times("seconds, `Cholesky`"),
+    "gpytorch_gradient_seconds": times("seconds, GPyTorch"),
+    "gpytorch_ratio": times("GPyTorch / ours"),
+    "variance": Column("variance"),
+    "nuts_minutes": times("minutes"),
 }
 
 # Stored names -> names in the tables.
@@ -463,8 +484,10 @@ def origin(stored: list[dict[str, Any]], *, is_timed: bool) -> str:
         for (gpu, cpu, cores), rates in machines.items()
     ]
     has_peer = any("gpytorch" in record["method"] for run in stored for record in run["records"])
+    peers = ["gpytorch"] if has_peer else []
+    peers += [name for run in stored for name in run.get("peers", ())]
     versions = []
-    for name in SHOWN_PACKAGES if has_peer else SHOWN_PACKAGES[:-1]:
+    for name in dict.fromkeys([*SHOWN_PACKAGES, *peers]):
         numbers = dict.fromkeys(session["versions"].get(name) for session in used)
         versions.append(f"{name} {' and '.join(filter(None, numbers))}")
     commits = dict.fromkeys(

@@ -131,6 +131,19 @@ def test_a_marker_is_followed_by_a_table_with_its_origin(tmp_path):
         shown("toy by=data columns=rmse", tmp_path)
 
 
+def test_the_line_under_a_table_has_the_versions_of_the_peers_of_its_run(tmp_path):
+    def call(data, split, seed, method):
+        return {"rmse": 1.0}
+
+    described = SESSION | {"versions": {"jax": "0.10.0", "tinygp": "0.3.1", "torch": "2.0"}}
+    for peers in ((), ("tinygp",)):
+        run = dataclasses.replace(RUN, methods=("ours",), peers=peers)
+        evidence.complete(run, tmp_path / "toy.json", call, lambda: described, force=True)
+        page = shown("toy columns=rmse", tmp_path)
+        assert ("tinygp 0.3.1" in page) == bool(peers)
+        assert "torch" not in page
+
+
 def test_runs_share_a_table_and_methods_its_columns(tmp_path):
     def call(data, split, seed, method):
         return {"rmse": 1.0 + split if method == "ours" else 4.0, "nll": 2.0}
