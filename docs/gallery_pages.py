@@ -60,6 +60,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("howto/inspecting.md",),
         ),
         Example(
+            "delays",
+            {"delays.svg": "A week of delayed flights with bands, and four components of the year"},
+            related=("howto/time_series.md", "howto/inspecting.md"),
+        ),
+        Example(
             "births",
             {"parts.svg": "A trend, a yearly cycle, the strength of the weekly pattern, its days"},
             related=("methods/hilbert_space.md", "howto/inspecting.md"),

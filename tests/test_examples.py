@@ -177,6 +177,16 @@ def test_births(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_interpreter
+def test_delays(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = example("delays").main(60, every=10, num_steps=10, folder=tmp_path)
+    flights = "a tenth of the flights"
+    assert scores[flights, "process"] < scores[flights, "hour of the week"] - 0.03
+    assert (tmp_path / "delays.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_deep_kernel(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     errors = example("deep_kernel").main(folder=tmp_path)
