@@ -127,6 +127,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("howto/groups.md",),
         ),
         Example(
+            "air_times",
+            {"air_times.svg": "Six series of air times with bands, and the seasons of all series"},
+            related=("howto/groups.md", "howto/time_series.md"),
+        ),
+        Example(
             "latent_inputs",
             {"maps.svg": "Two maps of irises in three colors, and a curve with corrected inputs"},
             related=("howto/outputs.md",),

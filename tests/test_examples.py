@@ -105,6 +105,15 @@ def test_carriers(tmp_path: Path, x64: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_interpreter
+def test_air_times(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = example("air_times").main(30, 30, folder=tmp_path)
+    assert scores["processes"] < scores["mean of each series"] - 0.1
+    assert (tmp_path / "air_times.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_weather(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
     scores = example("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
