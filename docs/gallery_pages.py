@@ -66,8 +66,8 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
         ),
         Example(
             "births",
-            {"parts.svg": "A trend, a yearly cycle, the strength of the weekly pattern, its days"},
-            related=("methods/hilbert_space.md", "howto/inspecting.md"),
+            {"parts.svg": "Births with a trend, a season, a weekly pattern, and special days"},
+            related=("howto/time_series.md", "howto/inspecting.md"),
         ),
         Example(
             "robust",
