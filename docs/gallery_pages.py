@@ -60,9 +60,14 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("howto/inspecting.md",),
         ),
         Example(
+            "delays",
+            {"delays.svg": "A week of delayed flights with bands, and four components of the year"},
+            related=("howto/time_series.md", "howto/inspecting.md"),
+        ),
+        Example(
             "births",
-            {"parts.svg": "A trend, a yearly cycle, the strength of the weekly pattern, its days"},
-            related=("methods/hilbert_space.md", "howto/inspecting.md"),
+            {"parts.svg": "Births with a trend, a season, a weekly pattern, and special days"},
+            related=("howto/time_series.md", "howto/inspecting.md"),
         ),
         Example(
             "robust",
@@ -120,6 +125,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             "carriers",
             {"carriers.svg": "Sixteen curves of delays over the day, most of them rising"},
             related=("howto/groups.md",),
+        ),
+        Example(
+            "air_times",
+            {"air_times.svg": "Six series of air times with bands, and the seasons of all series"},
+            related=("howto/groups.md", "howto/time_series.md"),
         ),
         Example(
             "latent_inputs",

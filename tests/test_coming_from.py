@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from numpyro.infer.autoguide import AutoDelta
 from scipy import special, stats
 
 import numpyro_scalegp as sgp
-from tests.files import ROOT
+from tests.files import ROOT, blocks
 
 K = sgp.kernels
 generator = np.random.default_rng(0)
@@ -375,6 +376,78 @@ def of_laplace_and_latent(cell: str) -> Numbers:
     return (gp.log_prob(y), latent[0]), (of_marginal(cell)[1], latent[1])
 
 
+# Kernels of time, of the first column.
+OMEGA, QUALITY = 3.1, 1.8
+OF_TIME = {"omega": OMEGA, "quality": QUALITY, "sigma": SIGMA, "scale": ELL, "pi": np.pi}
+
+
+def gaps() -> np.ndarray:
+    return np.abs(X[:, :1] - Z[:, 0])
+
+
+def oscillator(w0: float, Q: float, variance: float) -> np.ndarray:
+    """celerite2's `SHOTerm`, from its coefficients a, b, c, d for Q > 1/2."""
+    root, t = np.sqrt(4.0 * Q**2 - 1.0), gaps()
+    c = 0.5 * w0 / Q
+    wave = np.cos(c * root * t) + np.sin(c * root * t) / root
+    return variance * np.exp(-c * t) * wave
+
+
+def of_time(*theirs: Any, **names: float) -> Callable[[str], Numbers]:
+    """Kernel matrices of a cell at times, by the form that `StateSpace` uses, and theirs."""
+
+    def numbers(cell: str) -> Numbers:
+        kernels = [evaluated(cell, place, **(OF_TIME | names)) for place in range(len(theirs))]
+        return [kernel(X[:, :1], Z[:, :1]) for kernel in kernels], theirs
+
+    return numbers
+
+
+def of_page(name: str) -> Callable[[str], Numbers]:
+    """A kernel that the page defines, as a matrix and by its state-space form."""
+
+    def numbers(cell: str) -> Numbers:
+        namespace: dict[str, Any] = {"sgp": sgp, "jax": jax, "jnp": jnp, "eqx": eqx}
+        code = next(block for block in blocks("docs/coming_from/tinygp.md") if name in block)
+        exec(code.partition("\n\n\nkernel = ")[0], namespace)
+        if name == "class Celerite":
+            a, b, c, d = 1.3, 0.4, 0.9, 2.1
+            kernel, t = namespace["Celerite"](a, b, c, d), gaps()
+            theirs = np.exp(-c * t) * (a * np.cos(d * t) + b * np.sin(d * t))
+        else:
+            sigma, period, Q0, dQ, f = 0.8, 1.3, 0.9, 0.4, 0.6
+            kernel = namespace["rotation"](sigma, period, Q0, dQ, f)
+            theirs = np.zeros((6, 4))
+            for w, Q, share in ((4.0, 0.5 + Q0 + dQ, 1.0), (8.0, 0.5 + Q0, f)):
+                w0 = w * np.pi * Q / (period * np.sqrt(4.0 * Q**2 - 1.0))
+                theirs += oscillator(w0, Q, share * sigma**2 / (1.0 + f))
+        times = X[:, :1]
+        linear = sgp.GaussianProcess(kernel, times, 0.1, estimator=sgp.estimators.StateSpace())
+        covariance = kernel(times, times) + 0.1 * np.eye(6)
+        ours = kernel(times, Z[:, :1]), linear.log_prob(y)
+        return ours, (theirs, density(y, covariance))
+
+    return numbers
+
+
+def of_seasonality(cell: str) -> Numbers:
+    """Prophet: cosines and sines, whose coefficients are normal with one scale."""
+    kernel = evaluated(cell, P=PERIOD, N=3, s=SIGMA)
+    angles = [2.0 * np.pi * n * X[:, :1] / PERIOD for n in (1, 2, 3)]
+    basis = np.concatenate([wave(angle) for angle in angles for wave in (np.cos, np.sin)], axis=1)
+    return kernel.covariance(X[:, :1]), SIGMA**2 * basis @ basis.T
+
+
+def of_straight_line(cell: str) -> Numbers:
+    """Prophet's trend without changepoints, and the integral of its changes of slope."""
+    names = {"slope_variance": 0.5, "level_variance": 2.0, "variance": 0.3}
+    kernel, t = evaluated(cell, **names), np.array([[0.5], [1.5], [2.0]])
+    changes = np.linspace(0.0, 2.0, 20_001)[:-1] + 5e-5
+    ramps = np.maximum(t - changes, 0.0)  # a change of slope at each of these times
+    theirs = 0.5 * t @ t.T + 2.0 + 0.3 * 1e-4 * ramps @ ramps.T
+    return np.round(kernel.covariance(t), 6), np.round(theirs, 6)
+
+
 RBF, PERIODIC = rbf(X, Z), of_gpflow_and_pymc()
 CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
     "gpflow": {
@@ -451,6 +524,36 @@ CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
         "`hsgp_squared_exponential`, `hsgp_matern(nu=...)`, `hsgp_rational_quadratic`": of_all_hsgp,
         "`hsgp_periodic_non_centered(w0=...)`": of_periodic_hsgp,
     },
+    "tinygp": {
+        "`quasisep.SHO(omega, quality, sigma)`": of_time(oscillator(OMEGA, QUALITY, SIGMA**2)),
+        "`quasisep.Matern32(scale, sigma)`, `quasisep.Matern52`, `quasisep.Exp`": of_time(
+            *(SIGMA**2 * matern(nu, X[:, :1], Z[:, :1]) for nu in (1.5, 2.5, 0.5))
+        ),
+        "`quasisep.Cosine(scale, sigma)`": of_time(SIGMA**2 * np.cos(2.0 * np.pi * gaps() / ELL)),
+        "`quasisep.Celerite(a, b, c, d)`, `terms.ComplexTerm`": of_page("class Celerite"),
+        "`terms.SHOTerm(S0=, w0=, Q=)`": of_time(
+            oscillator(OMEGA, QUALITY, 0.2 * OMEGA * QUALITY), S0=0.2, w0=OMEGA, Q=QUALITY
+        ),
+        "`terms.SHOTerm(sigma=, rho=, tau=)`": of_time(
+            oscillator(OMEGA, QUALITY, SIGMA**2), rho=2.0 * np.pi / OMEGA, tau=2.0 * QUALITY / OMEGA
+        ),
+        "`terms.RealTerm(a=, c=)`": of_time(1.3 * np.exp(-0.9 * gaps()), a=1.3, c=0.9),
+        "`terms.Matern32Term(sigma=, rho=)`": of_time(
+            SIGMA**2 * matern(1.5, X[:, :1], Z[:, :1]), rho=ELL
+        ),
+        "`terms.RotationTerm(sigma=, period=, Q0=, dQ=, f=)`": of_page("def rotation"),
+        "`ExpSineSquared(scale, gamma)`": of_time(
+            np.exp(-1.6 * np.sin(np.pi * gaps() / ELL) ** 2), gamma=1.6, sqrt=np.sqrt
+        ),
+        "`GaussianProcess(kernel, t, diag=)`, `gp.compute(t, yerr=)`": of_noise(0.4),
+        "`gp.log_probability(y)`, `gp.log_likelihood(y)`": of_marginal,
+        "`gp.condition(y, t_new)`, `gp.predict(y, t_new)`": of_moments,
+        "`gp.predict(y, kernel=)`": of_parts,
+    },
+    "prophet": {
+        "`add_seasonality(period=P, fourier_order=N, prior_scale=s)`": of_seasonality,
+        '`growth="linear"`, `changepoint_prior_scale`': of_straight_line,
+    },
 }  # fmt: skip
 
 # Rows without a number, since they describe a way of working.
@@ -469,6 +572,13 @@ WORDS = {
         "`pm.find_MAP`", "`pm.sample`", "`pm.Minibatch` with `total_size`", "an `InferenceData`",
     },
     "hsgp": {"`Predictive` at new `x`", "the weights `beta`", "a rule for `ell` and `m`"},
+    "tinygp": {"`gp.numpyro_dist()`", "`gp.sample(key, shape=)`"},
+    "prophet": {
+        '`growth="flat"`', "`holidays=`, `holidays_prior_scale`",
+        "`add_regressor(name, prior_scale=)`", '`seasonality_mode="multiplicative"`',
+        "`interval_width=0.8`", "`mcmc_samples=300`", "`plot_components`",
+        "`cross_validation`, `performance_metrics`", "`ds`, a column of dates",
+    },
 }  # fmt: skip
 # Patterns of rows that have a number.
 HAS_NUMBER = re.compile(

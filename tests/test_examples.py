@@ -105,6 +105,15 @@ def test_carriers(tmp_path: Path, x64: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_interpreter
+def test_air_times(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = example("air_times").main(30, 30, folder=tmp_path)
+    assert scores["processes"] < scores["mean of each series"] - 0.1
+    assert (tmp_path / "air_times.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_weather(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
     scores = example("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
@@ -169,10 +178,22 @@ def test_temperatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.one_interpreter
 def test_births(tmp_path: Path) -> None:
-    deviations = example("births").main(2, num_warmup=60, num_samples=40, folder=tmp_path)
-    # The noise of the simulated data is 0.25 before standardization.
-    assert deviations["residual"] < 0.6
+    pytest.importorskip("pandas")
+    scores, largest = example("births").main(4, num_steps=60, folder=tmp_path)
+    # The noise of the simulated data has a standard deviation of 2, and a log score of 2.1.
+    assert scores["process"] < min(2.6, scores["364 days earlier"])
+    assert largest["December 25"] < -10.0
     assert (tmp_path / "parts.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
+def test_delays(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    scores = example("delays").main(60, every=10, num_steps=10, folder=tmp_path)
+    flights = "a tenth of the flights"
+    assert scores[flights, "process"] < scores[flights, "hour of the week"] - 0.03
+    assert (tmp_path / "delays.svg").stat().st_size > 0
 
 
 @pytest.mark.slow
