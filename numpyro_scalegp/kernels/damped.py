@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from numpyro_scalegp.kernels.state_space import Blocks, FirstEntry, Transition, matrix
+from numpyro_scalegp.numerics.rounding import at_most
 
 # exp(-x) is zero at this x, in float32 and float64.
 _LONG = 1000.0
@@ -181,7 +182,7 @@ def _elapsed(
 
     Beyond, powers of t would overflow.
     """
-    x = jnp.minimum(rate * elapsed, _LONG)
+    x = at_most(rate * elapsed, _LONG)
     return x, x / rate
 
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.numerics.rounding import at_least, at_most
 
 # Up to this many columns explicit differences cost no more than a matrix product.
 MAX_COLUMNS_OF_DIFFERENCES = 3
@@ -151,7 +152,7 @@ def _scaled(differences: Float[Array, "n d"], inverse: Float[Array, " d"]) -> Fl
 def _within_bounds(scaled: Float[Array, "..."], num_columns: int) -> Float[Array, "..."]:
     """Keep the sum of the squares of `num_columns` columns finite."""
     bound = (_largest(scaled.dtype) / max(num_columns, 1)) ** 0.5
-    return jnp.clip(scaled, -bound, bound)
+    return at_least(at_most(scaled, bound), -bound)
 
 
 def _largest(dtype: jnp.dtype) -> float:

@@ -15,6 +15,7 @@ from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
 from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace, Fixed
+from numpyro_scalegp.numerics.rounding import at_most
 
 # Nodes of a quadrature, and the negative exponent at which it cuts off the integrand.
 _NUM_NODES = 257
@@ -227,7 +228,7 @@ class RationalQuadratic(AbstractStationary):
     def correlation(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:
         """The correlation as a function of the scaled squared distance."""
         ratio = 0.5 * squared * reciprocal(self.alpha)
-        ratio = jnp.minimum(ratio, jnp.finfo(ratio.dtype).max)  # its logarithm is finite
+        ratio = at_most(ratio, jnp.finfo(ratio.dtype).max)  # its logarithm is finite
         return jnp.exp(-self.alpha * jnp.log1p(ratio))
 
     def sample_precisions(

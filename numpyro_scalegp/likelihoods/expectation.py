@@ -28,6 +28,7 @@ from numpyro_scalegp.likelihoods.quadrature import (
     product_nodes,
     shifted_nodes,
 )
+from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.tracing.runs import TracedProgram
 
 # The number of nodes if no number is exact.
@@ -172,7 +173,7 @@ class ExpectedTerms:
             dtype, members = input_mean.dtype, input_mean.shape[:-1]
             size = math.prod(members)
             unit = jnp.eye(size, dtype=dtype).reshape(size, *members, 1)
-            scale = jnp.sqrt(jnp.maximum(var, jnp.finfo(var.dtype).tiny)).astype(dtype)
+            scale = jnp.sqrt(at_least(var, jnp.finfo(var.dtype).tiny)).astype(dtype)
 
             def contribution(values: Array, place: int = place) -> Array:
                 return linear(*zeros[:place], values, *zeros[place + 1 :])

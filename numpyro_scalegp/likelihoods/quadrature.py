@@ -10,6 +10,8 @@ from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Key
 from scipy.special import roots_hermitenorm
 
+from numpyro_scalegp.numerics.rounding import at_least
+
 
 def normal_nodes(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Nodes and weights of the Gauss-Hermite rule for the standard normal distribution.
@@ -103,7 +105,7 @@ def normal_expectation(
         The expectation, shape ().
     """
     axes = [(place,) for place in range(len(moments))] if axes is None else axes
-    scales = [jnp.sqrt(jnp.maximum(var, jnp.finfo(var.dtype).tiny)) for _, var in moments]
+    scales = [jnp.sqrt(at_least(var, jnp.finfo(var.dtype).tiny)) for _, var in moments]
 
     def at(place: Array) -> Array:
         arguments = []

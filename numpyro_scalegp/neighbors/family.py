@@ -21,6 +21,7 @@ from numpyro_scalegp.neighbors import search
 from numpyro_scalegp.neighbors.posterior import NeighborFunctionSamples, Neighbors, scaled
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.processes.function_samples import (
     AbstractFunctionSamples,
     BatchFunctionSamples,
@@ -70,7 +71,7 @@ class NeighborLevels(eqx.Module):
         limits = np.repeat(ends[:-1], np.diff(ends))
         near = search.nearest(units, units[first:], m, limits)
         weights, variance = points.weights(near, points.X[first:])
-        scale = jnp.sqrt(jnp.maximum(variance, 0.0) + points.noise[first:])
+        scale = jnp.sqrt(at_least(variance, 0.0) + points.noise[first:])
         return cls(points, tril, near, weights, scale)
 
     def _levels(self) -> list[slice]:
@@ -192,7 +193,7 @@ class NearestNeighborPosterior(AbstractVariationalPosterior):
         points = self.levels.points
         near = points.nearest(X)
         a, variance = points.weights(near, X, self.component_kernel)
-        return near, a, jnp.maximum(variance, 0.0)
+        return near, a, at_least(variance, 0.0)
 
     def _drawn_values(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "M num_samples"]:
         """Draws of the inducing values."""

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 # Relative rounding above which to warn. Up to this value the error of a posterior mean is a few
 # percent of its standard deviation, and variances and log densities have smaller errors.
@@ -45,8 +45,25 @@ def digits_left(rounding: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.maximum(-jnp.log10(rounding), 0.0)
 
 
+def at_least(x: Float[Array, "..."], least: Float[ArrayLike, "..."]) -> Float[Array, "..."]:
+    """The maximum of both, with a derivative that rounding does not change.
+
+    The derivative of `jnp.maximum` compares its result with x. If XLA computes x twice, with other
+    rounding errors, they differ, and the derivative is zero.
+    """
+    return jnp.where(x < least, least, x)
+
+
+def at_most(x: Float[Array, "..."], most: Float[ArrayLike, "..."]) -> Float[Array, "..."]:
+    """The minimum of both; see `at_least`."""
+    return jnp.where(x > most, most, x)
+
+
 def remaining_variance(
     prior: Float[Array, "*n"], explained: Float[Array, "*n"]
 ) -> Float[Array, "*n"]:
-    """The prior minus the explained variance, at least `eps` times the prior variance."""
-    return jnp.maximum(prior - explained, jnp.finfo(prior.dtype).eps * prior)
+    """The prior minus the explained variance, at least `eps` times the prior variance.
+
+    It is not negative, even if rounding made the prior variance negative.
+    """
+    return at_least(prior - explained, jnp.finfo(prior.dtype).eps * jnp.abs(prior))

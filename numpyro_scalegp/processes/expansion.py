@@ -17,6 +17,7 @@ from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.numerics.summation import pairwise_product
 from numpyro_scalegp.processes.function_samples import (
     AbstractFunctionSamples,
@@ -206,7 +207,7 @@ class ExpansionPosterior(AbstractVariationalPosterior):
         across, diagonal = self._projected(across), self._target_kernel.evaluate_diag(X)
         if self.values is None:
             reduction = jnp.sum(jnp.square(matmul(self.whitening.inverse, across)), axis=0)
-            return self._with_further(None, X), jnp.maximum(diagonal - reduction, 0.0)
+            return self._with_further(None, X), at_least(diagonal - reduction, 0.0)
         mean, *variances = self.values.moments(self.whitening, across, diagonal)
         return self._with_further(mean, X), *variances
 

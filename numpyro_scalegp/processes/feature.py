@@ -15,6 +15,7 @@ from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.features.linear_model import Weights, posterior, refined, statistics
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.processes.function_samples import (
     AbstractFunctionSamples,
     FeatureFunctionSamples,
@@ -162,7 +163,7 @@ class FeaturePosterior(AbstractInChunks):
         variance = self._weights_variance_at_data()
         # 1 - h_i is positive, but may be zero or negative after rounding.
         eps = jnp.finfo(variance.dtype).eps
-        complement = jnp.maximum(1.0 - variance / noise, eps)
+        complement = at_least(1.0 - variance / noise, eps)
         call_where(jnp.min(complement) < _LOST_DIGITS * eps, _warn_of_leverage)
         residual = self.y - self.mean(self.X)
         return dist.Normal(self.y - residual / complement, jnp.sqrt(noise / complement))

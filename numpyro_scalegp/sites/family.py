@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.numerics import linalg, rounding
+from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.processes.variational import AbstractVariationalPosterior
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
@@ -134,7 +135,7 @@ class AbstractVariationalGP(RowsDistribution):
         mean, variance = self.marginals()
         # Keeps the derivative of the square root finite where the variance is zero.
         tiny = jnp.finfo(variance.dtype).tiny
-        return dist.Normal(mean, jnp.sqrt(jnp.maximum(variance, tiny)))
+        return dist.Normal(mean, jnp.sqrt(at_least(variance, tiny)))
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Float[Array, "... n"]:
         """Draw from the marginals, independently across rows: shape (*sample_shape, *batch, n)."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core.host import call_where
+from numpyro_scalegp.numerics import rounding
 
 _MAX_STEPS = 100
 # Fractions of a Newton step to try. If the initial rate is far below large counts, a full step is
@@ -123,9 +124,8 @@ def at_least_tiny(
     W: Float[Array, "*batch n"], variance: Float[Array, "*batch n"]
 ) -> Float[Array, "*batch n"]:
     """W, but in uninformative rows so little that its effect is below rounding."""
-    tiny = jnp.finfo(W.dtype).eps ** 2 / jnp.where(variance > 0.0, variance, 1.0)
-    # Not `jnp.maximum`, whose derivative is zero if W is computed twice with other rounding errors.
-    return jnp.where(tiny < W, W, tiny)
+    positive = jnp.where(variance > 0.0, variance, 1.0)
+    return rounding.at_least(W, jnp.finfo(W.dtype).eps ** 2 / positive)
 
 
 def _line_search(

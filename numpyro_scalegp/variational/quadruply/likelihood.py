@@ -19,6 +19,7 @@ from numpyro.distributions import (
 
 from numpyro_scalegp.likelihoods.dependence import Degree, Dependence, DependenceTable
 from numpyro_scalegp.likelihoods.quadrature import normal_expectation, product_nodes
+from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.variational.quadruply.chevron_features import SetProjections
 from numpyro_scalegp.variational.quadruply.problem import Observed, Problem
 
@@ -128,7 +129,7 @@ def gaussian(
         # Masked values may be NaN, and would make the gradient NaN.
         residual = jnp.where(site.mask, site.value, at_zero) - at_zero
         product = (residual - i[0]) * (residual - j[0]) + jnp.sum(i[1:] * j[1:], axis=0)
-        variance = jnp.maximum(jnp.mean(of_sets.diagonal, axis=0), jnp.finfo(f.dtype).tiny)
+        variance = at_least(jnp.mean(of_sets.diagonal, axis=0), jnp.finfo(f.dtype).tiny)
         product += jnp.square(linear(jnp.sqrt(variance)))
         scale = site.parameters["scale"]
         terms = product / jnp.square(scale) + 2.0 * jnp.log(scale)
@@ -178,7 +179,7 @@ def bound(
             )
         if kind.distribution is Laplace and affine is not None:
             at_zero, linear = _linearized(problem, name, affine, problem.zero)
-            scales = jnp.sqrt(jnp.maximum(variances, jnp.finfo(variances.dtype).tiny))
+            scales = jnp.sqrt(at_least(variances, jnp.finfo(variances.dtype).tiny))
             of_sets = jax.vmap(linear)(means), jax.vmap(linear)(scales)
             total += site.sum(_laplace(site, at_zero, *of_sets), kind.shape)
         else:
