@@ -419,6 +419,14 @@ ON_CPU = (
         function="record_sampling",
     ),
     Run(
+        "time-counts", "time_counts", 2, ("coal",), ("linear time", "dense", "sparse"),
+        splits=tuple(range(10)),
+    ),
+    Run(
+        "time-counts-large", "time_counts", 10, ("made up",), ("linear time",), seeds=(0, 1),
+        options={"num_rows": 1_000_000},
+    ),
+    Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),
         ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
     ),

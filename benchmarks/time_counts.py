@@ -2,10 +2,10 @@
 
     python benchmarks/evidence.py time-counts time-counts-large
 
-`folds`: the ten folds of the coal-mining explosions in 333 bins (needs SCALEGP_DATA). For each fold
-hyperparameters are estimated from the other bins, and the log density is the mean over the bins of
-the fold. `large`: the optimum over the hyperparameters of simulated counts, with the function
-integrated out, from `initial_hyperparameters`' kind of start: the medians of the priors.
+`time-counts`: ten folds of the coal-mining explosions in 333 bins (needs SCALEGP_DATA). In each
+fold hyperparameters are estimated from the other bins, and the log density is the mean over the
+bins of the fold. `time-counts-large`: the optimum over the hyperparameters of simulated counts,
+from the medians of the priors, with compilation.
 """
 
 import functools
@@ -121,6 +121,6 @@ def large(seed, num_rows):
 
 
 def record(data, split, seed, method, *, num_rows=None):
-    """See the top of the file."""
+    """A fold of the coal data, or the optimum with simulated counts."""
     numpyro.enable_x64()
     return folds(split, method) if data == "coal" else large(seed, num_rows)
