@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.integrated.laplace import dense
-from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator
-from numpyro_scalegp.integrated.laplace.search import Entries, Sites
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator, LaplaceProblem
+from numpyro_scalegp.integrated.laplace.search import Sites
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.numerics import linalg, memory
@@ -135,26 +135,14 @@ class Cholesky(AbstractLaplaceEstimator):
         normal = jax.random.normal(key, (num_samples, operator.size), H.dtype)
         return linalg.matmul(normal, linalg.cholesky(H).T)
 
-    def laplace_log_prob(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "... n d"],
-        entries: Entries,
-        mean: Float[Array, "*batch n"],
-        data: Any,
-    ) -> Float[Array, "*batch"]:
+    def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
         """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n^3), memory O(n^2)."""
+        kernel, X, entries, mean, data = problem
         return dense.log_marginal(entries, self._gram(kernel, X, mean), mean, data)
 
-    def laplace_sites(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "... n d"],
-        entries: Entries,
-        mean: Float[Array, "*batch n"],
-        data: Any,
-    ) -> Sites:
+    def laplace_sites(self, problem: LaplaceProblem) -> Sites:
         """See `AbstractLaplaceEstimator.laplace_sites`."""
+        kernel, X, entries, mean, data = problem
         return dense.normal_sites(entries, self._gram(kernel, X, mean), mean, data)
 
     def laplace_posterior(

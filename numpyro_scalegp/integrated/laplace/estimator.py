@@ -1,7 +1,7 @@
 """The interface of the estimators that take Laplace's approximation."""
 
 import abc
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
@@ -12,30 +12,25 @@ from numpyro_scalegp.processes.posterior import AbstractConditioned
 from numpyro_scalegp.programs.functions import RowsFunction
 
 
+class LaplaceProblem(NamedTuple):
+    """A function and its observations, for one Gaussian process or a batch of them."""
+
+    kernel: AbstractKernel
+    X: Float[Array, "... n d"]
+    entries: Entries  # log likelihoods (*batch, n), each of one entry of f, given f and `data`
+    mean: Float[Array, "*batch n"]  # prior mean of f at X
+    data: Any  # further argument of `entries`, a pytree of arrays with y
+
+
 class AbstractLaplaceEstimator(AbstractEstimator):
     """An estimator that also integrates a function out of other likelihoods than normal noise.
 
-    It does so by Laplace's approximation, for `LaplaceGP`. `kernel` may be a batch of kernels, and
-    X of input matrices.
+    It does so by Laplace's approximation, for `LaplaceGP`.
     """
 
     @abc.abstractmethod
-    def laplace_log_prob(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "... n d"],
-        entries: Entries,
-        mean: Float[Array, "*batch n"],
-        data: Any,
-    ) -> Float[Array, "*batch"]:
+    def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
         """Laplace's approximation of the log marginal likelihood.
-
-        Args:
-            kernel: covariance function, or a batch.
-            X: inputs, shape (n, d), or (*batch, n, d).
-            entries: log likelihoods (*batch, n), each of one entry of f, given f and `data`.
-            mean: prior mean of f at X, shape (*batch, n).
-            data: further argument of `entries`, a pytree of arrays with y.
 
         Returns:
             Log densities, shape (*batch,), with derivatives of every order. NaN, with a warning, if
@@ -43,15 +38,8 @@ class AbstractLaplaceEstimator(AbstractEstimator):
         """
 
     @abc.abstractmethod
-    def laplace_sites(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "... n d"],
-        entries: Entries,
-        mean: Float[Array, "*batch n"],
-        data: Any,
-    ) -> Sites:
-        """The normal approximation around the mode; for arguments see `laplace_log_prob`."""
+    def laplace_sites(self, problem: LaplaceProblem) -> Sites:
+        """The normal approximation around the mode."""
 
     @abc.abstractmethod
     def laplace_posterior(

@@ -13,7 +13,7 @@ from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.integrated.cholesky import Cholesky
-from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator, LaplaceProblem
 from numpyro_scalegp.integrated.laplace.log_expectation import LikelihoodUnderNormal, as_likelihood
 from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior
 from numpyro_scalegp.integrated.laplace.search import Sites
@@ -212,11 +212,10 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     # NUTS searches for its initial values outside of compiled code: this makes it one program.
     @compiled
     def _log_density(self, y: Num[Array, "... n"]) -> Float[Array, "..."]:
-        return self.estimator.laplace_log_prob(*self._laplace(y))
+        return self.estimator.laplace_log_prob(self._problem(y))
 
-    def _laplace(self, y: Num[Array, "... n"]) -> tuple[Any, ...]:
-        """The arguments of an estimator's `laplace_log_prob`."""
-        return self.kernel, self.X, _entries, self.prior_mean, self._data(y)
+    def _problem(self, y: Num[Array, "... n"]) -> LaplaceProblem:
+        return LaplaceProblem(self.kernel, self.X, _entries, self.prior_mean, self._data(y))
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -258,7 +257,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
 
     @compiled
     def _condition(self, y: Num[Array, "... n"]) -> LaplacePosterior:
-        sites, mean = self.estimator.laplace_sites(*self._laplace(y)), self.prior_mean
+        sites, mean = self.estimator.laplace_sites(self._problem(y)), self.prior_mean
         zero = functions.constant_function(jnp.zeros((), mean.dtype))
 
         def posterior(kernel: AbstractKernel, X: Array, sites: Sites, mean: Array) -> Any:

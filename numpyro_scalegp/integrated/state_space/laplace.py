@@ -81,7 +81,7 @@ def log_marginal(
 
     def value_and_moments(
         prior: Prior, mean: Array, data: Any, *, variances: bool
-    ) -> tuple[Array, Mode, Array, AtRows]:
+    ) -> tuple[Array, Mode, Array, Array, AtRows]:
         mode = _find_mode(entries, prior, mean, data)
         W = at_least_tiny(derivatives(entries, mode.f, data).curvature, prior.variance)
         y = mode.f - mean + mode.weights / W
@@ -93,7 +93,7 @@ def log_marginal(
 
         # In float64, since log likelihoods of large counts are differences of far larger terms.
         value = in_float64(log_joint, mean, data, moments.means, moments.weights)
-        return value - 0.5 * jax.lax.stop_gradient(moments.log_ratio), mode, W, moments
+        return value - 0.5 * jax.lax.stop_gradient(moments.log_ratio), mode, W, y, moments
 
     @custom_jvp_all_orders
     def value(variables: Any, orders: Any, mean: Array, data: Any) -> Array:
@@ -105,19 +105,19 @@ def log_marginal(
         variables, orders, mean, data = primals
         d_variables, _, d_mean, d_data = tangents
         prior = eqx.combine(variables, orders, static)
-        total, mode, W, moments = value_and_moments(prior, mean, data, variances=True)
+        total, mode, W, y, moments = value_and_moments(prior, mean, data, variances=True)
         f, a, v = mode.f, mode.weights, moments.variances
 
         def curvature(f: Array) -> Array:
             return at_least_tiny(derivatives(entries, f, data).curvature, prior.variance)
 
         c = -0.5 * v * jax.jvp(curvature, (f,), (jnp.ones_like(f),))[1]
-        y, scales = f - mean + a / W, [math.sqrt(1.0 + t * t) for t in _GOLDEN]
-        both = jnp.stack(
+        scales = [math.sqrt(1.0 + t * t) for t in _GOLDEN]
+        combined = jnp.stack(
             [(t * y + c / W) / scale for t, scale in zip(_GOLDEN, scales, strict=True)]
         )
         # A loop, so that the passes are compiled once.
-        of_kernel, weights, means = jax.lax.map(lambda y: _derivatives(prior, y, 1.0 / W), both)
+        of_kernel, weights, means = jax.lax.map(lambda y: _derivatives(prior, y, 1.0 / W), combined)
         b = scales[0] * weights[0] - _GOLDEN[0] * a
         Kb = scales[0] * means[0] - _GOLDEN[0] * moments.means
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator
-from numpyro_scalegp.integrated.laplace.search import Entries, Sites
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator, LaplaceProblem
+from numpyro_scalegp.integrated.laplace.search import Sites
 from numpyro_scalegp.integrated.state_space import laplace, recursions, simulation
 from numpyro_scalegp.integrated.state_space.posterior import StateSpacePosterior
 from numpyro_scalegp.integrated.state_space.rows import Series
@@ -129,26 +129,14 @@ class StateSpace(AbstractLaplaceEstimator):
             num_harmonics=self.num_harmonics,
         )
 
-    def laplace_log_prob(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "... n d"],
-        entries: Entries,
-        mean: Float[Array, "*batch n"],
-        data: Any,
-    ) -> Float[Array, "*batch"]:
+    def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
         """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n s^3), memory O(n s^2)."""
+        kernel, X, entries, mean, data = problem
         return laplace.log_marginal(entries, self._prior(kernel, X, mean), mean, data)
 
-    def laplace_sites(
-        self,
-        kernel: AbstractKernel,
-        X: Float[Array, "... n d"],
-        entries: Entries,
-        mean: Float[Array, "*batch n"],
-        data: Any,
-    ) -> Sites:
+    def laplace_sites(self, problem: LaplaceProblem) -> Sites:
         """See `AbstractLaplaceEstimator.laplace_sites`."""
+        kernel, X, entries, mean, data = problem
         return laplace.normal_sites(entries, self._prior(kernel, X, mean), mean, data)
 
     def laplace_posterior(
