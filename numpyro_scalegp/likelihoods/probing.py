@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
+from numpyro_scalegp.likelihoods.rowwise import Kind, claims_of_results
 from numpyro_scalegp.programs import compiled
 
 # The tolerated error of a term, relative to its variation, and to its size in units of rounding.
@@ -44,8 +45,20 @@ class Probes:
     """
 
     def __init__(self, program: ClosedJaxpr) -> None:
-        self.evaluate = standing_in(program)
+        self.program = program
         self.shapes = [aval.shape for aval in program.in_avals]
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[..., list[np.ndarray]]:
+        """The program, compiled at the first call: often the operations show enough."""
+        return standing_in(self.program)
+
+    def _at_most(self, kind: Kind, argument: int, number: np.ndarray) -> list[bool]:
+        """For each result, whether its operations show that it is of a kind, in these groups."""
+        if not np.array_equal(number, np.broadcast_to(np.arange(number.shape[-1]), number.shape)):
+            return [False] * len(self.program.out_avals)  # the groups are not rows
+        claims = claims_of_results(self.program.jaxpr, (argument,))
+        return [claim.kind <= kind for claim in claims]
 
     def _along(self, argument: int) -> Evaluate:
         """The results as a function of one argument, with random values of the others."""
@@ -77,13 +90,14 @@ class Probes:
         """
         at = self._along(argument)
         combining: set[int] = set()
-        halves = _halves(number)
+        are_sums = self._at_most(Kind.SUM, argument, number)
+        halves = [] if all(are_sums) else _halves(number)
         for p, q, size in _ends(number.shape) if halves else ():
             at_p, at_q = at(p, size), at(q, size)
             for half in halves:
                 mixed = [at(f, size) for f in (np.where(half, p, q), np.where(half, q, p))]
                 for place, results in enumerate(zip(at_p, at_q, *mixed, strict=True)):
-                    if place not in combining and _combines(*results):
+                    if not are_sums[place] and place not in combining and _combines(*results):
                         combining.add(place)
         return combining
 
@@ -93,6 +107,8 @@ class Probes:
         With f = p in half of the groups and f = q in the other half, an entry that depends on one
         group has its value at p or its value at q. For the arguments, see `combining`.
         """
+        if all(self._at_most(Kind.ROWS, argument, number)):
+            return set()
         at = self._along(argument)
         p, q = np.random.default_rng(0).normal(size=(2, *number.shape))
         mixing: set[int] = set()
