@@ -53,6 +53,10 @@ class ShiftedGP(AbstractVariationalGP):
         mean, variance = self.family.marginals()
         return self.mean_function(self.X) + mean, variance
 
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Float[Array, "... n"]:
+        """Draw as the family does, which may refuse derivatives of its draws."""
+        return self.mean_function(self.X) + self.family.sample(key, sample_shape)
+
     def split_marginals(self) -> tuple[Float[Array, "... n"], ...]:
         """The mean and the components of the variance at X."""
         mean, *variances = self.family.split_marginals()
