@@ -419,11 +419,13 @@ ON_CPU = (
         function="record_sampling",
     ),
     Run(
-        "time-counts", "time_counts", 2, ("coal",), ("linear time", "dense", "sparse"),
+        "time-counts", "time_counts", 2, ("coal", "aircraft"),
+        ("Laplace, linear time", "Laplace, dense", "variational, linear time", "sparse"),
         splits=tuple(range(10)),
     ),
     Run(
-        "time-counts-large", "time_counts", 10, ("made up",), ("linear time",), seeds=(0, 1),
+        "time-counts-large", "time_counts", 10, ("made up",),
+        ("counts, Laplace", "counts, variational", "Student-t, variational"), seeds=(0, 1),
         options={"num_rows": 1_000_000},
     ),
     Run(
