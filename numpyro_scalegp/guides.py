@@ -6,6 +6,7 @@ from numpyro_scalegp.variational.guide import AbstractGPGuide
 from numpyro_scalegp.variational.hybrid.guide import AutoHybridGP
 from numpyro_scalegp.variational.quadruply.guide import AutoChevronGP
 from numpyro_scalegp.variational.sparse.guide import AutoSparseGP
+from numpyro_scalegp.variational.state_space.guide import AutoStateSpaceGP
 
 __all__ = [
     "AbstractGPGuide",
@@ -14,4 +15,5 @@ __all__ = [
     "AutoHybridGP",
     "AutoNearestNeighborGP",
     "AutoSparseGP",
+    "AutoStateSpaceGP",
 ]

@@ -32,6 +32,7 @@ from numpyro_scalegp.programs.functions import constant_function
 from numpyro_scalegp.solvers import AbstractSolver, KernelOperator
 from numpyro_scalegp.variational.shifted import ShiftedGP
 from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
+from numpyro_scalegp.variational.state_space.family import NaturalStateSpaceGP
 from tests.extending import CLASSES
 
 # Input columns that the kernels below expect.
@@ -244,6 +245,11 @@ def _natural(kernel: AbstractKernel, X: Array) -> NaturalSparseGP:
     return NaturalSparseGP(kernel, X, sparse.inducing_points, sparse.loc, precision)
 
 
+def _natural_in_time(kernel: AbstractKernel, X: Array) -> NaturalStateSpaceGP:
+    loc, precision = jnp.linspace(-1.0, 1.0, len(X)), jnp.linspace(0.3, 0.9, len(X))
+    return NaturalStateSpaceGP(kernel.on((0,)), X, loc, precision)
+
+
 def _hybrid(kernel: AbstractKernel, X: Array) -> sgp.HybridGP:
     sparse = _sparse(kernel, X)
     parts = sparse.inducing_points, sparse.loc, sparse.scale_tril
@@ -311,6 +317,7 @@ LOG_DETERMINANTS: list[tuple[str, Callable[[], AbstractLogDeterminant]]] = [
 LATENT_FAMILIES: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("sparse", _sparse),
     ("natural", _natural),
+    ("natural_in_time", _natural_in_time),
     ("hybrid", _hybrid),
     ("decoupled", _decoupled),
     ("neighbors", _neighbors),
@@ -490,6 +497,7 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         ).posterior(),
     ),
     ("natural", lambda kernel, X: _natural(kernel, X).posterior()),
+    ("natural_in_time", lambda kernel, X: _natural_in_time(kernel, X).posterior()),
     # With all inducing values and inputs for neighbors, its samples have its moments.
     (
         "nearest_neighbors",
@@ -555,5 +563,6 @@ GUIDES: list[tuple[str, Callable[[Callable], AbstractGPGuide]]] = [
     ),
     ("neighbors", lambda model: sgp.guides.AutoNearestNeighborGP(model, num_inducing=5)),
     ("chevron", lambda model: sgp.guides.AutoChevronGP(model, rank=2)),
+    ("state_space", sgp.guides.AutoStateSpaceGP),
     ("own", lambda model: CLASSES["AutoPseudoDataGP"](model, jnp.eye(4, NUM_COLUMNS))),
 ]

@@ -21,6 +21,7 @@ from numpyro_scalegp.kernels import AbstractKernel
 from numpyro_scalegp.solvers import KernelOperator, StopReason
 from numpyro_scalegp.tracing.runs import mutable_values
 from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
+from numpyro_scalegp.variational.state_space.family import NaturalStateSpaceGP
 from tests.conformance import (
     Compiled,
     assert_all_finite,
@@ -421,6 +422,8 @@ def prior_and_family(factory: Any, lengthscale: float = 1.0) -> tuple[Any, Any]:
     q = factory(kernel, X)
     if isinstance(q, sgp.ChevronGP):
         return sgp.WeightSpaceGP(q.features, X), q
+    if isinstance(q, NaturalStateSpaceGP):
+        kernel = kernel.on((0,))
     return sgp.LatentGP(kernel, X), q
 
 
@@ -445,7 +448,8 @@ def test_family_goes_through_transformations(family, dtype):
 def test_family_has_a_divergence_with_finite_derivatives(family, dtype):
     def objective(q: Any, prior: Any) -> Array:
         # Raises where no rule for the pair is registered.
-        is_natural = isinstance(q, NaturalSparseGP)  # without derivatives of draws
+        # Without derivatives of draws.
+        is_natural = isinstance(q, NaturalSparseGP | NaturalStateSpaceGP)
         values = jnp.stack(q.marginals()) if is_natural else q.sample(jax.random.key(0))
         return kl_divergence(q, prior) + jnp.sum(jnp.square(values))
 
@@ -478,10 +482,17 @@ def in_weight_space(kernel: AbstractKernel, X: Array) -> sgp.WeightSpaceGP:
     return sgp.WeightSpaceGP(sgp.features.RandomFourier(kernel, 6, seed=0), X)
 
 
+def in_time(kernel: AbstractKernel, X: Array) -> sgp.LatentGP:
+    return sgp.LatentGP(kernel.on((0,)), X)
+
+
 def model_of(guide: Any) -> Any:
     """The regression with the prior that a guide is for."""
-    if guide(regression).prior is sgp.WeightSpaceGP:
+    made = guide(regression)
+    if made.prior is sgp.WeightSpaceGP:
         return functools.partial(regression, prior=in_weight_space)
+    if isinstance(made, sgp.guides.AutoStateSpaceGP):
+        return functools.partial(regression, prior=in_time)
     return regression
 
 
@@ -491,7 +502,7 @@ def test_guide_takes_part_in_svi(guide, dtype):
     model = model_of(guide)
     guide = guide(model)
     optimizer, objective = optax.adam(0.01), TraceMeanField_ELBO()
-    if getattr(guide, "natural", False):
+    if guide.follows_hyperparameters:
         optimizer = sgp.infer.natural_gradients(optimizer)
         objective = sgp.infer.QuadratureELBO()
     svi = SVI(model, guide, optimizer, objective)

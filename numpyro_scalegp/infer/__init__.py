@@ -14,10 +14,10 @@ from numpyro_scalegp.integrated.finite_rkhs.diagnostics import (
     log_determinant_diagnostics,
 )
 from numpyro_scalegp.tracing.starting_values import median_distance
+from numpyro_scalegp.variational.natural_gradients import natural_gradients
 from numpyro_scalegp.variational.quadruply.elbo import QuadruplyStochasticELBO
 from numpyro_scalegp.variational.quadruply.row_optimizers import RowOptimizer, row_adagrad, row_adam
 from numpyro_scalegp.variational.quadruply.row_svi import RowSVI
-from numpyro_scalegp.variational.sparse.natural_gradients import natural_gradients
 
 __all__ = [
     "Draws",

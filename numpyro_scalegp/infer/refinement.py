@@ -26,12 +26,13 @@ from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.runs import drawn_values, is_latent, is_observed
 from numpyro_scalegp.tracing.sites import WithoutSite
 from numpyro_scalegp.variational.guide import AbstractGPGuide, set_up
+from numpyro_scalegp.variational.natural_gradients import LOC, PRECISION, REFERENCE
 from numpyro_scalegp.variational.sparse.guide import (
     AutoSparseGP,
     hyperparameters_of,
     inducing_mean,
 )
-from numpyro_scalegp.variational.sparse.natural import LOC, PRECISION, REFERENCE, NaturalSparseGP
+from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
 from numpyro_scalegp.variational.sparse.sparse import SparseGP
 
 # Natural-gradient steps on all observations for likelihoods that are not normal: they end when the

@@ -17,7 +17,6 @@ References:
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -25,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.core import batches
 from numpyro_scalegp.integrated.laplace.search import (
     Entries,
     Sites,
@@ -35,9 +33,13 @@ from numpyro_scalegp.integrated.laplace.search import (
     warn_of_digits,
     warn_of_search,
 )
-from numpyro_scalegp.integrated.state_space import recursions
-from numpyro_scalegp.integrated.state_space.passes import AtRows, Derivatives
-from numpyro_scalegp.integrated.state_space.rows import Series
+from numpyro_scalegp.integrated.state_space.passes import AtRows
+from numpyro_scalegp.integrated.state_space.prior import (
+    Prior,
+    along,
+    at_rows,
+    log_density_derivatives,
+)
 from numpyro_scalegp.numerics import rounding
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders
 from numpyro_scalegp.programs.float64 import in_float64
@@ -45,13 +47,6 @@ from numpyro_scalegp.programs.float64 import in_float64
 # a a' + a b' + b a' = sum_k t_k u_k u_k' with u_k = (t_k a + b) / sqrt(1 + t_k^2), and the t_k add
 # up to one.
 _GOLDEN = tuple(0.5 * (1.0 + sign * math.sqrt(5.0)) for sign in (1.0, -1.0))
-
-
-class Prior(NamedTuple):
-    """The function at the rows of each member of a batch, less its mean."""
-
-    series: Series
-    variance: Float[Array, "*batch n"]
 
 
 class Mode(NamedTuple):
@@ -85,7 +80,7 @@ def log_marginal(
         mode = _find_mode(entries, prior, mean, data)
         W = at_least_tiny(derivatives(entries, mode.f, data).curvature, prior.variance)
         y = mode.f - mean + mode.weights / W
-        moments = _at_rows(prior, y, 1.0 / W, variances=variances)
+        moments = at_rows(prior, y, 1.0 / W, variances=variances)
         warn_of_digits(jnp.any(moments.loss > rounding.FEW_DIGITS))
 
         def log_joint(mean: Array, data: Any, change: Array, weights: Array) -> Array:
@@ -117,7 +112,9 @@ def log_marginal(
             [(t * y + c / W) / scale for t, scale in zip(_GOLDEN, scales, strict=True)]
         )
         # A loop, so that the passes are compiled once.
-        of_kernel, weights, means = jax.lax.map(lambda y: _derivatives(prior, y, 1.0 / W), combined)
+        of_kernel, weights, means = jax.lax.map(
+            lambda y: log_density_derivatives(prior, y, 1.0 / W), combined
+        )
         b = scales[0] * weights[0] - _GOLDEN[0] * a
         Kb = scales[0] * means[0] - _GOLDEN[0] * moments.means
 
@@ -127,7 +124,7 @@ def log_marginal(
 
         of_kernel = jax.tree.map(lambda d: _GOLDEN[0] * d[0] + _GOLDEN[1] * d[1], of_kernel)
         tangent = jax.jvp(of_data, (data,), (d_data,))[1] + jnp.sum((a + b) * d_mean, axis=-1)
-        return total, tangent + _along(of_kernel, prior, d_variables)
+        return total, tangent + along(of_kernel, prior, d_variables)
 
     return value(variables, orders, mean, data)
 
@@ -164,7 +161,7 @@ def _find_mode(entries: Entries, prior: Prior, mean: Array, data: Any) -> Mode:
 
         def moments(variables: Any, y: Array) -> tuple[Array, Array]:
             prior = eqx.combine(variables, orders, static)
-            moments = _at_rows(prior, y, 1.0 / W, variances=False)
+            moments = at_rows(prior, y, 1.0 / W, variances=False)
             return moments.means, moments.weights
 
         arguments = variables, f - mean + weights / W
@@ -177,7 +174,7 @@ def _find_mode(entries: Entries, prior: Prior, mean: Array, data: Any) -> Mode:
 def _search(entries: Entries, prior: Prior, mean: Array, data: Any) -> Mode:
     def newton_step(W: Array, remaining: Array) -> tuple[Array, Array]:
         W = at_least_tiny(W, prior.variance)
-        moments = _at_rows(prior, remaining / W, 1.0 / W, variances=False)
+        moments = at_rows(prior, remaining / W, 1.0 / W, variances=False)
         return moments.means, moments.weights
 
     deviation = jnp.sqrt(prior.variance)
@@ -186,45 +183,3 @@ def _search(entries: Entries, prior: Prior, mean: Array, data: Any) -> Mode:
     is_finite = jnp.all(jnp.isfinite(state.f + state.weights), axis=-1)
     works = warn_of_search(state, W, deviation, is_finite)
     return Mode(jnp.where(works[..., None], state.f, jnp.nan), state.weights)
-
-
-def _at_rows(prior: Prior, y: Array, noise: Array, *, variances: bool) -> AtRows:
-    """Moments of f - m in the order of the rows, for each member of a batch."""
-
-    def of_member(series: Series, y: Array, noise: Array) -> AtRows:
-        noise = series.in_order(noise)
-        moments = recursions.at_rows(series, series.in_order(y), noise, variances=variances)
-        weights, means, of_f = jax.tree.map(series.by_row, moments[:3])
-        return AtRows(weights, means, of_f, *moments[3:])
-
-    return _each(of_member, prior.series, y, noise)
-
-
-def _derivatives(prior: Prior, y: Array, noise: Array) -> tuple[Derivatives, Array, Array]:
-    """The derivatives of log N(y; 0, K + noise), (K + noise)^-1 y, and K times it."""
-
-    def of_member(series: Series, y: Array, noise: Array) -> tuple[Derivatives, Array, Array]:
-        passes = recursions.passes_of(series, series.in_order(y), series.in_order(noise))
-        _, derivatives, means = passes.with_derivatives()
-        return derivatives, series.by_row(-derivatives.rows.y), series.by_row(means)
-
-    return _each(of_member, prior.series, y, noise)
-
-
-def _along(derivatives: Derivatives, prior: Prior, tangents: Prior) -> Float[Array, "*batch"]:
-    """The derivative along tangents of the kernel and the inputs."""
-    num_axes = prior.series.times.ndim - 1
-
-    def of_member(derivatives: Derivatives, tangents: Any) -> Array:
-        zeros = jnp.zeros_like(tangents.times)
-        return recursions.along(derivatives, tangents, zeros, zeros)
-
-    batch_axes = derivatives.first_time.ndim
-    members = batches.Batch(derivatives, batch_axes), batches.Batch(tangents.series, num_axes)
-    return batches.each(of_member, *members)
-
-
-def _each(function: Callable[..., Any], series: Series, *vectors: Float[Array, "*batch n"]) -> Any:
-    """Apply a function of a member's series and vectors to each member of a batch."""
-    members = (batches.Batch(vector, vector.ndim - 1) for vector in vectors)
-    return batches.each(function, batches.Batch(series, series.times.ndim - 1), *members)

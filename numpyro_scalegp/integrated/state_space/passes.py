@@ -108,6 +108,21 @@ def rows_at(
     return Rows(before, times - before, y, noise, jnp.ones_like(y), h)
 
 
+@jax.custom_jvp
+def _share_of_noise(noise: Array, explained: Array) -> Array:
+    """The share of a row's variance that is noise."""
+    return noise / (explained + noise)
+
+
+@_share_of_noise.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    # The derivative of the quotient cancels where nearly all of the variance is noise.
+    (noise, explained), (d_noise, d_explained) = primals, tangents
+    inverse = 1.0 / (explained + noise)
+    change = explained * inverse * (d_noise * inverse) - noise * inverse * (d_explained * inverse)
+    return noise * inverse, change
+
+
 class Passes:
     """The passes over rows that are cut into parts."""
 
@@ -153,7 +168,7 @@ class Passes:
         """
         ops = self.algebra
         observed = ops.add(P, ops.scale(ops.outer(gain, g), -1.0))
-        known = ops.scale(gain, self._noise(row))
+        known = ops.scale(g, _share_of_noise(self._noise(row), ops.dot(h, g)))
         error = ops.add(known, ops.scale(ops.times(observed, h), -1.0))
         square = ops.dot(h, h)
         inverse = jnp.where(square > 0.0, row.weight / jnp.where(square > 0.0, square, 1.0), 0.0)

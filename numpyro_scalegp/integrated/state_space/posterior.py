@@ -59,6 +59,32 @@ class StateSpacePosterior(AbstractInChunks):
     num_harmonics: int = eqx.field(static=True)
     component_kernel: AbstractKernel | None = None  # covariance of a component with f
 
+    @classmethod
+    def of(
+        cls,
+        series: Series,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        residual: Float[Array, " n"],
+        noise_variance: Float[Array, "..."],
+        y: Float[Array, " n"],
+        mean_function: RowsFunction,
+        num_harmonics: int,
+    ) -> "StateSpacePosterior":
+        """The posterior given observations y, with `residual` = y - m(X)."""
+        values, noise = map(series.in_order, (residual, noise_variance))
+        return cls(
+            kernel=kernel,
+            X=X,
+            y=y,
+            noise_variance=noise_variance,
+            mean_function=mean_function,
+            times=series.times,
+            order=series.order,
+            smoothed=recursions.smooth(series, values, noise),
+            num_harmonics=num_harmonics,
+        )
+
     @property
     def diagnostics(self) -> dict[str, Array]:
         """The state of the process.

@@ -12,6 +12,7 @@ from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimato
 from numpyro_scalegp.integrated.laplace.search import Sites
 from numpyro_scalegp.integrated.state_space import laplace, recursions, simulation
 from numpyro_scalegp.integrated.state_space.posterior import StateSpacePosterior
+from numpyro_scalegp.integrated.state_space.prior import Prior
 from numpyro_scalegp.integrated.state_space.rows import Series
 from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.linear.operator import KernelOperator
@@ -103,41 +104,28 @@ class StateSpace(AbstractLaplaceEstimator):
         self, operator: KernelOperator, y: Float[Array, " n"], mean_function: RowsFunction
     ) -> StateSpacePosterior:
         residual = y - mean_function(operator.X)
-        kernel, X, noise = operator.kernel, operator.X, operator.noise_variance
-        return self._smoothed(self._series(operator), kernel, X, residual, noise, y, mean_function)
-
-    def _smoothed(
-        self,
-        series: Series,
-        kernel: AbstractKernel,
-        X: Float[Array, "n d"],
-        residual: Float[Array, " n"],
-        noise_variance: Float[Array, "..."],
-        y: Float[Array, " n"],
-        mean_function: RowsFunction,
-    ) -> StateSpacePosterior:
-        values, noise = map(series.in_order, (residual, noise_variance))
-        return StateSpacePosterior(
-            kernel=kernel,
-            X=X,
-            y=y,
-            noise_variance=noise_variance,
-            mean_function=mean_function,
-            times=series.times,
-            order=series.order,
-            smoothed=recursions.smooth(series, values, noise),
-            num_harmonics=self.num_harmonics,
+        return StateSpacePosterior.of(
+            self._series(operator),
+            operator.kernel,
+            operator.X,
+            residual,
+            operator.noise_variance,
+            y,
+            mean_function,
+            self.num_harmonics,
         )
 
     def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
         """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n s^3), memory O(n s^2)."""
         kernel, X, entries, mean, data = problem
-        return laplace.log_marginal(entries, self._prior(kernel, X, mean), mean, data)
+        prior = Prior.of(kernel, X, self.num_harmonics, mean)
+        return laplace.log_marginal(entries, prior, mean, data)
 
     def laplace_sites(self, problem: LaplaceProblem) -> Sites:
         """See `AbstractLaplaceEstimator.laplace_sites`."""
         kernel, X, entries, mean, data = problem
-        return laplace.normal_sites(entries, self._prior(kernel, X, mean), mean, data)
+        prior = Prior.of(kernel, X, self.num_harmonics, mean)
+        return laplace.normal_sites(entries, prior, mean, data)
 
     def laplace_posterior(
         self,
@@ -151,17 +139,9 @@ class StateSpace(AbstractLaplaceEstimator):
         series = Series.of(kernel, X, self.num_harmonics, sites.f.dtype)
         noise = 1.0 / sites.precision
         residual = sites.f - mean + sites.weights * noise
-        return self._smoothed(series, kernel, X, residual, noise, sites.f, mean_function)
-
-    def _prior(
-        self, kernel: AbstractKernel, X: Float[Array, "... n d"], mean: Float[Array, "*batch n"]
-    ) -> laplace.Prior:
-        def of_member(kernel: AbstractKernel, X: Array) -> laplace.Prior:
-            series = Series.of(kernel, X, self.num_harmonics, mean.dtype)
-            return laplace.Prior(series, kernel.evaluate_diag(X).astype(mean.dtype))
-
-        prior = kernel.each(of_member, X)
-        return prior._replace(variance=jnp.broadcast_to(prior.variance, mean.shape))
+        return StateSpacePosterior.of(
+            series, kernel, X, residual, noise, sites.f, mean_function, self.num_harmonics
+        )
 
     @compiled
     def sample_prior(

@@ -18,7 +18,8 @@ from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.programs.functions import is_of_rows
 from numpyro_scalegp.tracing.sites import GPSite, Model
 from numpyro_scalegp.variational.guide import AbstractGPGuide, Rest
-from numpyro_scalegp.variational.sparse.natural import LOC, PRECISION, REFERENCE, NaturalSparseGP
+from numpyro_scalegp.variational.natural_gradients import LOC, PRECISION, REFERENCE
+from numpyro_scalegp.variational.sparse.natural import NaturalSparseGP
 from numpyro_scalegp.variational.sparse.sparse import (
     SparseGP,
     declare_points,

@@ -22,20 +22,21 @@ from numpyro_scalegp.processes.expansion import (
 from numpyro_scalegp.processes.whitening import Whitening
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.variational.latent import LatentGP
+from numpyro_scalegp.variational.natural_gradients import (
+    LOC,
+    PRECISION,
+    scaled_derivatives,
+    without_derivatives,
+)
 from numpyro_scalegp.variational.same import same_prior
 from numpyro_scalegp.variational.sparse.natural_parameters import (
     Normal,
     WhitenedSites,
     natural_divergence,
     natural_moments,
-    scaled_derivatives,
     whitened_sites,
-    without_derivatives,
 )
 from numpyro_scalegp.variational.sparse.sparse import SparseGP
-
-# Names by which `natural_gradients` recognizes the parameters.
-LOC, PRECISION, REFERENCE = "natural_loc", "natural_precision", "natural_reference"
 
 
 class NaturalNormal(WhitenedNormal):

@@ -198,41 +198,6 @@ def _natural_backward(residuals: tuple[Any, ...], cotangents: Normal) -> tuple[A
 _with_natural_gradients.defvjp(_natural_forward, _natural_backward)
 
 
-@jax.custom_vjp
-def without_derivatives(values: Any) -> Any:
-    """The same values, for draws; their derivatives raise an error.
-
-    A likelihood's derivatives at a draw are noisy. `natural_moments` replaces negative weights by
-    zero, so noise that changes signs would bias covariances downward.
-    """
-    return values
-
-
-def _no_backward(*_: Any) -> Any:
-    raise ValueError(
-        "natural parameters have no derivatives through draws of their function: train with "
-        "sgp.infer.QuadratureELBO, which draws none, or without `natural=True`."
-    )
-
-
-without_derivatives.defvjp(lambda values: (values, None), _no_backward)
-
-
-@jax.custom_vjp
-def scaled_derivatives(values: Any, scale: Float[Array, ""]) -> Any:
-    """The same values, with derivatives divided by a scale that is not zero."""
-    return values
-
-
-def _scaled_backward(scale: Array, cotangents: Any) -> tuple[Any, Array]:
-    divisor = jnp.where(scale == 0.0, 1.0, scale)
-    divided = jax.tree.map(lambda leaf: (leaf / divisor).astype(leaf.dtype), cotangents)
-    return divided, jnp.zeros_like(scale)
-
-
-scaled_derivatives.defvjp(lambda values, scale: (values, scale), _scaled_backward)
-
-
 def natural_moments(
     whitening: Whitening,
     K_ZX: Float[Array, "M n"],
