@@ -15,6 +15,12 @@ LOC, PRECISION = "natural_loc", "natural_precision"
 REFERENCE, INPUTS = "natural_reference", "natural_inputs"
 
 
+HOW_TO_TRAIN = (
+    "train natural parameters with sgp.infer.natural_gradients(optimizer) only, and put clipping "
+    "and other gradient transformations inside, around `optimizer`."
+)
+
+
 def natural_gradients(
     optimizer: optax.GradientTransformation,
     step_size: float | Callable[[Array], Array] = 0.1,

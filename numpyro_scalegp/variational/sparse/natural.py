@@ -23,6 +23,7 @@ from numpyro_scalegp.processes.whitening import Whitening
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.variational.latent import LatentGP
 from numpyro_scalegp.variational.natural_gradients import (
+    HOW_TO_TRAIN,
     LOC,
     PRECISION,
     scaled_derivatives,
@@ -197,8 +198,7 @@ def _check_positive(P: Float[Array, "*batch M M"]) -> None:
     if np.any(least < -0.01 - 100.0 * np.finfo(eigenvalues.dtype).eps * largest):
         warnings.warn(
             f"`{PRECISION}` has the eigenvalue {least.min():.3g}, but must be positive "
-            "semidefinite: train natural parameters with sgp.infer.natural_gradients(optimizer) "
-            "only, and put clipping and other gradient transformations inside, around `optimizer`.",
+            f"semidefinite: {HOW_TO_TRAIN}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,9 +1,11 @@
 """The variational family of functions of time whose Gaussian sites have natural gradients."""
 
 import copy
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
@@ -20,6 +22,7 @@ from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.sites.family import AbstractVariationalGP
 from numpyro_scalegp.variational.latent import LatentGP
 from numpyro_scalegp.variational.natural_gradients import (
+    HOW_TO_TRAIN,
     LOC,
     PRECISION,
     scaled_derivatives,
@@ -146,7 +149,19 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
         return super(NaturalStateSpaceGP, fixed).sample(key, sample_shape)
 
     def posterior(self) -> Any:
-        """The approximate posterior, with moments and joint samples at any inputs."""
+        """The approximate posterior, with moments and joint samples at any inputs.
+
+        Warns if p is negative, as after steps of another optimizer.
+        """
+        if checks.is_concrete(self.natural_precision):
+            least = np.min(np.asarray(self.natural_precision), initial=0.0)
+            if least < 0.0:
+                warnings.warn(
+                    f"`{PRECISION}` has the entry {least:.3g}, but must not be negative: "
+                    f"{HOW_TO_TRAIN}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return SitesPosterior(self._process())
 
     @compiled

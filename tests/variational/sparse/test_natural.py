@@ -321,3 +321,20 @@ def test_bad_arguments(unchecked):
         svi.init(KEY, X, y)
     with pytest.raises(ValueError, match="`natural_precision` must have shape"):
         NaturalSparseGP(sgp.kernels.RBF(1.0), X, X[:M], jnp.zeros(M), jnp.zeros((M, M + 1)))
+
+
+def test_delay_holds_other_parameters_and_their_optimizer():
+    X, y = data()
+    guide = natural(learned, rest=AutoDelta, num_inducing=5)
+    optimizer = sgp.infer.natural_gradients(optax.adam(0.05), 0.5, delay=3)
+    svi = SVI(learned, guide, optimizer, sgp.infer.QuadratureELBO(2))
+    state = svi.init(KEY, X, y)
+    start, held = svi.get_params(state), []
+    for _ in range(5):
+        state, _ = svi.update(state, X, y)
+        params = svi.get_params(state)
+        held.append(params["lengthscale_auto_loc"] == start["lengthscale_auto_loc"])
+        assert not np.array_equal(params["f_auto_natural_loc"], start["f_auto_natural_loc"])
+    assert held == [True, True, True, False, False]
+    with pytest.raises(ValueError, match="`delay` must be at least 0"):
+        sgp.infer.natural_gradients(optax.adam(0.05), delay=-1)

@@ -303,3 +303,12 @@ def test_errors():
     optimizer = sgp.infer.natural_gradients(optax.adam(0.01))
     with pytest.raises(ValueError, match="natural parameters have no derivatives through draws"):
         SVI(fixed, auto(fixed), optimizer, Trace_ELBO()).run(KEY, 1, X, y, progress_bar=False)
+
+
+def test_warns_of_parameters_from_another_optimizer():
+    X, y = data()
+    guide = auto(fixed)
+    _, result = run(fixed, guide, 1, X, y)
+    params = {**result.params, "f_auto_natural_precision": jnp.linspace(-1.0, 1.0, N)}
+    with pytest.warns(RuntimeWarning, match="has the entry -1, but must not be negative: train"):
+        guide.posterior(params, X)
