@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, Constants
 from numpyro_scalegp.numerics.linalg import matmul
 
 
@@ -120,6 +121,10 @@ class Coregion(AbstractKernel):
         index, loadings = self._categories_and_loadings(X)
         variances = self.variances.astype(loadings.dtype)[index]
         return jnp.sum(jnp.square(loadings), axis=1) + variances
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """Constants of r factors and p categories, for a product with a kernel of time."""
+        return Constants(self.W, self.variances)
 
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin

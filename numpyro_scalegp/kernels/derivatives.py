@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
 from numpyro_scalegp.kernels.spectrum import Origin
+from numpyro_scalegp.kernels.state_space import AbstractStateSpace, WithSlope
 
 
 class _Rows(NamedTuple):
@@ -111,6 +112,10 @@ class WithDerivatives(AbstractKernel):
         of_derivative = jnp.where(right.is_derivative, by_both, by_left)
         K = jnp.where(left.is_derivative[:, None], of_derivative, of_function)
         return jnp.where(is_valid, K, jnp.nan)
+
+    def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
+        """The kernel's form, whose state has the derivative; see `AbstractKernel.state_space`."""
+        return WithSlope(self.kernel.state_space(num_harmonics=num_harmonics))
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,), in O(n d)."""

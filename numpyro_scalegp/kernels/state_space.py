@@ -74,8 +74,8 @@ class AbstractStateSpace(eqx.Module):
         """Whether a transition is worth storing, not computing again in each pass over the rows."""
         return False
 
-    def time_column(self, d: int) -> int:
-        """The column, out of d, that holds the time.
+    def time_column(self, d: int) -> int | None:
+        """The column, out of d, that holds the time; None if the process does not depend on it.
 
         Raises:
             ValueError: if no column or several may be meant.
@@ -199,6 +199,53 @@ class Fixed(FirstEntry):
         return Transition((matrix([[one]]),), (matrix([[0.0 * one]]),))
 
 
+class Constants(AbstractStateSpace):
+    """Independent constants z, of which each row observes a linear combination, by its category.
+
+    The process does not depend on time; its product with one that does has different paths for
+    different categories.
+
+    Args:
+        loadings: the coefficients of the shared constants for each category, shape (p, r).
+        variances: of the p constants that belong to one category each, shape (p,).
+    """
+
+    loadings: Float[Array, "p r"]
+    variances: Float[Array, " p"]
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """A block for each constant."""
+        return (1,) * sum(self.loadings.shape)
+
+    def covariance(self, time: Float[Array, ""]) -> Blocks:
+        """Ones for the shared constants, and the variances."""
+        ones = jnp.ones(self.loadings.shape[1], self.variances.dtype)
+        return tuple(matrix([[v]]) for v in (*ones, *self.variances))
+
+    def transition(self, start: Float[Array, ""], elapsed: Float[Array, ""]) -> Transition:
+        """None."""
+        one = jnp.ones_like(elapsed)
+        size = self.size
+        return Transition((matrix([[one]]),) * size, (matrix([[0.0 * one]]),) * size)
+
+    def observation(self, X: Float[Array, "n 1"]) -> Float[Array, "n s"]:
+        """The loadings of each row's category, and its indicators; NaN for no category."""
+        categories = jnp.arange(len(self.variances), dtype=X.dtype)
+        indicators = (categories == X).astype(X.dtype)
+        shared = matmul(indicators, self.loadings.astype(X.dtype))
+        is_category = jnp.any(indicators > 0.0, axis=1, keepdims=True)
+        return jnp.where(is_category, jnp.concatenate([shared, indicators], axis=1), jnp.nan)
+
+    @property
+    def has_equal_observations(self) -> bool:
+        """False: they depend on the category."""
+        return False
+
+    def time_column(self, d: int) -> None:
+        """None: the column holds the category."""
+
+
 class Trend(FirstEntry):
     """A linear function of time, the state of which is its value and its slope."""
 
@@ -238,9 +285,11 @@ class AbstractPair(AbstractStateSpace):
         """Whether one of them has."""
         return self.left.has_costly_transitions or self.right.has_costly_transitions
 
-    def time_column(self, d: int) -> int:
+    def time_column(self, d: int) -> int | None:
         """The column of both; see `AbstractStateSpace.time_column`."""
         column, other = self.left.time_column(d), self.right.time_column(d)
+        if column is None or other is None:
+            return other if column is None else column
         if column != other:
             raise ValueError(
                 f"a state-space form is for one time, got kernels of column {column} and {other}: "
@@ -358,7 +407,7 @@ class ScaledObservation(AbstractWrapped):
         """The vectors, scaled."""
         return jnp.sqrt(self.scale) * self.form.observation(X)
 
-    def time_column(self, d: int) -> int:
+    def time_column(self, d: int) -> int | None:
         """The column of the other."""
         return self.form.time_column(d)
 
@@ -373,9 +422,10 @@ class OnColumns(AbstractWrapped):
         """The vectors of the other for these columns."""
         return self.form.observation(X[:, jnp.array(self.dims)])
 
-    def time_column(self, d: int) -> int:
+    def time_column(self, d: int) -> int | None:
         """The column among all of them."""
-        return self.dims[self.form.time_column(len(self.dims))]
+        column = self.form.time_column(len(self.dims))
+        return None if column is None else self.dims[column]
 
 
 class WithIndicator(AbstractWrapped):
@@ -392,8 +442,48 @@ class WithIndicator(AbstractWrapped):
         """False: they depend on the indicator."""
         return False
 
-    def time_column(self, d: int) -> int:
-        """The column among those before the indicator."""
+    def time_column(self, d: int) -> int | None:
+        """The column among the columns before the indicator."""
+        return self.form.time_column(d - 1)
+
+
+class WithSlope(AbstractWrapped):
+    """A process, or in rows whose last column is not zero its derivative with respect to time.
+
+    With the transition A(u) over a time u, h'A(u)x is the expected value after u, given the state
+    x. If the process is differentiable, its derivative is the derivative of that at zero.
+    """
+
+    form: AbstractStateSpace
+
+    def observation(self, X: Float[Array, "n d_and_one"]) -> Float[Array, "n s"]:
+        """The vectors of the value, or of the derivative; NaN for another column's derivative."""
+        inputs, order = X[:, :-1], X[:, -1]
+        column = self.form.time_column(inputs.shape[1])
+        h = self.form.observation(inputs)
+        if column is None:
+            return jnp.where(order[:, None] == 0.0, h, jnp.nan)
+
+        def slope(time: Array, h: Float[Array, " s"]) -> Float[Array, " s"]:
+            def expected(elapsed: Array) -> Float[Array, " s"]:
+                blocks = self.form.transition(time, elapsed).matrix
+                parts = _split(h[None], self.form.block_sizes)
+                pairs = zip(parts, blocks, strict=True)
+                return jnp.concatenate([matmul(part, array(block))[0] for part, block in pairs])
+
+            return jax.jvp(expected, (jnp.zeros_like(time),), (jnp.ones_like(time),))[1]
+
+        slopes = jax.vmap(slope)(inputs[:, column].astype(h.dtype), h)
+        of_order = jnp.where(order[:, None] == column + 1.0, slopes, jnp.nan)
+        return jnp.where(order[:, None] == 0.0, h, of_order)
+
+    @property
+    def has_equal_observations(self) -> bool:
+        """False: they depend on the last column."""
+        return False
+
+    def time_column(self, d: int) -> int | None:
+        """The column among the columns before the last one."""
         return self.form.time_column(d - 1)
 
 

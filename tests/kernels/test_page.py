@@ -32,7 +32,7 @@ KERNELS: dict[str, list[AbstractKernel]] = {
     "IntegratedWiener": [K.IntegratedWiener(1.0).on((0,))],
     "Coregion": [K.Coregion(jnp.eye(2), jnp.ones(2)).on((1,))],
     "WithDerivatives": [
-        K.WithDerivatives(K.RBF(1.0)),
+        K.WithDerivatives(K.Matern52(1.0)),
         K.WithDerivatives(K.FeatureMapped(K.MultiscaleRBF(1.0), lambda X: X[:, [0, 0]])),
     ],
     "FeatureMapped": [

@@ -115,7 +115,8 @@ class StateSpacePosterior(AbstractInChunks):
         return 4 * (self._form.size + 1) ** 2
 
     def _times_of(self, rows: Float[Array, "r d"]) -> Float[Array, " r"]:
-        return rows[:, self._form.time_column(self.X.shape[1])].astype(self.times.dtype)
+        column = form_of(self.kernel, self.X, self.num_harmonics)[1]
+        return rows[:, column].astype(self.times.dtype)
 
     def _readout(self, rows: Float[Array, "r d"]) -> Any:
         """The vectors h of new rows, in lanes."""

@@ -28,7 +28,13 @@ def form_of(
     dtype = kernel_dtype(kernel, X)
     arrays, static = eqx.partition(form, eqx.is_inexact_array)
     form = eqx.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), arrays), static)
-    return form, form.time_column(X.shape[1])
+    column = form.time_column(X.shape[1])
+    if column is None:
+        raise ValueError(
+            "the kernel does not depend on the time: multiply `Coregion` by a kernel of time, as "
+            "in `Matern32(1.0).on((0,)) * Coregion(W, diag).on((1,))`."
+        )
+    return form, column
 
 
 class Series(eqx.Module):

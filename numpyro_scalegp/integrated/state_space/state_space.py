@@ -25,8 +25,10 @@ class StateSpace(AbstractLaplaceEstimator):
 
     For kernels of one input column, time, that have a state-space form (`kernel.state_space()`):
     `Matern12`, `Matern32`, `Matern52`, `Harmonic`, `Cosine`, `Periodic`, `Constant`, `Linear`,
-    `Wiener`, `IntegratedWiener`, and their sums, products and multiples. The rows may be in any
-    order, unequally spaced, and several at the same time; each may have its own noise variance.
+    `Wiener`, `IntegratedWiener`, and their sums, products and multiples. Products with `Coregion`
+    of another column are several series that share components, and `WithDerivatives` has rates of
+    change. The rows may be in any order, unequally spaced, and several at the same time; each may
+    have its own noise variance.
 
     A Kalman filter computes the value of `Cholesky` without the n x n matrix. First derivatives
     come from the smoother, not from differentiating the filter, and cost about as much as three
@@ -34,7 +36,8 @@ class StateSpace(AbstractLaplaceEstimator):
     approximations and line searches. `LaplaceGP` takes it for counts and other observations.
 
     The function f(t) = h'x(t) is a part of a state x of s numbers, two for `Matern32`. Sums of
-    kernels add up their s, products multiply them. Times are cut into about sqrt(n) parts, on which
+    kernels add up their s, products multiply them, by r + p for `Coregion` of r factors and p
+    categories. Times are cut into about sqrt(n) parts, on which
     the filter works at the same moment.
 
     Args:
