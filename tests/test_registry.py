@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "the only one of its kind, with separate tests": (
         "infer.Predictive",
         "kernels.LinearSDE",
+        "posteriors.FilteredPosterior",
         "infer.RowOptimizer",
         "plate",
         "infer.RowSVI",

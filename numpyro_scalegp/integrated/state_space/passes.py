@@ -124,10 +124,16 @@ def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 class Passes:
-    """The passes over rows that are cut into parts."""
+    """The passes over rows that are cut into parts.
 
-    def __init__(self, form: AbstractStateSpace, rows: Rows) -> None:
-        self.form, self.size = form, form.size
+    Args:
+        form: the process.
+        rows: in order of time.
+        first: the state at the first row's `start`, as a single lane; None for the prior.
+    """
+
+    def __init__(self, form: AbstractStateSpace, rows: Rows, first: Moments | None = None) -> None:
+        self.form, self.size, self.first = form, form.size, first
         self.parts = Parts(len(rows.y), self.size)
         self.lanes = self.parts.lanes
         self.algebra = algebra_of(form)
@@ -178,6 +184,8 @@ class Passes:
 
     def prior(self) -> Moments:
         """The state at the first time, as a single lane."""
+        if self.first is not None:
+            return self.first
         blocks = single_lane(self.form.covariance(self.first_time))
         like = jnp.zeros_like(self.lane[:1])
         full = self.algebra.full(self.algebra.from_blocks(blocks), like)
@@ -244,6 +252,15 @@ class Passes:
         first = starts, self.lane, self.lane
         _, totals, worst = jax.lax.scan(step, first, self.rows)[0]
         return self._with_warning(jnp.sum(totals), jnp.max(worst))
+
+    def last(self) -> Moments:
+        """The filtered state after the last row, as a single lane."""
+
+        def step(moments: Moments, row: Rows) -> tuple[Moments, None]:
+            return self._filtered(moments, row)[0], None
+
+        after = jax.lax.scan(step, self.starts(), self.rows)[0]
+        return jax.tree.map(lambda leaf: leaf[..., -1:], after)
 
     def _with_warning(self, total: Float[Array, ""], loss: Float[Array, ""]) -> Float[Array, ""]:
         """The log density, with a warning if it has few digits, or is NaN for y without NaN."""

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.integrated.state_space import recursions, simulation
+from numpyro_scalegp.integrated.state_space.filtered import FilteredPosterior
 from numpyro_scalegp.integrated.state_space.passes import Smoothed, algebra_of, transition
 from numpyro_scalegp.integrated.state_space.rows import (
     Series,
@@ -83,6 +84,28 @@ class StateSpacePosterior(AbstractInChunks):
             order=series.order,
             smoothed=recursions.smooth(series, values, noise),
             num_harmonics=num_harmonics,
+        )
+
+    def filtered(self) -> FilteredPosterior:
+        """What the observations say about the function from the last of them on.
+
+        It stores one state instead of all rows, and `update` adds new observations at a cost that
+        does not depend on the number of earlier ones.
+        """
+        if self.component_kernel is not None:
+            raise ValueError(
+                "a component has no `filtered`: call it on the posterior, and `component` on what "
+                "it returns."
+            )
+        return FilteredPosterior(
+            kernel=self.kernel,
+            row=self.X[self.order[-1:]],
+            time=self.times[-1],
+            state_mean=self.smoothed.mean[-1:],
+            state_covariance=self.smoothed.covariance[-1:],
+            noise_variance=None if self._has_noise_of_rows else self.noise_variance,
+            mean_function=self.mean_function,
+            num_harmonics=self.num_harmonics,
         )
 
     @property

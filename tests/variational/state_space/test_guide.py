@@ -250,8 +250,8 @@ def test_rows_in_another_order_have_the_same_posterior(x64):
             fixed, guide := auto(fixed), 20, X[rows], jnp.round(jnp.exp(y[rows])), "poisson"
         )
         posteriors.append(guide.posterior(result.params, X[rows]))
-    one, other = (posterior.mean(NEW) for posterior in posteriors)
-    np.testing.assert_allclose(one, other, rtol=1e-9)
+    unsorted, ascending = (posterior.mean(NEW) for posterior in posteriors)
+    np.testing.assert_allclose(unsorted, ascending, rtol=1e-9)
 
 
 def test_one_row():
