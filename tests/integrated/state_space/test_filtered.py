@@ -1,4 +1,4 @@
-"""Forecasts from the last observation on, and updates by new ones, against the smoothed posterior."""
+"""Forecasts and updates by new observations, against the posterior given all of them."""
 
 from typing import Any
 
@@ -18,12 +18,17 @@ X = np.stack([TIMES, np.arange(N) % 2], axis=1).astype(float)
 Y = RNG.normal(size=N)
 NOISE = RNG.uniform(0.05, 0.3, N)
 LATER = np.array([[TIMES[-1], 0.0], [TIMES[-1] + 0.3, 1.0], [TIMES[-1] + 4.0, 0.0]])
-OUTPUTS = K.Coregion(jnp.array([[1.0], [0.5]]), jnp.array([0.2, 0.4]))
+
+
+def outputs() -> Any:
+    return K.Coregion(jnp.array([[1.0], [0.5]]), jnp.array([0.2, 0.4])).on((1,))
+
+
 KERNELS: dict[str, Any] = {
-    "matern": K.Matern32(0.8).on((0,)),
-    "sum": K.Matern52(2.0).on((0,)) + K.Harmonic(3.0, 2.0).on((0,)),
-    "walk": K.IntegratedWiener(0.1).on((0,)) + K.Linear(0.3, 1.0).on((0,)),
-    "outputs": K.Matern32(0.8).on((0,)) * OUTPUTS.on((1,)) + K.Constant(0.5).on((0,)),
+    "matern": lambda: K.Matern32(0.8).on((0,)),
+    "sum": lambda: K.Matern52(2.0).on((0,)) + K.Harmonic(3.0, 2.0).on((0,)),
+    "walk": lambda: K.IntegratedWiener(0.1).on((0,)) + K.Linear(0.3, 1.0).on((0,)),
+    "outputs": lambda: K.Matern32(0.8).on((0,)) * outputs() + K.Constant(0.5).on((0,)),
 }
 
 
@@ -34,7 +39,7 @@ def trend(X: Any) -> Any:
 def process(name: str, rows: Any = slice(None), noise: Any = None) -> sgp.GaussianProcess:
     noise = 0.1 if noise is None else noise[rows]
     options = {"mean": trend, "estimator": sgp.estimators.StateSpace()}
-    return sgp.GaussianProcess(KERNELS[name], X[rows], noise, **options)
+    return sgp.GaussianProcess(KERNELS[name](), X[rows], noise, **options)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -126,7 +131,7 @@ def test_errors():
     with pytest.raises(ValueError, match="`FilteredPosterior` has no `leave_one_out`"):
         filtered.leave_one_out()
     values = sgp.GaussianProcess(
-        KERNELS["matern"], X, 0.1, mean=Y, estimator=sgp.estimators.StateSpace()
+        KERNELS["matern"](), X, 0.1, mean=Y, estimator=sgp.estimators.StateSpace()
     )
     with pytest.raises(ValueError, match="`mean` was given as its values at the rows"):
         values.condition(Y).filtered().update(LATER, np.ones(3))
