@@ -214,6 +214,8 @@ COLUMNS = {
     "gpytorch_gradient_seconds": times("seconds, GPyTorch"),
     "gpytorch_ratio": times("GPyTorch / ours"),
     "variance": Column("variance"),
+    "level": Column("level"),
+    "scale": Column("scale"),
     "nuts_minutes": times("minutes"),
 }
 
