@@ -42,6 +42,7 @@ _LINEAR = {
 _LINEAR_IN: dict[str, tuple[int, ...]] = {
     "mul": (0, 1),
     "dot_general": (0, 1),
+    "convert_element_type": (0,),
     "div": (0,),
     "select_n": tuple(range(1, 100)),
     "gather": (0,),
@@ -110,22 +111,23 @@ def _of_results(equation: Any, operands: list[Claim]) -> list[Claim]:
         return [_OTHER] * num_results
     varying = {place: operand for place, operand in enumerate(operands) if operand.kind}
     axes = {operand.axis for operand in varying.values()}
-    if all(operand.kind is Kind.ROWS for operand in varying.values()) and len(axes) == 1:
+    are_rows = all(operand.kind is Kind.ROWS for operand in varying.values()) and len(axes) == 1
+    if are_rows and not (name == "gather" and 1 in varying):  # rows among the indices
         axis = _axis_of_rows(equation, *axes)
         if axis is not None:
             return [Claim(Kind.ROWS, axis)] * num_results
-    # A sum of functions of single rows stays one under linear operations.
+    # A sum of functions of single rows stays one under linear operations, which integers have not:
+    # quotients are rounded, and sums wrap around.
     is_linear = name in _LINEAR or (len(varying) == 1 and varying.keys() <= _linear_in(equation))
+    operand_types = [equation.invars[place].aval.dtype for place in varying]
+    types = [*operand_types, *(variable.aval.dtype for variable in equation.outvars)]
+    is_linear = is_linear and all(jnp.issubdtype(dtype, jnp.inexact) for dtype in types)
     is_known = all(operand.kind is not Kind.OTHER for operand in operands)
     return [_SUM if is_known and is_linear else _OTHER] * num_results
 
 
 def _linear_in(equation: Any) -> set[int]:
-    name = equation.primitive.name
-    if name == "convert_element_type":
-        is_float = jnp.issubdtype(equation.params["new_dtype"], jnp.inexact)
-        return {0} if is_float else set()
-    return set(_LINEAR_IN.get(name, ()))
+    return set(_LINEAR_IN.get(equation.primitive.name, ()))
 
 
 def _axis_of_rows(equation: Any, axis: int) -> int | None:
@@ -157,7 +159,7 @@ def _axis_of_rows(equation: Any, axis: int) -> int | None:
         place = numbers.operand_batching_dims.index(axis)
         of_indices = [d for d in range(len(new)) if d not in numbers.offset_dims]
         return of_indices[numbers.start_indices_batching_dims[place]]
-    if name in ("reshape", "expand_dims"):
+    if name in ("reshape", "expand_dims") and params.get("dimensions") is None:
         before = math.prod(shape[:axis])
         for target, size in enumerate(new):
             if size == shape[axis] and math.prod(new[:target]) == before:

@@ -11,10 +11,11 @@ from numpyro.distributions import constraints
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import batches, checks
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.integrated.state_space.posterior import StateSpacePosterior
 from numpyro_scalegp.integrated.state_space.prior import Prior
 from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
-from numpyro_scalegp.numerics.derivatives import explained_forward_mode
+from numpyro_scalegp.numerics.derivatives import explained_forward_mode, refuse_derivatives
 from numpyro_scalegp.processes.batch import BatchPosterior
 from numpyro_scalegp.processes.posterior import AbstractDerived
 from numpyro_scalegp.programs import functions
@@ -34,6 +35,11 @@ from numpyro_scalegp.variational.state_space.moments import (
     Sites,
     moments_given_sites,
     observations,
+)
+
+_OTHER_ROWS = (
+    "the parameters of `AutoStateSpaceGP` belong to the rows of its first step, and this step has "
+    "other rows: start again, without the state of the former run."
 )
 
 
@@ -64,8 +70,6 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
         mean: the mean m of a prior with a mean function at these inputs, of a shape that broadcasts
             with b. The process is without it, and the sites are on the function with it.
         num_harmonics: as in `estimators.StateSpace`.
-        is_normal: whether all observations are normal; if not, the first steps of the sites are
-            shortened where they would go too far.
 
     Raises:
         ValueError: if a shape does not fit, a value is NaN or infinite, or the kernel has no
@@ -79,7 +83,7 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
     arg_constraints = {LOC: constraints.real_vector, PRECISION: constraints.real_vector}
     reparametrized_params = list(arg_constraints)
     pytree_data_fields = ("kernel", "X", LOC, PRECISION, "inputs", "prior_mean", "moments")
-    pytree_aux_fields = ("num_harmonics", "is_normal")
+    pytree_aux_fields = ("num_harmonics",)
     moments: Moments  # of the function less its mean, at `inputs`
 
     def __init__(
@@ -92,7 +96,6 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
         inputs: Float[ArrayLike, "... n d"] | None = None,
         mean: Float[ArrayLike, "..."] | None = None,
         num_harmonics: int = NUM_HARMONICS,
-        is_normal: bool = False,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -109,7 +112,6 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
         checks.finite(LOC, self.natural_loc)
         checks.finite(PRECISION, self.natural_precision)
         self.num_harmonics = checks.count("num_harmonics", num_harmonics)
-        self.is_normal = is_normal
         zero = jnp.zeros((), self.natural_loc.dtype)
         self.prior_mean = jnp.broadcast_to(zero if mean is None else jnp.asarray(mean), shape)
         self._set_moments(Sites(self.natural_loc, self.natural_precision))
@@ -117,8 +119,9 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
 
     def _set_moments(self, sites: Sites) -> None:
         with explained_forward_mode():
-            options = self.num_harmonics, self.is_normal
-            self.moments = _moments(self.kernel, self.inputs, self.prior_mean, sites, *options)
+            self.moments = _moments(
+                self.kernel, self.inputs, self.prior_mean, sites, self.num_harmonics
+            )
 
     def under_scale(self, scale: Float[ArrayLike, ""]) -> "NaturalStateSpaceGP":
         """This family at a site with a scale; natural-gradient steps are as with scale one."""
@@ -134,10 +137,16 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
         """The mean and the variance of the function at X."""
         is_same = self.X.shape == self.inputs.shape and jnp.all(self.inputs == self.X)
         if checks.is_concrete(is_same) and not is_same:
-            posterior = self.posterior()
+            fixed = copy.copy(self)
+            fixed.natural_loc, fixed.natural_precision = refuse_derivatives(
+                _OTHER_ROWS, (self.natural_loc, self.natural_precision)
+            )
+            posterior = fixed.posterior()
             return posterior.mean(self.X), posterior.variance(self.X)
         means, variances, _ = self.moments
         # A step of SVI knows no values: inputs without sites show as NaN.
+        if not checks.is_concrete(is_same):
+            call_where(jnp.logical_not(is_same), _warn_of_other_rows)
         return jnp.where(is_same, means, jnp.nan), variances
 
     def sample(
@@ -206,10 +215,12 @@ def _moments(
     mean: Float[Array, "*batch n"],
     sites: Sites,
     num_harmonics: int,
-    is_normal: bool,
 ) -> Moments:
-    prior = Prior.of(kernel, X, num_harmonics, mean)
-    return moments_given_sites(prior, mean, sites, is_normal=is_normal)
+    return moments_given_sites(Prior.of(kernel, X, num_harmonics, mean), mean, sites)
+
+
+def _warn_of_other_rows() -> None:
+    warnings.warn(f"the result is NaN: {_OTHER_ROWS}", RuntimeWarning, stacklevel=1)
 
 
 @kl_divergence.register(NaturalStateSpaceGP, LatentGP)

@@ -29,8 +29,10 @@ class AutoStateSpaceGP(AbstractGPGuide):
     the hyperparameters of the kernel and the mean of the prior, whose posterior gets its true
     width: give `rest=AutoMultivariateNormal` for their correlations. The derivatives of b and p are
     natural gradients: train with `sgp.infer.natural_gradients` and `QuadratureELBO`; objectives
-    that draw the function raise an error. A step size of 1 is exact for normal observations, and
-    0.3 to 0.7 a good choice for others.
+    that draw the function raise an error. For normal observations a step of size 1 is exact if they
+    lie within a prior standard deviation of the mean, and a few steps are if not; for others 0.3 to
+    0.7 is a good choice. The parameters belong to the rows of the first step: other inputs of the
+    same shape give NaN.
 
     Args:
         model: a NumPyro model with a `LatentGP` site; a plate over outputs makes the site a batch
@@ -105,12 +107,5 @@ class AutoStateSpaceGP(AbstractGPGuide):
         if mean_function is not None:
             mean = mean_at(mean_function, X, b.shape)
         return NaturalStateSpaceGP(
-            site.kernel,
-            site.X,
-            b,
-            p,
-            inputs=X,
-            mean=mean,
-            num_harmonics=self.num_harmonics,
-            is_normal=site.is_normal,
+            site.kernel, site.X, b, p, inputs=X, mean=mean, num_harmonics=self.num_harmonics
         )

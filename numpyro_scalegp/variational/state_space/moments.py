@@ -32,6 +32,10 @@ from numpyro_scalegp.integrated.state_space.prior import (
     log_density_derivatives,
 )
 
+# The most prior standard deviations by which a step of a site may move the function. With more,
+# sites of Student's t distribution may alternate between two states.
+_MOST_DEVIATIONS = 1.0
+
 
 class Sites(NamedTuple):
     """The natural parameters b and p of the sites exp(b f - p f^2 / 2), one for each row."""
@@ -56,9 +60,7 @@ def observations(
     return sites.loc / precision - mean, 1.0 / precision
 
 
-def moments_given_sites(
-    prior: Prior, mean: Float[Array, "*batch n"], sites: Sites, *, is_normal: bool = False
-) -> Moments:
+def moments_given_sites(prior: Prior, mean: Float[Array, "*batch n"], sites: Sites) -> Moments:
     """The moments of q, in O(n s^3).
 
     Args:
@@ -66,7 +68,6 @@ def moments_given_sites(
         mean: of f, m.
         sites: b and p. Their derivatives are natural gradients; the derivatives of other arguments
             are for sites that stay as they are.
-        is_normal: whether all observations are normal, so that steps of any length are exact.
     """
     variables, static = eqx.partition(prior, eqx.is_inexact_array)
     orders, static = eqx.partition(static, eqx.is_array)
@@ -120,13 +121,13 @@ def moments_given_sites(
         # A negative curvature, possible if the likelihood is not log-concave, counts as zero.
         curvature = 2.0 * jnp.maximum(e, 0.0)
         of_each = of_divergence[..., None]
-        if not is_normal:
-            # A site wants to move f by u + g over its precision. Far from the optimum, as from a
-            # rate of one to counts of thousands, that is too far: more precision keeps it within a
-            # prior standard deviation. There is none to add at the optimum, where u + g is zero.
-            variance = jnp.where(prior.variance > 0.0, prior.variance, 1.0)
-            least = jnp.abs(of_each * u + g) / jnp.sqrt(variance) - of_each / variance
-            curvature = jnp.maximum(curvature, least)
+        # A site wants to move f by u + g over its precision. Far from the optimum, as from a rate
+        # of one to counts of thousands, that is too far: more precision keeps it within a prior
+        # standard deviation. There is none to add at the optimum, where u + g is zero.
+        variance = jnp.where(prior.variance > 0.0, prior.variance, 1.0)
+        residual = jnp.abs(of_each * u + g)
+        least = residual / (_MOST_DEVIATIONS * jnp.sqrt(variance)) - of_each / variance
+        curvature = jnp.maximum(curvature, least)
         d_sites = Sites(
             of_each * sites.loc + g - curvature * (mean + values.means),
             of_each * sites.precision - curvature,

@@ -50,12 +50,13 @@ def run(model: Any, guide: Any, steps: int, *args: Any, step_size: float = 0.5, 
     return svi, svi.run(KEY, steps, *args, progress_bar=False)
 
 
-def test_one_step_of_size_one_is_exact_for_normal_observations(x64):
-    """Also for observations far from the prior."""
+@pytest.mark.parametrize(("far", "num_steps"), [(0.4, 1), (1.0, 3)])
+def test_steps_of_size_one_are_exact_for_normal_observations(far, num_steps, x64):
+    """One step for observations within a prior deviation of the mean, more for others."""
     X, y = data()
-    y = y + 50.0
+    y = 0.5 + far * y
     guide = auto(fixed)
-    svi, result = run(fixed, guide, 1, X, y, step_size=1.0)
+    svi, result = run(fixed, guide, num_steps, X, y, step_size=1.0)
     gp = sgp.GaussianProcess(
         sgp.kernels.Matern32(0.7), X, SD**2, mean=lambda X: 0.5 + 0.1 * X[:, 0]
     )
@@ -120,6 +121,22 @@ def test_large_counts_from_a_rate_of_one(scale):
         exact = sgp.LaplaceGP(sgp.kernels.Matern32(0.7), X, rate, **options).condition(y)
         expected, deviation = exact.mean(X), jnp.sqrt(exact.variance(X))
         assert np.all(np.abs(posterior.mean(X) - expected) < 0.2 * deviation + 1e-3)
+
+
+def test_normal_observations_of_an_exponential(x64):
+    """A normal likelihood that is not quadratic: full steps would end at infinity."""
+    X, _ = data()
+    y = jnp.array(np.random.default_rng(0).normal(300.0, 1.0, N))
+
+    def model(X: Array, y: Array) -> None:
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.Matern32(2.0), X))
+        with numpyro.plate("rows", len(X)):
+            numpyro.sample("y", dist.Normal(jnp.exp(f), 1.0), obs=y)
+
+    _, result = run(model, guide := auto(model), 60, X, y)
+    np.testing.assert_allclose(
+        jnp.exp(guide.posterior(result.params, X, y).mean(X)), 300.0, rtol=0.01
+    )
 
 
 def learned(X: Array, y: Array | None = None) -> None:
@@ -232,13 +249,17 @@ def test_new_inputs_get_the_posterior():
         fresh.process.leave_one_out()
 
 
-def test_other_inputs_in_a_step_show_as_nan():
+def test_other_rows_in_a_step():
     """The sites belong to the rows of the first step."""
     X, y = data()
     guide = auto(fixed)
     svi, result = run(fixed, guide, 2, X, y)
     assert np.isfinite(jax.jit(svi.evaluate)(result.state, X, y))
-    assert np.isnan(jax.jit(svi.evaluate)(result.state, X + 0.1, y))
+    with pytest.warns(RuntimeWarning, match="the result is NaN: the parameters of `AutoState"):
+        assert np.isnan(jax.jit(svi.evaluate)(result.state, X + 0.1, y))
+    options = {"init_state": result.state, "progress_bar": False}
+    with pytest.raises(TypeError, match="belong to the rows of its first step, and this step has"):
+        svi.run(KEY, 2, X[:20], y[:20], **options)
 
 
 def test_rows_in_another_order_have_the_same_posterior(x64):
