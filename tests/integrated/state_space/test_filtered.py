@@ -42,7 +42,13 @@ def process(name: str, rows: Any = slice(None), noise: Any = None) -> sgp.Gaussi
     return sgp.GaussianProcess(KERNELS[name](), X[rows], noise, **options)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("sum", "walk") else ())
+        for name in KERNELS
+    ],
+)
 def test_updates_give_the_posterior_of_all_observations(name, x64):
     """One row, none in order, and many at once."""
     smoothed = process(name).condition(Y)

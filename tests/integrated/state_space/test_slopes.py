@@ -30,7 +30,13 @@ KERNELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+QUICK = ("matern52", "trend", "level")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KERNELS],
+)
 def test_density_and_posterior_are_those_of_dense_algebra(name, x64):
     def process(t: Any, estimator: Any) -> sgp.GaussianProcess:
         kernel = K.WithDerivatives(KERNELS[name](t))
