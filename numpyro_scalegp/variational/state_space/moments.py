@@ -55,7 +55,10 @@ class Moments(NamedTuple):
 def observations(
     prior: Prior, mean: Float[Array, "*batch n"], sites: Sites
 ) -> tuple[Float[Array, "*batch n"], Float[Array, "*batch n"]]:
-    """Z - m and R. Sites of no precision have so much noise that their effect is rounded away."""
+    """The observations less their mean, z - m, and R.
+
+    Sites of no precision have so much noise that their effect is rounded away.
+    """
     precision = at_least_tiny(sites.precision, prior.variance)
     return sites.loc / precision - mean, 1.0 / precision
 
@@ -79,11 +82,11 @@ def moments_given_sites(prior: Prior, mean: Float[Array, "*batch n"], sites: Sit
     def forward(variables: Any, orders: Any, mean: Array, sites: Sites) -> tuple[Moments, Any]:
         prior = eqx.combine(variables, orders, static)
         y, noise = observations(prior, mean, sites)
-        given = at_rows(prior, y, noise, variances=True)
-        explained = given.weights * given.means - given.variances / noise
-        divergence = 0.5 * (given.log_ratio + jnp.sum(explained, axis=-1))
-        values = Moments(given.means, given.variances, divergence)
-        return values, (variables, orders, mean, sites, given.weights, values)
+        weights, means, variances, log_ratio, _ = at_rows(prior, y, noise, variances=True)
+        explained = weights * means - variances / noise
+        divergence = 0.5 * (log_ratio + jnp.sum(explained, axis=-1))
+        values = Moments(means, variances, divergence)
+        return values, (variables, orders, mean, sites, weights, values)
 
     def backward(residuals: Any, cotangents: Moments) -> tuple[Any, ...]:
         variables, orders, mean, sites, u, values = residuals
