@@ -85,6 +85,7 @@ class NaturalStateSpaceGP(AbstractVariationalGP):
     pytree_data_fields = ("kernel", "X", LOC, PRECISION, "inputs", "prior_mean", "moments")
     pytree_aux_fields = ("num_harmonics",)
     moments: Moments  # of the function less its mean, at `inputs`
+    prior_mean: Float[Array, "*batch n"]  # at `inputs`
 
     def __init__(
         self,
