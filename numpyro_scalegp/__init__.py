@@ -20,6 +20,7 @@ from numpyro_scalegp.export import to_arviz
 from numpyro_scalegp.infer.conditioning import posterior
 from numpyro_scalegp.integrated.finite_rkhs.feature_space import FeatureSpaceGP
 from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
+from numpyro_scalegp.integrated.grid.grid_gp import GridGP
 from numpyro_scalegp.integrated.laplace.laplace import LaplaceGP
 from numpyro_scalegp.integrated.multi_output.multi_output import MultiOutputGP
 from numpyro_scalegp.neighbors.family import VariationalNearestNeighborGP
@@ -41,6 +42,7 @@ __all__ = [
     "DecoupledGP",
     "FeatureSpaceGP",
     "GaussianProcess",
+    "GridGP",
     "HybridGP",
     "LaplaceGP",
     "LatentGP",

@@ -1,5 +1,10 @@
 """Posterior distributions of functions: moments and samples."""
 
+from numpyro_scalegp.integrated.grid.posterior import (
+    GridPosterior,
+    GridRowsPosterior,
+    SpaceTimePosterior,
+)
 from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior
 from numpyro_scalegp.integrated.multi_output.posterior import MultiOutputPosterior
 from numpyro_scalegp.integrated.state_space.filtered import FilteredPosterior
@@ -11,7 +16,10 @@ __all__ = [
     "BatchPosterior",
     "ExactPosterior",
     "FilteredPosterior",
+    "GridPosterior",
+    "GridRowsPosterior",
     "LaplacePosterior",
     "MultiOutputPosterior",
+    "SpaceTimePosterior",
     "StateSpacePosterior",
 ]

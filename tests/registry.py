@@ -382,10 +382,20 @@ def _of_outputs(kernel: AbstractKernel, X: Array, observed: Any = None) -> Abstr
     return _outputs(kernel, X, observed=observed).condition(jnp.sin(X[:, :3]))
 
 
+def _grid(kernel: AbstractKernel, X: Array, **options: Any) -> sgp.GridGP:
+    """The first column of all rows, times the other columns of three."""
+    return sgp.GridGP([kernel, kernel], [X[:, :1], X[:3, 1:]], 0.1, mean=0.3, **options)
+
+
+def _of_grid(kernel: AbstractKernel, X: Array, **options: Any) -> AbstractPosterior:
+    return _grid(kernel, X, **options).condition(jnp.sin(X[:, :3]))
+
+
 # distribution = factory(kernel, X): distributions other than variational families.
 DISTRIBUTIONS: list[tuple[str, Callable[[AbstractKernel, Array], Distribution]]] = [
     ("gaussian_process", lambda kernel, X: _observed(kernel, X, sgp.estimators.Cholesky())),
     ("multi_output", _outputs),
+    ("grid", _grid),
     ("feature_space", _feature_space),
     ("laplace", lambda kernel, X: sgp.LaplaceGP(kernel, X, _heavier, mean=0.3)),
     ("latent", sgp.LatentGP),
@@ -525,6 +535,14 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     ("batch_with_hidden_rows", lambda kernel, X: _of_groups(kernel, X, observed=_lower_half(X))),
     ("multi_output", _of_outputs),
     ("multi_output_with_gaps", lambda kernel, X: _of_outputs(kernel, X, observed=X[:, :3] < 1.0)),
+    ("grid", _of_grid),
+    (
+        "grid_in_time",
+        lambda kernel, X: _of_grid(
+            kernel, X, estimator=sgp.estimators.StateSpace(), observed=X[:, :3] < 1.0
+        ),
+    ),
+    ("grid_with_gaps", lambda kernel, X: _of_grid(kernel, X, observed=X[:, :3] < 1.0)),
     (
         "sparse_with_own_kernels",
         lambda kernel, X: ExpansionPosterior.of_inducing_values(

@@ -160,6 +160,11 @@ def inputs(
     return array if is_concrete(array) else _or_nan(array)
 
 
+def is_grid(value: object) -> bool:
+    """Whether a value is a sequence with the inputs of each axis of a grid, not rows."""
+    return isinstance(value, list | tuple) and any(jnp.ndim(X) > 1 for X in value)
+
+
 def categories(name: str, value: ArrayLike, column: int, allowed: tuple[int, ...]) -> None:
     """Raise unless each entry of a column of the inputs `value` is an `allowed` integer."""
     if is_concrete(value):

@@ -130,12 +130,13 @@ def draw(key: Array, posterior: AbstractPosterior, fn: Any, *, joint: bool) -> A
         joint: whether function values are drawn jointly or independently.
     """
     draw_key, noise_key = jax.random.split(key)
+    inputs = fn.posterior_inputs
     if joint:
-        value = posterior.sample(draw_key, fn.X)[0]
+        value = posterior.sample(draw_key, inputs)[0]
     else:
-        mean = posterior.mean(fn.X)
+        mean = posterior.mean(inputs)
         normal = jax.random.normal(draw_key, mean.shape, mean.dtype)
-        value = mean + jnp.sqrt(posterior.variance(fn.X)) * normal
+        value = mean + jnp.sqrt(posterior.variance(inputs)) * normal
     if fn.role == "prior":
         return value
     return fn.given(value).sample(noise_key)

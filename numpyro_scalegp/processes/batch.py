@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core import batches
 from numpyro_scalegp.kernels.indicated import Indicated
@@ -17,7 +17,7 @@ from numpyro_scalegp.processes.function_samples import (
     BatchFunctionSamples,
     ShiftedFunctionSamples,
 )
-from numpyro_scalegp.processes.posterior import AbstractConditioned, AbstractPosterior
+from numpyro_scalegp.processes.posterior import AbstractConditioned, AbstractPosterior, Inputs
 from numpyro_scalegp.programs import functions
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
@@ -56,7 +56,7 @@ class BatchPosterior(AbstractConditioned):
     def _takes_batches(self) -> bool:
         return bool(self.batch_shape)
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+    def _check(self, Xs: Inputs) -> Any:
         X = super()._check(Xs)
         # Raise if the batch axes of the inputs do not broadcast against the posterior's.
         batches.shape_of(batches.Batch(self.y, self.y.ndim - 1), batches.Batch(X, X.ndim - 2))

@@ -24,6 +24,7 @@ from numpyro_scalegp.processes.posterior import (
     NEEDS_OBSERVATIONS,
     AbstractConditioned,
     AbstractPosterior,
+    Inputs,
 )
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import holds_row_values
@@ -66,8 +67,11 @@ class MixturePosterior(AbstractPosterior):
         """Apply `function` to the posterior given each draw, and stack the results."""
         return jax.lax.map(lambda draw: function(self.posterior_given(draw)), self.draws)
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
-        X = super()._check(Xs)
+    def _check(self, Xs: Any) -> Any:
+        if checks.is_grid(Xs):
+            X: Any = tuple(checks.inputs(f"Xs[{j}]", axis) for j, axis in enumerate(Xs))
+        else:
+            X = super()._check(Xs)
 
         has_row_values = []
 
@@ -84,18 +88,18 @@ class MixturePosterior(AbstractPosterior):
         return X
 
     @compiled
-    def _moments(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+    def _moments(self, Xs: Any, chunk_size: int | None) -> tuple[Array, Array]:
         def moments(posterior: AbstractPosterior) -> tuple[Array, Array]:
             return posterior._mean_and_variance(posterior._check(Xs), chunk_size)
 
         return self._each(moments)
 
     @compiled
-    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+    def _mean(self, Xs: Any, chunk_size: int | None) -> Array:
         means = self._each(lambda posterior: posterior.mean(Xs, chunk_size=chunk_size))
         return jnp.mean(means, axis=0)
 
-    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+    def _variance(self, Xs: Any, chunk_size: int | None) -> Array:
         means, variances = self._moments(Xs, chunk_size)
         return jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
 
@@ -114,7 +118,7 @@ class MixturePosterior(AbstractPosterior):
         return within + between.reshape(within.shape) / self.num_draws
 
     @compiled
-    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+    def _sample(self, key: Array, Xs: Any, num_samples: int) -> Array:
         def sample(posterior: AbstractPosterior, key: Array) -> Array:
             return posterior.sample(key, Xs, 1)[0]
 
@@ -146,7 +150,7 @@ class MixturePosterior(AbstractPosterior):
 
     def predictive(
         self,
-        Xs: Float[ArrayLike, "... m d"],
+        Xs: Inputs,
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,
@@ -168,7 +172,7 @@ class MixturePosterior(AbstractPosterior):
 
     @compiled
     def _predictive(
-        self, Xs: Array, noise_variance: Any, chunk_size: int | None
+        self, Xs: Any, noise_variance: Any, chunk_size: int | None
     ) -> tuple[Array, Array, list[Any]]:
         def predictive(posterior: AbstractPosterior) -> tuple[Array, Array, list[Any]]:
             distribution = posterior.predictive(Xs, noise_variance, chunk_size=chunk_size)

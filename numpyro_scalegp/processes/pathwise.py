@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided, mesh_of
@@ -18,7 +18,7 @@ from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.solver import AbstractSolver, Solution, warn_unless_converged
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.processes.function_samples import KernelFunctionSamples, zero_function
-from numpyro_scalegp.processes.posterior import AbstractInChunks
+from numpyro_scalegp.processes.posterior import AbstractInChunks, Inputs
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
 
@@ -121,7 +121,7 @@ class PathwisePosterior(AbstractInChunks):
     def sample(
         self,
         key: Key[Array, ""],
-        Xs: Float[ArrayLike, "m d"],
+        Xs: Inputs,
         num_samples: int = 1,
         *,
         chunk_size: int | None = None,

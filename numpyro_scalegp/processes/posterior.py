@@ -2,7 +2,7 @@
 
 import abc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
@@ -25,6 +25,9 @@ from numpyro_scalegp.programs.functions import (
     is_of_rows,
     with_fixed_functions,
 )
+
+# Rows, or the inputs of each axis of a grid.
+Inputs = Float[ArrayLike, "... m d"] | Sequence[Float[ArrayLike, "_m _d"]]
 
 NEEDS_OBSERVATIONS = (
     "`leave_one_out` needs noisy observations, and this posterior is given values of the function, "
@@ -92,24 +95,22 @@ class AbstractPosterior(eqx.Module):
         checks.function("select", select)
         return Component(self.restrict(lambda kernel: kernel.component(select(kernel))))
 
-    def mean(
-        self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*values"]:
+    def mean(self, Xs: Inputs, *, chunk_size: int | None = None) -> Float[Array, "*values"]:
         """The posterior mean of f.
 
         Args:
             Xs: inputs, shape (m, d); also (*batch, m, d) for a batch of functions with separate
-                kernels or data.
+                kernels or data. For a `GridGP` also a sequence with the inputs of each axis of
+                another grid, shapes (m_j, d_j).
             chunk_size: rows evaluated at a time; by default as many as fit 64 MiB in float32.
 
         Returns:
-            Means, shape (m,); (*batch, m) for a batch of functions, (m, p) for a `MultiOutputGP`.
+            Means, shape (m,); (*batch, m) for a batch of functions, (m, p) for a `MultiOutputGP`,
+            (m_1, ..., m_k) for a grid.
         """
         return self._mean(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
-    def variance(
-        self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
-    ) -> Float[Array, "*values"]:
+    def variance(self, Xs: Inputs, *, chunk_size: int | None = None) -> Float[Array, "*values"]:
         """The posterior variance of f, without observation noise; for the arguments see `mean`.
 
         Returns:
@@ -136,13 +137,13 @@ class AbstractPosterior(eqx.Module):
         return self._covariance(self._check(Xs))
 
     def sample(
-        self, key: Key[Array, ""], Xs: Float[ArrayLike, "... m d"], num_samples: int = 1
+        self, key: Key[Array, ""], Xs: Inputs, num_samples: int = 1
     ) -> Float[Array, "num_samples *values"]:
         """Draw functions from the posterior, jointly at all rows of Xs.
 
         Args:
             key: a typed JAX key.
-            Xs: inputs, shape (m, d).
+            Xs: inputs; see `mean`.
             num_samples: number of draws, at least 1.
 
         Returns:
@@ -253,22 +254,23 @@ class AbstractPosterior(eqx.Module):
         """The inputs in the form that the posterior's kernels take."""
         return Xs
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
-        X = checks.inputs("Xs", Xs, width=self._num_columns, may_be_batch=self._takes_batches)
+    def _check(self, Xs: Inputs) -> Any:
+        rows: Any = Xs
+        X = checks.inputs("Xs", rows, width=self._num_columns, may_be_batch=self._takes_batches)
         for leaf in jax.tree.leaves(self, is_leaf=lambda node: isinstance(node, AbstractKernel)):
             if isinstance(leaf, AbstractKernel):
                 leaf.check_categories("Xs", self._kernel_inputs(X))
         return X
 
     @abc.abstractmethod
-    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+    def _mean(self, Xs: Any, chunk_size: int | None) -> Array:
         """The mean at checked inputs."""
 
     @abc.abstractmethod
-    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+    def _variance(self, Xs: Any, chunk_size: int | None) -> Array:
         """The variance at checked inputs."""
 
-    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+    def _mean_and_variance(self, Xs: Any, chunk_size: int | None) -> tuple[Array, Array]:
         """The mean and the variance at checked inputs; overridden where one pass computes both."""
         return self._mean(Xs, chunk_size), self._variance(Xs, chunk_size)
 
@@ -282,7 +284,7 @@ class AbstractPosterior(eqx.Module):
         )
 
     @abc.abstractmethod
-    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+    def _sample(self, key: Array, Xs: Any, num_samples: int) -> Array:
         """Joint draws at checked inputs."""
 
     @abc.abstractmethod
@@ -293,7 +295,7 @@ class AbstractPosterior(eqx.Module):
 
     def predictive(
         self,
-        Xs: Float[ArrayLike, "... m d"],
+        Xs: Inputs,
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,
@@ -301,10 +303,11 @@ class AbstractPosterior(eqx.Module):
         """The predictive distribution of new observations with Gaussian noise.
 
         Args:
-            Xs: inputs, shape (m, d).
+            Xs: inputs; see `mean`.
             noise_variance: variance of the noise at the new inputs, shape () or (m,); for a batch
-                of functions also (*batch, 1) or (*batch, m), for a `MultiOutputGP` (p,) or (m, p).
-                None for the posterior's `noise_variance`.
+                of functions also (*batch, 1) or (*batch, m), for a `MultiOutputGP` (p,) or (m, p),
+                on a grid any shape that broadcasts with it. None for the posterior's
+                `noise_variance`.
             chunk_size: rows evaluated at a time.
 
         Returns:
@@ -319,7 +322,7 @@ class AbstractPosterior(eqx.Module):
         checks.positive("noise_variance", noise, or_zero=True)
         chunk_size = checks.count_or_none("chunk_size", chunk_size)
         mean, variance = self._mean_and_variance(self._check(Xs), chunk_size)
-        if noise.ndim and noise.shape[-1] not in (1, variance.shape[-1]):
+        if not _broadcasts(noise.shape, variance.shape):
             raise ValueError(
                 f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
                 f"{noise.shape}: one value, or one for each {self._last_axis}."
@@ -373,7 +376,12 @@ class AbstractPosterior(eqx.Module):
 class AbstractConditioned(AbstractPosterior):
     """A posterior given noisy observations y at X, with the mean function m."""
 
-    X: eqx.AbstractVar[Float[Array, "... n d"]]
+    if TYPE_CHECKING:
+
+        @property
+        def X(self) -> Float[Array, "... n d"]: ...  # noqa: D102
+    else:
+        X: eqx.AbstractVar[Float[Array, "... n d"]]
     y: eqx.AbstractVar[Float[Array, "... n"]]
     noise_variance: eqx.AbstractVar[Float[Array, "..."] | None]
     mean_function: eqx.AbstractVar[RowsFunction]
@@ -382,7 +390,7 @@ class AbstractConditioned(AbstractPosterior):
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations; shape (n,)."""
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+    def _check(self, Xs: Inputs) -> Any:
         X = super()._check(Xs)
         if is_of_rows(self.mean_function):
             self.mean_function(X)  # raises if the rows are not the training rows
@@ -468,22 +476,22 @@ class AbstractDerived(AbstractPosterior):
     def _takes_batches(self) -> bool:
         return self.process._takes_batches
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+    def _check(self, Xs: Inputs) -> Any:
         return self.process._check(Xs)
 
-    def _mean(self, Xs: Array, chunk_size: int | None) -> Array:
+    def _mean(self, Xs: Any, chunk_size: int | None) -> Array:
         return self.process._mean(Xs, chunk_size)
 
-    def _variance(self, Xs: Array, chunk_size: int | None) -> Array:
+    def _variance(self, Xs: Any, chunk_size: int | None) -> Array:
         return self.process._variance(Xs, chunk_size)
 
-    def _mean_and_variance(self, Xs: Array, chunk_size: int | None) -> tuple[Array, Array]:
+    def _mean_and_variance(self, Xs: Any, chunk_size: int | None) -> tuple[Array, Array]:
         return self.process._mean_and_variance(Xs, chunk_size)
 
-    def _covariance(self, Xs: Array) -> Array:
+    def _covariance(self, Xs: Any) -> Array:
         return self.process._covariance(Xs)
 
-    def _sample(self, key: Array, Xs: Array, num_samples: int) -> Array:
+    def _sample(self, key: Array, Xs: Any, num_samples: int) -> Array:
         return self.process._sample(key, Xs, num_samples)
 
     def _functions(
@@ -501,6 +509,14 @@ class Component(AbstractDerived):
 
     process: AbstractPosterior
     noise_variance: None = None
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of a shape fits moments, without more entries than these have."""
+    try:
+        return jnp.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
 
 
 def _warn_of_wide_draws() -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float
 
-from numpyro_scalegp.processes.posterior import AbstractDerived
+from numpyro_scalegp.processes.posterior import AbstractDerived, Inputs
 
 
 class WarpedPosterior(AbstractDerived):
@@ -50,7 +50,7 @@ class WarpedPosterior(AbstractDerived):
 
     def predictive(
         self,
-        Xs: Float[ArrayLike, "... m d"],
+        Xs: Inputs,
         noise_variance: Float[ArrayLike, "..."] | None = None,
         *,
         chunk_size: int | None = None,

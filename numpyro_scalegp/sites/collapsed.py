@@ -58,8 +58,8 @@ promote_batch_shape.register(CollapsedDistribution, refuse_scan)
 class GaussianNoise(CollapsedDistribution):
     """Observations with normal noise."""
 
-    X: Float[Array, "... n d"]
     noise_variance: Float[Array, "..."]
+    posterior_inputs: Any
 
     def given(self, f: Float[Array, "... n"]) -> dist.Normal:
         """See `CollapsedDistribution.given`."""
@@ -69,7 +69,7 @@ class GaussianNoise(CollapsedDistribution):
         """See `CollapsedDistribution.predictive`; at the data, stored moments are used."""
         if at_data:
             return posterior.at_data()
-        return posterior.predictive(self.X, self.noise_variance)
+        return posterior.predictive(self.posterior_inputs, self.noise_variance)
 
     def leave_one_out(self, posterior: Any) -> dist.Distribution:
         """See `CollapsedDistribution.leave_one_out`."""

@@ -46,6 +46,11 @@ class RowsDistribution(Distribution):
             self.mini_batch = mini_batch_of(self.X)
         super().__init__(batch_shape, event_shape, validate_args=validate_args)
 
+    @property
+    def posterior_inputs(self) -> Any:
+        """The inputs of the event, as the methods of a posterior take them."""
+        return self.X
+
     def check_all_rows(self) -> None:
         """Raise if the rows are a mini-batch, since the density is for all rows.
 

@@ -41,6 +41,11 @@ class WarpedGP(dist.TransformedDistribution, CollapsedDistribution):
         return self.base_dist.X
 
     @property
+    def posterior_inputs(self) -> Any:
+        """The inputs, as the methods of a posterior take them."""
+        return self.base_dist.posterior_inputs
+
+    @property
     def observed(self) -> Any:
         """The mask of the rows with a target, None for all; see `condition`."""
         return getattr(self.base_dist, "observed", None)

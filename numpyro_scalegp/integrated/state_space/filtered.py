@@ -23,7 +23,7 @@ from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace
 from numpyro_scalegp.numerics.rounding import at_least
 from numpyro_scalegp.processes.function_samples import AbstractFunctionSamples, zero_function
-from numpyro_scalegp.processes.posterior import AbstractPosterior
+from numpyro_scalegp.processes.posterior import AbstractPosterior, Inputs
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction, is_of_rows
 
@@ -60,7 +60,7 @@ class FilteredPosterior(AbstractPosterior):
     def _form(self) -> AbstractStateSpace:
         return form_of(self.kernel, self.row, self.num_harmonics)[0]
 
-    def _check(self, Xs: ArrayLike) -> Float[Array, "... m d"]:
+    def _check(self, Xs: Inputs) -> Any:
         X = super()._check(Xs)
         self._refuse_earlier(self._times_of(X), "Xs")
         return X

@@ -59,9 +59,7 @@ class Series(eqx.Module):
         dtype = kernel_dtype(kernel, X) if dtype is None else dtype
         order = order_of(X[:, column])
         times = X[order, column].astype(dtype)
-        call_where(_is_coarse(times), _warn_of_coarse_times)
-        missing = missing_variance(form, kernel, X[:1])
-        call_where(missing > _MOST_MISSING, _warn_of_missing_variance)
+        check_times(form, kernel, X, times)
         return cls.of_sorted(form, X, times, order)
 
     @classmethod
@@ -99,6 +97,18 @@ class Series(eqx.Module):
     def by_row(self, values: Float[Array, "*draws n"]) -> Float[Array, "*draws n"]:
         """Values in the order of time, in the order of the rows."""
         return jnp.zeros_like(values).at[..., self.order].set(values)
+
+
+def check_times(
+    form: AbstractStateSpace,
+    kernel: AbstractKernel,
+    X: Float[Array, "n d"],
+    times: Float[Array, " n"],
+) -> None:
+    """Warn of sorted times that this precision cannot tell apart, and of truncated series."""
+    call_where(_is_coarse(times), _warn_of_coarse_times)
+    missing = missing_variance(form, kernel, X[:1])
+    call_where(missing > _MOST_MISSING, _warn_of_missing_variance)
 
 
 def kernel_dtype(kernel: AbstractKernel, X: Float[Array, "n d"]) -> jnp.dtype:

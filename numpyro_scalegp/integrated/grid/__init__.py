@@ -1,0 +1,1 @@
+"""Observations on the product of several axes, such as places and times."""
