@@ -311,7 +311,9 @@ def both_terms(kernel: Any) -> tuple[Any, Any]:
 
 # A mixture and functions in a plate condition at each call, to hold one posterior at a time; in
 # the other posteriors each input has its own neighbors.
-FACTORIZES_AT_EACH_CALL = ("mixture", "outputs", "vecchia", "full_scale", "nearest_neighbors")
+FACTORIZES_AT_EACH_CALL = (
+    "mixture", "outputs", "vecchia", "full_scale", "nearest_neighbors", "grid_in_time",
+)  # fmt: skip
 
 
 @each("factory", [pair for pair in POSTERIORS if pair[0] not in FACTORIZES_AT_EACH_CALL])

@@ -101,7 +101,9 @@ class GridGP(GaussianNoise, RowsDistribution):
         (1,)
     """
 
-    inputs: Axes  # of each axis; `X` has the inputs of all cells as rows
+    kernel: AbstractKernel  # of rows, the columns of all axes side by side
+    inputs: Axes
+    X: Float[Array, "n d"]  # of all cells
     arg_constraints = {"noise_variance": constraints.positive}
     reparametrized_params = ["noise_variance"]
     pytree_data_fields = (

@@ -185,9 +185,15 @@ class AbstractSolvedGrid(AbstractGridPosterior):
     def _draws_at_rows(self, key: Array, at: Array | Axes, num_samples: int) -> Array:
         """Joint draws less the prior mean, from the covariance of all pairs."""
         rows = _rows(at)
-        parts = self._centered_mean(rows, None), self._covariance(rows)
+        moments = self._centered_mean(rows, None), self._covariance(rows)
+        return _on_grid(self._drawn(key, rows, *moments, num_samples), at)
+
+    @compiled
+    def _drawn(
+        self, key: Array, rows: Array, mean: Array, covariance: Array, num_samples: int
+    ) -> Float[Array, "num_samples m"]:
         prior = self._target_kernel.evaluate_diag(rows)
-        return _on_grid(self._joint_sample(key, *parts, prior, num_samples), at)
+        return self._joint_sample(key, mean, covariance, prior, num_samples)
 
     @compiled
     def _covariance(self, Xs: Array) -> Array:
@@ -509,7 +515,7 @@ class GridRowsPosterior(AbstractGridPosterior):
     y: Float[Array, "*shape"]
     noise_variance: Float[Array, "..."]
     mean_function: RowsFunction
-    process: Any  # of the function less its mean
+    process: AbstractConditioned  # of the function less its mean
     observed: Bool[Array, "*shape"] | None
     cells: Int[Array, " k"] | None  # those that `process` has as rows; None for all
 
@@ -521,7 +527,7 @@ class GridRowsPosterior(AbstractGridPosterior):
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> "GridRowsPosterior":
         """The posterior of one component of f; see `AbstractPosterior.restrict`."""
         zero = zero_function(self.y.dtype)
-        process = self.process.restrict(change)
+        process: Any = self.process.restrict(change)
         return dataclasses.replace(self, process=process, mean_function=zero)
 
     def _mean(self, Xs: Array | Axes, chunk_size: int | None) -> Array:

@@ -71,6 +71,13 @@ class SpaceTime(eqx.Module):
     num_harmonics: int = eqx.field(static=True)
     dtype: str = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        if not 0 <= self.axis < len(self.axes):
+            raise ValueError(f"`axis` must be in 0..{len(self.axes) - 1}, got {self.axis}.")
+        checks.count("num_harmonics", self.num_harmonics)
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"`dtype` must be 'float32' or 'float64', got {self.dtype!r}.")
+
     @property
     def times(self) -> Float[Array, " n_t"]:
         """The times, in the order of the axis."""
