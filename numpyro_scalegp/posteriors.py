@@ -3,6 +3,7 @@
 from numpyro_scalegp.integrated.grid.posterior import (
     GridPosterior,
     GridRowsPosterior,
+    IterativeGridPosterior,
     SpaceTimePosterior,
 )
 from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior
@@ -18,6 +19,7 @@ __all__ = [
     "FilteredPosterior",
     "GridPosterior",
     "GridRowsPosterior",
+    "IterativeGridPosterior",
     "LaplacePosterior",
     "MultiOutputPosterior",
     "SpaceTimePosterior",

@@ -24,8 +24,8 @@ class AutoSolver(AbstractSolver):
     The preconditioner, a randomly pivoted Cholesky factor of K, leaves out part of the variance. If
     that part is at most ten times the noise, conjugate gradients take the least time. If it is
     larger, rounding errors can stall conjugate gradients far from the solution, while `ADASAP`
-    makes progress. With probe vectors for the log-determinant, as in training, the solver is always
-    conjugate gradients.
+    makes progress. With probe vectors for the log-determinant, as in training, and on a grid, the
+    solver is always conjugate gradients.
 
     Args:
         tolerance: see `ConjugateGradients`.
@@ -60,9 +60,9 @@ class AutoSolver(AbstractSolver):
             ValueError: if there is no `key`.
         """
         conjugate_gradients = ConjugateGradients(self.tolerance, self.max_epochs)
-        if system.options.probes is not None:
-            return conjugate_gradients.run(factor, system)
         operator = system.operator
+        if system.options.probes is not None or operator.has_fast_products:
+            return conjugate_gradients.run(factor, system)
         low_rank_variance = jnp.sum(jnp.square(factor.low_rank), axis=0)
         remaining = jnp.mean(operator.kernel.evaluate_diag(operator.X) - low_rank_variance)
         adasap = ADASAP(tolerance=self.tolerance, max_epochs=self.max_epochs)

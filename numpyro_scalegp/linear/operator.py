@@ -96,6 +96,11 @@ class KernelOperator(eqx.Module):
         return mesh_of(self.X)
 
     @property
+    def has_fast_products(self) -> bool:
+        """Whether a product costs less than its n^2 entries, so that solvers by rows lose."""
+        return False
+
+    @property
     def block_size(self) -> int:
         """The number of rows of the square blocks in which products are computed."""
         num_devices = 1 if self.mesh is None else self.mesh.size

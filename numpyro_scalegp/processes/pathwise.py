@@ -177,8 +177,15 @@ class PathwisePosterior(AbstractInChunks):
         return self._resampled(key, num_samples, self.draws.num_features)
 
     @compiled
-    def _resampled(self, key: Array, num_samples: int, num_features: int) -> "PathwisePosterior":
-        operator = KernelOperator.from_checked(self.kernel, self.X, self.noise_variance)
+    def _resampled(
+        self,
+        key: Array,
+        num_samples: int,
+        num_features: int,
+        operator: KernelOperator | None = None,
+    ) -> "PathwisePosterior":
+        if operator is None:
+            operator = KernelOperator.from_checked(self.kernel, self.X, self.noise_variance)
         solver_key, draw_key = jax.random.split(key)
         draws = PriorDraws.from_key(draw_key, num_samples, num_features, self.X)
         targets = draws.observations(self.kernel, self.X, operator.noise())

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import checks
@@ -34,12 +34,17 @@ from numpyro_scalegp.integrated.grid.posterior import (
     AbstractGridPosterior,
     GridPosterior,
     GridRowsPosterior,
+    IterativeGridPosterior,
     SpaceTimePosterior,
+    grid_operator,
 )
 from numpyro_scalegp.integrated.grid.space_time import SpaceTime, time_axis
-from numpyro_scalegp.integrated.members import MISSING, as_boolean, as_mean_function
+from numpyro_scalegp.integrated.iterative.iterative import AbstractIterative
+from numpyro_scalegp.integrated.members import MISSING, Member, as_boolean, as_mean_function
 from numpyro_scalegp.integrated.state_space.state_space import StateSpace
 from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.numerics.axes import along_all
+from numpyro_scalegp.programs import functions
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.sites.collapsed import GaussianNoise
 from numpyro_scalegp.sites.rows import RowsDistribution
@@ -52,7 +57,7 @@ class GridGP(GaussianNoise, RowsDistribution):
     covariance of two cells is a product of a kernel for each axis, k_1 k_2 ... k_d, or a sum of
     such products, plus the noise.
 
-    `log_prob(Y)` is the log marginal likelihood, exactly, by the cheapest of these:
+    `log_prob(Y)` is the log marginal likelihood, exactly, by one of these:
 
     - for a complete grid, one product and noise that varies along at most one axis, by the
       eigenvectors of each axis, in O(n sum_j n_j + sum_j n_j^3) for n cells;
@@ -61,6 +66,10 @@ class GridGP(GaussianNoise, RowsDistribution):
       products, in O(n_t (s p)^3) for p places and s state variables;
     - otherwise by the estimator, for the observed cells as rows of a `GaussianProcess`: the default
       is the exact one, in O(n^3).
+
+    `estimator=sgp.estimators.Pathwise()`, or `Hutchinson`, estimates it with its gradient for
+    millions of cells, missing ones included: a product with the covariance matrix costs
+    O(n sum_j n_j).
 
     Args:
         kernels: a kernel for each axis, such as `[Matern32(5.0), RBF(0.3)]`, or a sequence of such
@@ -157,6 +166,16 @@ class GridGP(GaussianNoise, RowsDistribution):
                 )
                 mean = values.ravel()
         return as_mean_function(mean, (), self.X)
+
+    @property
+    def condition_options(self) -> frozenset[str]:
+        """The options of `condition` that the estimator uses, besides `progress_bar`."""
+        options = {"num_samples", "max_epochs"} if self._is_iterative else set()
+        return frozenset(options | {"key"} if self.estimator.is_stochastic else options)
+
+    @property
+    def _is_iterative(self) -> bool:
+        return isinstance(self.estimator, AbstractIterative)
 
     @property
     def posterior_inputs(self) -> Axes:
@@ -257,7 +276,13 @@ class GridGP(GaussianNoise, RowsDistribution):
         if isinstance(self.estimator, StateSpace):
             residual = self._residual(Y).reshape(-1, *self.event_shape)
             return _by_filter(self._space_time(), residual).reshape(batch)
-        return self._as_rows().log_prob(self._residual(Y).reshape(*batch, -1))
+        residual = self._residual(Y).reshape(*batch, -1)
+        if isinstance(self.estimator, AbstractIterative):
+            member, cells = self._solved_rows()
+            values = residual if cells is None else residual[..., cells]
+            density = self.estimator.log_prob(member.operator, values, key=self.key)
+            return density - member.log_density_of_hidden()
+        return self._as_rows().log_prob(residual)
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -277,22 +302,40 @@ class GridGP(GaussianNoise, RowsDistribution):
         return self.mean + f + jnp.sqrt(self.noise_variance) * noise
 
     def condition(
-        self, Y: Float[ArrayLike, "..."], *, progress_bar: bool = True
+        self,
+        Y: Float[ArrayLike, "..."],
+        *,
+        key: Array | None = None,
+        num_samples: int | None = None,
+        max_epochs: int | float | None = None,
+        progress_bar: bool = True,
     ) -> AbstractGridPosterior:
         """The posterior of the function given observations.
 
         Args:
             Y: observations, shape (n_1, ..., n_d).
-            progress_bar: whether the solve of an iterative estimator may show its progress.
+            key: for an estimator that draws at random; by default the distribution's.
+            num_samples: number of samples that an iterative estimator stores.
+            max_epochs: budget of its solve, in products with the covariance matrix.
+            progress_bar: whether the solve may show its progress.
 
         Returns:
-            A `GridPosterior`, a `SpaceTimePosterior` with `StateSpace`, or a `GridRowsPosterior`.
+            A `GridPosterior`; with `StateSpace` a `SpaceTimePosterior`, with `Pathwise` or
+            `Hutchinson` an `IterativeGridPosterior`, and otherwise a `GridRowsPosterior`.
 
         Raises:
-            ValueError: if `Y` has the wrong shape, or holds NaN or infinity in an observed cell.
+            ValueError: if `Y` has the wrong shape, or holds NaN or infinity in an observed cell; if
+                the estimator does not use an option.
         """
         Y = self._observations(Y)
         checks.shape("Y", Y, self.event_shape, why="a value for each cell")
+        checks.count_or_none("num_samples", num_samples)
+        if max_epochs is not None:
+            checks.number("max_epochs", max_epochs, "(0, inf]")
+        options: dict[str, Any] = {"num_samples": num_samples, "max_epochs": max_epochs}
+        names = [name for name, value in options.items() if value is not None]
+        checks.used(names, self.condition_options, f"`{type(self.estimator).__name__}`")
+        key = self.key if key is None else checks.as_key(key)
         fields: dict[str, Any] = {
             "kernel": self.kernel,
             "inputs": self.inputs,
@@ -306,17 +349,41 @@ class GridGP(GaussianNoise, RowsDistribution):
             rotation, weights = _solution(factors, self.inputs, noise, residual, axis)
             return GridPosterior(**fields, residual=residual, weights=weights, rotation=rotation)
         if isinstance(self.estimator, StateSpace):
-            process = self._space_time()
-            _check(process)
-            return SpaceTimePosterior(**fields, residual=self._residual(Y), process=process)
+            space_time = self._space_time()
+            _check(space_time)
+            return SpaceTimePosterior(**fields, residual=self._residual(Y), process=space_time)
+        observed = None if self.observed is None else jnp.asarray(self.observed)
+        if isinstance(self.estimator, AbstractIterative):
+            member, cells = self._solved_rows()
+            residual = self._residual(Y).ravel()
+            zero = functions.constant_function(jnp.zeros((), residual.dtype))
+            values = residual if cells is None else residual[cells]
+            solved = self.estimator.condition(
+                member.operator, values, zero, key=key, progress_bar=progress_bar, **options
+            )
+            fields.update(process=solved, observed=observed, cells=cells)
+            return IterativeGridPosterior(**fields)
         gp = self._as_rows()
-        cells: Any = gp.shown_rows
-        return GridRowsPosterior(
-            **fields,
-            process=gp.condition(self._residual(Y).ravel(), progress_bar=progress_bar),
-            observed=None if self.observed is None else jnp.asarray(self.observed),
-            cells=None if cells is None else jnp.asarray(cells),
-        )
+        rows: Any = gp.shown_rows
+        fields.update(observed=observed, cells=None if rows is None else jnp.asarray(rows))
+        process = gp.condition(self._residual(Y).ravel(), key=key, progress_bar=progress_bar)
+        return GridRowsPosterior(**fields, process=process)
+
+    def _solved_rows(self) -> tuple[Member, Int[Array, " n"] | None]:
+        """The process at the cells that an iterative estimator solves for, and these cells."""
+        noise, observed = self.noise_variance, self.observed
+        if noise.ndim:
+            noise = jnp.broadcast_to(noise, self.event_shape).ravel()
+        X, cells = self.X, None
+        if observed is not None and checks.is_concrete(observed):
+            index = np.flatnonzero(np.asarray(observed))
+            noise = noise[index] if noise.ndim else noise
+            X, cells, observed = X[index], jnp.asarray(index), None
+        mask = None if observed is None else jnp.asarray(observed).ravel()
+        member = Member.of(self.kernel, X, noise, self.estimator, mask)
+        of_rows = member.operator.X, member.operator.noise_variance
+        operator = grid_operator(self.kernel, self.inputs, *of_rows, cells, mask)
+        return member._replace(operator=operator), cells
 
     def _residual(self, Y: Float[Array, "..."]) -> Float[Array, "..."]:
         """Observations less the mean, zero in cells without a target."""
@@ -382,7 +449,7 @@ def _draw(
         covariances = [k.evaluate_covariance(X) for k, X in zip(factors, inputs, strict=True)]
         trils = [lower_factor(K) for K in covariances]
         white = jax.random.normal(key, (count, *map(len, trils)), jnp.result_type(*trils))
-        return jax.vmap(lambda white: kronecker.along_all(trils, white))(white)
+        return jax.vmap(lambda white: along_all(trils, white))(white)
 
     terms = terms_of(kernel, len(inputs))
     draws = functools.reduce(operator.add, map(of_term, terms, jax.random.split(key, len(terms))))

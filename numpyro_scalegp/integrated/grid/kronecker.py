@@ -13,7 +13,6 @@ References:
     Lippert, Borgwardt and Stegle (2013), It is all in the noise.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.numerics.axes import along_all, outer, unfolded
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders, refuse_derivatives
 from numpyro_scalegp.numerics.linalg import matmul
 
@@ -48,25 +48,6 @@ class _Traces(NamedTuple):
     weights: Float[Array, "*shape"]  # H^-1 R
     covariances: tuple[Float[Array, "_n_j _n_j"], ...]  # the derivative of log|H| in each K_j
     noise: Float[Array, " n_a"]  # its derivative in the noise
-
-
-def along(A: Float[Array, "m _n_j"], R: Float[Array, "*shape"], axis: int) -> Float[Array, "*new"]:
-    """The product of a matrix with an array along one axis."""
-    moved = jnp.moveaxis(R, axis, 0)
-    product = matmul(A, moved.reshape(len(moved), -1))
-    return jnp.moveaxis(product.reshape(len(A), *moved.shape[1:]), 0, axis)
-
-
-def along_all(matrices: Sequence[Float[Array, "_m _n_j"]], R: Float[Array, "..."]) -> Array:
-    """The product of the Kronecker product of matrices with an array."""
-    return functools.reduce(
-        lambda product, item: along(item[1], product, item[0]), enumerate(matrices), R
-    )
-
-
-def outer(vectors: Sequence[Float[Array, " _n_j"]]) -> Float[Array, "*shape"]:
-    """The array of products of the entries of a vector for each axis."""
-    return functools.reduce(lambda product, vector: product[..., None] * vector, vectors)
 
 
 def rotation(
@@ -131,9 +112,9 @@ def log_density(
         for j, (K, dK, trace) in enumerate(zip(Ks, dKs, covariance_traces, strict=True)):
             # A multiplied by all covariances but K_j.
             matrices = [jnp.eye(len(K), dtype=K.dtype) if i == j else k for i, k in enumerate(Ks)]
-            product = _unfolded(along_all(matrices, A), j)
-            tangent += 0.5 * jnp.sum((matmul(_unfolded(A, j), product.T) - trace) * dK)
-        squares = jnp.sum(jnp.square(_unfolded(A, axis)), axis=1)
+            product = unfolded(along_all(matrices, A), j)
+            tangent += 0.5 * jnp.sum((matmul(unfolded(A, j), product.T) - trace) * dK)
+        squares = jnp.sum(jnp.square(unfolded(A, axis)), axis=1)
         return density(*primals), tangent + 0.5 * jnp.sum((squares - noise_traces) * dnoise)
 
     @custom_jvp_all_orders
@@ -141,10 +122,10 @@ def log_density(
         precisions = rotation.precisions
         of_covariances = []
         for j, V in enumerate(rotation.vectors):
-            sums = jnp.sum(_unfolded(precisions * _others(rotation.values, (j,)), j), axis=1)
+            sums = jnp.sum(unfolded(precisions * _others(rotation.values, (j,)), j), axis=1)
             of_covariances.append(matmul(V * sums, V.T))
         of_noise = jnp.square(rotation.vectors[axis])
-        of_noise = matmul(of_noise, jnp.sum(_unfolded(precisions, axis), axis=1)[:, None])[:, 0]
+        of_noise = matmul(of_noise, jnp.sum(unfolded(precisions, axis), axis=1)[:, None])[:, 0]
         return _Traces(solve(rotation, R), tuple(of_covariances), of_noise)
 
     def traces_rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Traces, _Traces]:
@@ -171,12 +152,12 @@ def log_density(
             for i, F, scale in terms:
                 weights = jnp.broadcast_to(weight * scale, D.shape)
                 if i == j:
-                    left, right = _unfolded(D * weights, j), _unfolded(D, j)
+                    left, right = unfolded(D * weights, j), unfolded(D, j)
                     block -= F * matmul(left, right.T)
                 else:
                     of_F = _shaped(jnp.diagonal(F), i, num_axes)
                     diagonal = diagonal - D * D * weights * of_F
-            return block + jnp.diag(jnp.sum(_unfolded(diagonal, j), axis=1))
+            return block + jnp.diag(jnp.sum(unfolded(diagonal, j), axis=1))
 
         of_covariances = []
         for j in range(num_axes):
@@ -197,12 +178,6 @@ def log_density(
     flat = R.reshape(-1, *R.shape[R.ndim - num_axes :])
     densities = jax.vmap(lambda residual: density(*arguments, residual, fixed))(flat)
     return densities.reshape(R.shape[: R.ndim - num_axes])
-
-
-def _unfolded(R: Float[Array, "*shape"], axis: int) -> Float[Array, "_n_j rest"]:
-    """The array as a matrix with a row for each index of an axis."""
-    moved = jnp.moveaxis(R, axis, 0)
-    return moved.reshape(len(moved), -1)
 
 
 def _shaped(vector: Float[Array, " _n_j"], axis: int, num_axes: int) -> Float[Array, "*shape"]:

@@ -342,7 +342,11 @@ BAD_CALLS: list[tuple[str, Any, str]] = [
         ),
         r"`Xs\[0\]` must hold the kernel's categories",
     ),
-    ("batch", lambda: sgp.GridGP([K.RBF(np.ones((2, 1)))], [TIMES], 0.1), r"`kernels\[0\]` must be one"),
+    (
+        "batch",
+        lambda: sgp.GridGP([K.RBF(np.ones((2, 1)))], [TIMES], 0.1),
+        r"`kernels\[0\]` must be one",
+    ),
     ("noise at rows", lambda: grid(np.ones((6, 4))).condition(Y).predictive(NEW_ROWS), "must be g"),
     ("mini-batch", lambda: grid(0.1).condition(Y).predictive(NEW_ROWS, np.ones(3)), "must have sh"),
 ]
