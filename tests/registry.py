@@ -387,8 +387,10 @@ def _grid(kernel: AbstractKernel, X: Array, **options: Any) -> sgp.GridGP:
     return sgp.GridGP([kernel, kernel], [X[:, :1], X[:3, 1:]], 0.1, mean=0.3, **options)
 
 
-def _of_grid(kernel: AbstractKernel, X: Array, **options: Any) -> AbstractPosterior:
-    return _grid(kernel, X, **options).condition(jnp.sin(X[:, :3]))
+def _of_grid(
+    kernel: AbstractKernel, X: Array, num_samples: int | None = None, **options: Any
+) -> AbstractPosterior:
+    return _grid(kernel, X, **options).condition(jnp.sin(X[:, :3]), num_samples=num_samples)
 
 
 # distribution = factory(kernel, X): distributions other than variational families.
@@ -540,6 +542,18 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
         "grid_in_time",
         lambda kernel, X: _of_grid(
             kernel, X, estimator=sgp.estimators.StateSpace(), observed=X[:, :3] < 1.0
+        ),
+    ),
+    # As many samples as the tests draw: its variance is theirs.
+    (
+        "iterative_grid",
+        lambda kernel, X: _of_grid(
+            kernel,
+            X,
+            NUM_DRAWS,
+            observed=X[:, :3] < 1.0,
+            estimator=sgp.estimators.Pathwise(sgp.solvers.Cholesky(), 4, num_features=16),
+            key=jax.random.key(0),
         ),
     ),
     ("grid_with_gaps", lambda kernel, X: _of_grid(kernel, X, observed=X[:, :3] < 1.0)),

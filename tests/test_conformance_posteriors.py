@@ -330,6 +330,8 @@ SAME_FUNCTIONS = (
     "natural",
     "batch_with_hidden_rows",
     "multi_output_with_gaps",
+    "grid_in_time",
+    "grid_with_gaps",
 )
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
+from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.integrated.grid import passes
 from numpyro_scalegp.integrated.grid.axes import (
     Axes,
@@ -646,10 +647,16 @@ class IterativeGridPosterior(AbstractGridPosterior):
         weights = self._on_data(self.process.solution.value[:, :1])
         return self._kernel_sum(at, weights, chunk_size)[..., 0]
 
+    @property
+    def _prior_draws(self) -> PriorDraws:
+        """The prior draws as functions of rows, which a traced mask adds a column to."""
+        draws = self.process.draws
+        return dataclasses.replace(draws, origin=draws.origin[: self._num_columns])
+
     def _deviations(self, at: Array | Axes, chunk_size: int | None) -> Float[Array, "*m_and_s"]:
         """The samples less the posterior mean."""
         U = self.process.solution.value[:, 1:]
-        drawn = self.process.draws(self._target_kernel, _rows(at).astype(U.dtype))
+        drawn = self._prior_draws(self._target_kernel, _rows(at).astype(U.dtype))
         if isinstance(at, tuple):
             drawn = drawn.reshape(*shape_of(at), -1)
         return drawn - self._kernel_sum(at, self._on_data(U), chunk_size)
@@ -707,7 +714,7 @@ class IterativeGridPosterior(AbstractGridPosterior):
         return KernelFunctionSamples(
             self._target_kernel,
             self.mean_function,
-            source.process.draws,
+            source._prior_draws,
             columns,
             X,
             weights.reshape(len(X), -1),

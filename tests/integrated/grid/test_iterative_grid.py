@@ -138,10 +138,13 @@ def test_moments_and_draws(x64: None) -> None:
 def test_a_traced_mask_gives_the_same_posterior(x64: None) -> None:
     estimator = sgp.estimators.Pathwise(EXACT, 500, num_features=200)
 
-    def means(observed: Any) -> Array:
-        return gp_of(estimator, observed=observed).condition(Y).mean([NEW_TIMES, NEW_PLACES])
+    def moments(observed: Any) -> tuple[Array, Array]:
+        posterior, axes = gp_of(estimator, observed=observed).condition(Y), [NEW_TIMES, NEW_PLACES]
+        return posterior.mean(axes), posterior.variance(axes)
 
-    same(jax.jit(means)(OBSERVED), means(OBSERVED), 1e-6)
+    (mean, variance), expected = jax.jit(moments)(OBSERVED), moments(OBSERVED)
+    same(mean, expected[0], 1e-6)
+    np.testing.assert_allclose(variance, expected[1], rtol=8.0 * (2.0 / 500) ** 0.5)
 
 
 @pytest.mark.slow
