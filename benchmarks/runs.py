@@ -429,6 +429,14 @@ ON_CPU = (
         options={"num_rows": 1_000_000},
     ),
     Run(
+        "grids", "grids", 3, ("births",), ("7,305 times, 51 places",), seeds=(0, 1, 2),
+    ),
+    Run(
+        "grids-places", "grids", 3, ("made up",),
+        ("100 times, 50 places", "1,000 times, 100 places", "1,000 times, 300 places"),
+        seeds=(0, 1),
+    ),
+    Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),
         ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
     ),
