@@ -118,7 +118,7 @@ class AbstractPosterior(eqx.Module):
         """
         return self._variance(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
 
-    def covariance(self, Xs: Float[ArrayLike, "... m d"]) -> Float[Array, "*values"]:
+    def covariance(self, Xs: Inputs) -> Float[Array, "*values"]:
         """The posterior covariance of f at all pairs of rows of Xs.
 
         Args:
@@ -127,8 +127,9 @@ class AbstractPosterior(eqx.Module):
         Returns:
             Covariances, shape (m, m); (*batch, m, m) for a batch of functions, (m, p, m, p) for a
             `MultiOutputGP`, where [a, j, b, l] is the covariance of output j at row a and output l
-            at row b. The diagonal equals `variance` up to rounding, which may make it negative. It
-            costs as much as joint draws, without their O(m^3).
+            at row b, and likewise (*shape, *shape) for a grid. The diagonal equals `variance` up to
+            rounding, which may make it negative. It costs as much as joint draws, without their
+            O(m^3).
 
         Raises:
             ValueError: if the posterior has no covariance: with `Vecchia`, `FullScale` and
@@ -274,7 +275,7 @@ class AbstractPosterior(eqx.Module):
         """The mean and the variance at checked inputs; overridden where one pass computes both."""
         return self._mean(Xs, chunk_size), self._variance(Xs, chunk_size)
 
-    def _covariance(self, Xs: Array) -> Array:
+    def _covariance(self, Xs: Any) -> Array:
         """The covariance at checked inputs."""
         raise ValueError(
             f"`{type(self).__name__}` has no `covariance`: each input has separate neighbors, so "

@@ -43,6 +43,7 @@ from numpyro_scalegp.integrated.iterative.iterative import AbstractIterative
 from numpyro_scalegp.integrated.members import MISSING, Member, as_boolean, as_mean_function
 from numpyro_scalegp.integrated.state_space.state_space import StateSpace
 from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.axes import along_all
 from numpyro_scalegp.programs import functions
 from numpyro_scalegp.programs.compiled import compiled
@@ -414,7 +415,9 @@ def _by_eigenvectors(
     covariances = [k.evaluate_covariance(X) for k, X in zip(factors, inputs, strict=True)]
     dtype = jnp.result_type(*covariances, noise, residual)
     covariances = [K.astype(dtype) for K in covariances]
-    return kronecker.log_density(covariances, noise.astype(dtype), residual.astype(dtype), axis)
+    noise, residual = noise.astype(dtype), residual.astype(dtype)
+    rotation = _rotation(factors, inputs, noise, axis)
+    return kronecker.log_density(covariances, noise, residual, axis, rotation)
 
 
 @compiled
@@ -431,11 +434,17 @@ def _check(process: SpaceTime) -> None:
 def _solution(
     factors: Any, inputs: Axes, noise: Array, residual: Array, axis: Any
 ) -> tuple[kronecker.Rotation, Float[Array, "*shape"]]:
-    covariances = [k.evaluate_covariance(X) for k, X in zip(factors, inputs, strict=True)]
-    dtype = jnp.result_type(*covariances, noise, residual)
-    covariances = [K.astype(dtype) for K in covariances]
-    rotation = kronecker.rotation(covariances, noise.astype(dtype), axis)
+    variances = (k.evaluate_diag(X[:1]) for k, X in zip(factors, inputs, strict=True))
+    dtype = jnp.result_type(*variances, noise, residual)
+    rotation = _rotation(factors, inputs, noise.astype(dtype), axis)
+    few = rotation.rounding > rounding.FEW_DIGITS
+    linalg.warn_of_steps(~jnp.isnan(rotation.rounding), jnp.zeros((), jnp.int32), few=few)
     return rotation, kronecker.solve(rotation, residual.astype(dtype))
+
+
+def _rotation(factors: Any, inputs: Axes, noise: Array, axis: int) -> kronecker.Rotation:
+    rotation = kronecker.rotation(factors, inputs, noise, axis)
+    return jax.tree.map(lambda leaf: leaf.astype(noise.dtype), rotation)
 
 
 @compiled

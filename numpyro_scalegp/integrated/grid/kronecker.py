@@ -21,9 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.numerics import rounding
 from numpyro_scalegp.numerics.axes import along_all, outer, unfolded
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders, refuse_derivatives
 from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.programs.float64 import in_float64
 
 _NO_THIRD_DERIVATIVES = (
     "the density of a grid has no third derivatives, only first and second derivatives."
@@ -41,6 +44,12 @@ class Rotation(NamedTuple):
         """One over the variances of the independent entries."""
         return 1.0 / (1.0 + outer(self.values))
 
+    @property
+    def rounding(self) -> Float[Array, ""]:
+        """The relative rounding errors of solutions; see `numerics.rounding.relative_rounding`."""
+        largest = jnp.prod(jnp.stack([jnp.max(values) for values in self.values]))
+        return rounding.unit(largest.dtype) * (1.0 + largest)
+
 
 class _Traces(NamedTuple):
     """The terms of the gradient."""
@@ -51,17 +60,28 @@ class _Traces(NamedTuple):
 
 
 def rotation(
-    covariances: Sequence[Float[Array, "_n_j _n_j"]], noise: Float[Array, " n_a"], axis: int
+    factors: Sequence[AbstractKernel],
+    inputs: Sequence[Float[Array, "_n_j _d_j"]],
+    noise: Float[Array, " n_a"],
+    axis: int,
 ) -> Rotation:
-    """The `Rotation`, without a derivative, in O(sum_j n_j^3)."""
-    vectors, values = [], []
-    for j, covariance in enumerate(jax.lax.stop_gradient(tuple(covariances))):
-        scale = jax.lax.stop_gradient(noise) ** -0.5 if j == axis else jnp.ones(len(covariance))
-        scale = scale.astype(covariance.dtype)
-        of_axis, U = jnp.linalg.eigh(scale[:, None] * covariance * scale)
-        vectors.append(scale[:, None] * U)
-        values.append(jnp.maximum(of_axis, 0.0))
-    return Rotation(tuple(vectors), tuple(values))
+    """The `Rotation`, without a derivative, in O(sum_j n_j^3).
+
+    Kernels and eigenvectors are computed in float64: rounding errors of small eigenvalues are
+    relative to the largest, and those of all axes multiply.
+    """
+
+    def of_arrays(factors: Any, inputs: Any, noise: Array) -> Rotation:
+        vectors, values = [], []
+        for j, (kernel, X) in enumerate(zip(factors, inputs, strict=True)):
+            covariance = kernel.evaluate_covariance(X)
+            scale = noise**-0.5 if j == axis else jnp.ones(len(X), covariance.dtype)
+            of_axis, U = jnp.linalg.eigh(scale[:, None] * covariance * scale)
+            vectors.append(scale[:, None] * U)
+            values.append(jnp.maximum(of_axis, 0.0))
+        return Rotation(tuple(vectors), tuple(values))
+
+    return in_float64(of_arrays, tuple(factors), tuple(inputs), noise)
 
 
 def solve(rotation: Rotation, R: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -80,6 +100,7 @@ def log_density(
     noise: Float[Array, " n_a"],
     R: Float[Array, "*batch_and_shape"],
     axis: int,
+    fixed: Rotation,
 ) -> Float[Array, "*batch"]:
     """The log density of each array R under N(0, K_1 x ... x K_d + noise).
 
@@ -91,11 +112,12 @@ def log_density(
         noise: noise variances along `axis`, shape (n_axis,).
         R: arrays of shape (..., n_1, ..., n_d).
         axis: the axis along which the noise varies.
+        fixed: the rotation.
 
     Returns:
-        Log densities, in O(n sum_j n_j + sum_j n_j^3) for n entries.
+        Log densities, in O(n sum_j n_j) for n entries.
     """
-    fixed, num_axes = rotation(covariances, noise, axis), len(covariances)
+    num_axes = len(covariances)
 
     @custom_jvp_all_orders
     def density(Ks: tuple, noise: Array, R: Array, rotation: Rotation) -> Array:

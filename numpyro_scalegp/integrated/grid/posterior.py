@@ -36,6 +36,7 @@ from numpyro_scalegp.integrated.state_space.rows import order_of
 from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.linear.grid_operator import GridOperator
+from numpyro_scalegp.numerics import rounding
 from numpyro_scalegp.numerics.axes import along, along_all, outer
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.numerics.rounding import remaining_variance
@@ -50,8 +51,8 @@ from numpyro_scalegp.processes.posterior import AbstractConditioned
 from numpyro_scalegp.programs.compiled import compiled, compiled_unless_traced
 from numpyro_scalegp.programs.functions import RowsFunction
 
-# Rows are split where their times and places have more pairs.
-_MOST_PAIRS = 2**24
+# Rows are split where values at all pairs of their times and places are more than these.
+_MOST_VALUES = 2**24
 
 
 class AbstractGridPosterior(AbstractConditioned):
@@ -116,6 +117,16 @@ class AbstractGridPosterior(AbstractConditioned):
     @abc.abstractmethod
     def _sample(self, key: Array, Xs: Array | Axes, num_samples: int) -> Array:
         """Joint draws at checked inputs."""
+
+    @abc.abstractmethod
+    def _row_covariance(self, rows: Float[Array, "m d"]) -> Float[Array, "m m"]:
+        """The covariance of all pairs of rows."""
+
+    def _covariance(self, Xs: Array | Axes) -> Array:
+        covariance = self._row_covariance(_rows(Xs))
+        if isinstance(Xs, tuple):
+            return covariance.reshape(*shape_of(Xs), *shape_of(Xs))
+        return covariance
 
     def _prior_mean(self, at: Array | Axes) -> Array:
         if isinstance(at, tuple):
@@ -186,7 +197,7 @@ class AbstractSolvedGrid(AbstractGridPosterior):
     def _draws_at_rows(self, key: Array, at: Array | Axes, num_samples: int) -> Array:
         """Joint draws less the prior mean, from the covariance of all pairs."""
         rows = _rows(at)
-        moments = self._centered_mean(rows, None), self._covariance(rows)
+        moments = self._centered_mean(rows, None), self._row_covariance(rows)
         return _on_grid(self._drawn(key, rows, *moments, num_samples), at)
 
     @compiled
@@ -197,12 +208,12 @@ class AbstractSolvedGrid(AbstractGridPosterior):
         return self._joint_sample(key, mean, covariance, prior, num_samples)
 
     @compiled
-    def _covariance(self, Xs: Array) -> Array:
+    def _row_covariance(self, rows: Array) -> Array:
         kernel = self._target_kernel
-        between = kernel.evaluate(Xs, self.X)
+        between = kernel.evaluate(rows, self.X)
         shape = shape_of(self.inputs)
         solved = self._solve(between.reshape(-1, *shape)).reshape(between.shape)
-        return kernel.evaluate_covariance(Xs) - matmul(between, solved.T)
+        return kernel.evaluate_covariance(rows) - matmul(between, solved.T)
 
     @compiled
     def _functions(
@@ -255,9 +266,11 @@ class GridPosterior(AbstractSolvedGrid):
 
     @property
     def diagnostics(self) -> dict[str, Array]:
-        """The largest eigenvalue of the covariance of f, in units of the noise."""
-        values = self.rotation.values
-        return {"largest_eigenvalue": outer([jnp.max(v)[None] for v in values]).ravel()[0]}
+        """`digits` is the number of accurate decimal digits of solutions with H.
+
+        At most six to seven in float32; below 1.7 there is a warning.
+        """
+        return {"digits": rounding.digits_left(self.rotation.rounding)}
 
     @property
     def _factors(self) -> Factors:
@@ -423,7 +436,8 @@ class SpaceTimePosterior(AbstractSolvedGrid):
         times, places = process.split(at)
         times, of_time = _distinct(times)
         places, of_place = _distinct(places)
-        num_parts = math.ceil(math.sqrt(len(times) * len(places) / _MOST_PAIRS))
+        num_values = len(times) * len(places) * len(values)
+        num_parts = math.ceil(math.sqrt(num_values / _MOST_VALUES))
         if 1 < num_parts <= len(at):
             order = np.argsort(of_time, kind="stable")
             parts = [
@@ -465,6 +479,8 @@ class SpaceTimePosterior(AbstractSolvedGrid):
             times, places = process.split(axes)
             times, of_time = _distinct(times)
             places, of_place = _distinct(places)
+            if len(times) * len(places) * num_samples > max(len(axes) ** 2, _MOST_VALUES):
+                return self._draws_at_rows(key, axes, num_samples)
             drawn, observed = self._prior_draws(key, times, places, num_samples)
             drawn = drawn[:, of_time, of_place]
         return drawn + self._at(axes, self.residual - observed, variances=False)[0]
@@ -540,8 +556,8 @@ class GridRowsPosterior(AbstractGridPosterior):
         mean, variance = self.process._mean_and_variance(_rows(Xs), chunk_size)
         return self._prior_mean(Xs) + _on_grid(mean, Xs), _on_grid(variance, Xs)
 
-    def _covariance(self, Xs: Array) -> Array:
-        return self.process._covariance(Xs)
+    def _row_covariance(self, rows: Array) -> Array:
+        return self.process._covariance(rows)
 
     def _sample(self, key: Array, Xs: Array | Axes, num_samples: int) -> Array:
         draws = self.process._sample(key, _rows(Xs), num_samples)
@@ -669,8 +685,8 @@ class IterativeGridPosterior(AbstractGridPosterior):
         return jnp.mean(jnp.square(self._deviations(Xs, chunk_size)), axis=-1)
 
     @compiled
-    def _covariance(self, Xs: Array) -> Array:
-        deviations = self._deviations(Xs, None)
+    def _row_covariance(self, rows: Array) -> Array:
+        deviations = self._deviations(rows, None)
         return matmul(deviations, deviations.T) / self.process.num_samples
 
     def _sample(self, key: Array, Xs: Array | Axes, num_samples: int) -> Array:

@@ -150,7 +150,7 @@ def _is_coarse(times: Float[Array, " n"]) -> Bool[Array, ""]:
     times = jax.lax.stop_gradient(times)
     size = jnp.maximum(jnp.abs(times[0]), jnp.abs(times[-1]))
     gap = (times[-1] - times[0]) / times.size
-    return (times.size > 1) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
+    return (gap > 0.0) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
 
 
 def missing_variance(

@@ -269,7 +269,7 @@ def test_rows_in_parts(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gp = gp_of(CASES["filter, gaps"])
     rows = np.concatenate([NEW_ROWS, rows_of(TIMES, PLACES)])[::-1]
     expected = [gp.condition(Y).mean(rows), gp.condition(Y).variance(rows)]
-    monkeypatch.setattr("numpyro_scalegp.integrated.grid.posterior._MOST_PAIRS", 20)
+    monkeypatch.setattr("numpyro_scalegp.integrated.grid.posterior._MOST_VALUES", 20)
     same([gp.condition(Y).mean(rows), gp.condition(Y).variance(rows)], expected)
 
 
@@ -358,3 +358,57 @@ BAD_CALLS: list[tuple[str, Any, str]] = [
 def test_bad_input(call: Any, message: str, unchecked: None) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_eigenvalues_keep_their_digits_in_single_precision() -> None:
+    axis = np.linspace(0.0, 1.0, 40, dtype=np.float32)[:, None]
+    noise = np.float32(1e-4)
+
+    def density(noise: Any, y: Any) -> Array:
+        kernel = K.RBF(np.float32(0.3))
+        return sgp.GridGP([kernel, kernel], [axis, axis], noise).log_prob(y)
+
+    with jax.enable_x64(True):
+        kernel = K.RBF(np.float64(np.float32(0.3)))
+        gp = sgp.GridGP([kernel, kernel], [axis.astype(float)] * 2, np.float64(noise))
+        y = np.asarray(gp.sample(jax.random.key(0))).astype(np.float32)
+        exact = jax.value_and_grad(
+            lambda noise: sgp.GridGP([kernel, kernel], [axis.astype(float)] * 2, noise).log_prob(
+                y.astype(float)
+            )
+        )(np.float64(noise))
+    np.testing.assert_allclose(jax.value_and_grad(density)(noise, y), exact, rtol=1e-4)
+    single = sgp.GridGP([K.RBF(np.float32(0.3))] * 2, [axis, axis], noise)
+    with pytest.warns(RuntimeWarning, match="few digits left"):
+        posterior = single.condition(y)
+    assert posterior.diagnostics["digits"] < 1.0
+
+
+def test_covariance_on_a_grid(x64: None) -> None:
+    for name in ("eigenvectors, noise of places", "rows, gaps"):
+        posterior = gp_of(CASES[name]).condition(Y)
+        covariance = posterior.covariance([NEW_TIMES, NEW_PLACES])
+        rows = posterior.covariance(rows_of(NEW_TIMES, NEW_PLACES))
+        same(covariance.reshape(12, 12), rows)
+        assert covariance.shape == (4, 3, 4, 3)
+
+
+def test_many_scattered_rows(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior = gp_of(CASES["filter, gaps"]).condition(Y)
+    monkeypatch.setattr("numpyro_scalegp.integrated.grid.posterior._MOST_VALUES", 20)
+    draws = posterior.sample(jax.random.key(0), NEW_ROWS, 3000)
+    scale = jnp.sqrt(posterior.variance(NEW_ROWS))
+    error = jnp.mean(draws, axis=0) - posterior.mean(NEW_ROWS)
+    assert jnp.max(jnp.abs(error) / scale) < 4.5 / 3000**0.5
+    np.testing.assert_allclose(jnp.std(draws, axis=0), scale, rtol=0.08)
+
+
+@pytest.mark.filterwarnings("error")
+def test_equal_times_are_not_coarse(x64: None) -> None:
+    times, places = np.full((2, 1), 2.0), np.zeros((2, 1))
+    kernels = [K.Matern32(1.0), K.RBF(1.0)]
+    filtered, rows = (
+        sgp.GridGP(kernels, [times, places], 0.1, estimator=estimator).log_prob(np.ones((2, 2)))
+        for estimator in (sgp.estimators.StateSpace(), sgp.estimators.Vecchia(3))
+    )
+    same(filtered, rows)
