@@ -224,6 +224,15 @@ def of_outputs(cell: str) -> Numbers:
     return (coregion(index, index), gp.log_prob(Y)), (B, density(Y.ravel(), covariance))
 
 
+def of_grid(cell: str) -> Numbers:
+    """The Kronecker product of the covariances of two axes."""
+    axes, kernels = [X, X[:2, :1]], [K.RBF(ELL), K.Matern32(0.5)]
+    Y = np.stack([y, y**2], axis=1)
+    covariance = np.kron(rbf(X, X), kernels[1](axes[1], axes[1])) + SIGMA**2 * np.eye(12)
+    gp = sgp.GridGP(kernels, axes, SIGMA**2)
+    return (gp.log_prob(Y),), (density(Y.ravel(), covariance),)
+
+
 def of_mixing(cell: str) -> Numbers:
     """GPflow: f = W g with independent g_l, cov = sum_l W_jl W_il k_l."""
     parts = [K.RBF(ELL), K.Matern32(ELL)]
@@ -495,6 +504,7 @@ CHECKS: dict[str, dict[str, Callable[[str], Numbers]]] = {
         "`pm.gp.Marginal`": of_marginal,
         '`pm.gp.MarginalApprox(approx="VFE")`': of_titsias,
         "`pm.gp.Latent`": of_laplace_and_latent,
+        "`pm.gp.MarginalKron`": of_grid,
         "`pm.gp.HSGP(m, L)`": of_basis,
         "`pm.gp.HSGPPeriodic(m, scale)` of `Periodic(1, period, ls)`": of_series,
         "`sigma=` (a standard deviation)": of_noise(SIGMA**2, 1),

@@ -48,6 +48,7 @@ from numpyro_scalegp.numerics.axes import along_all
 from numpyro_scalegp.programs import functions
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.sites.collapsed import GaussianNoise
+from numpyro_scalegp.sites.mini_batches import mini_batch_of
 from numpyro_scalegp.sites.rows import RowsDistribution
 
 
@@ -152,6 +153,8 @@ class GridGP(GaussianNoise, RowsDistribution):
             key = numpyro.prng_key() if numpyro.primitives._PYRO_STACK else None
         self.key = key if key is None else checks.as_key(key)
         super().__init__((), shape, validate_args=validate_args)
+        of_axes = map(mini_batch_of, self.inputs)
+        self.mini_batch = next((batch for batch in of_axes if batch is not None), None)
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> constraints.Constraint:
@@ -266,8 +269,9 @@ class GridGP(GaussianNoise, RowsDistribution):
 
         Raises:
             ValueError: if `value` has the wrong shape, or holds NaN or infinity in an observed
-                cell.
+                cell, or an axis is a mini-batch that a plate draws.
         """
+        self.check_all_rows()
         Y = self._observations(value)
         batch = Y.shape[: Y.ndim - len(self.event_shape)]
         if self._has_eigenvectors:

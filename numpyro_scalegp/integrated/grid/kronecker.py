@@ -68,7 +68,7 @@ def rotation(
     """The `Rotation`, without a derivative, in O(sum_j n_j^3).
 
     Kernels and eigenvectors are computed in float64: rounding errors of small eigenvalues are
-    relative to the largest, and those of all axes multiply.
+    relative to the largest, and eigenvalues of all axes multiply.
     """
 
     def of_arrays(factors: Any, inputs: Any, noise: Array) -> Rotation:

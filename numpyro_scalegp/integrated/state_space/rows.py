@@ -18,6 +18,8 @@ from numpyro_scalegp.kernels.state_space import AbstractStateSpace, array
 _MOST_MISSING = 0.01
 # Warn where the resolution of a time exceeds this fraction of the mean gap between times.
 _COARSE = 0.05
+# The same for times without a gap between them.
+_COLLAPSED = 1e-5
 
 
 def form_of(
@@ -150,7 +152,10 @@ def _is_coarse(times: Float[Array, " n"]) -> Bool[Array, ""]:
     times = jax.lax.stop_gradient(times)
     size = jnp.maximum(jnp.abs(times[0]), jnp.abs(times[-1]))
     gap = (times[-1] - times[0]) / times.size
-    return (gap > 0.0) & (jnp.finfo(times.dtype).eps * size > _COARSE * gap)
+    resolution = jnp.finfo(times.dtype).eps * size
+    # Without a gap the times are equal, or have collapsed.
+    least = jnp.where(gap > 0.0, _COARSE * gap, _COLLAPSED)
+    return (times.size > 1) & (resolution > least)
 
 
 def missing_variance(
