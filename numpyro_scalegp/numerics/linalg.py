@@ -328,9 +328,9 @@ def _log_derivative(W: Float[Array, "n n"], dK: Float[Array, "n n"]) -> Float[Ar
 
 
 @compiled_unless_traced
-def cholesky(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
+def cholesky(K: Float[Array, "n n"], *, warn: bool = True) -> Float[Array, "n n"]:
     """Factorize K = L L'; dL = L half(L^-1 dK L^-T). Returns L, shape (n, n)."""
-    return cholesky_given(K, factorize(K).tril)
+    return cholesky_given(K, factorize(K, warn=warn).tril)
 
 
 @compiled_unless_traced

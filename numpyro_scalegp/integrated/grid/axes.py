@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.kernels.kernel import AbstractKernel, ActiveDims, Product, Sum, as_single
-from numpyro_scalegp.numerics import linalg
 
 Axes = tuple[Float[Array, "_n_j _d_j"], ...]
 Factors = tuple[AbstractKernel, ...]
@@ -124,9 +123,3 @@ def terms_of(kernel: AbstractKernel, num_axes: int) -> tuple[Factors | None, ...
 def _of_columns(kernel: AbstractKernel) -> AbstractKernel:
     assert isinstance(kernel, ActiveDims)
     return kernel.kernel
-
-
-def lower_factor(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """L with L L' = K for draws, with jitter without a warning, since rows may be the same."""
-    factor = linalg.factorize(K, warn=False)
-    return linalg.cholesky_given(linalg.with_jitter(K, factor), factor.tril)

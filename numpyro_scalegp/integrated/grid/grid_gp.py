@@ -24,7 +24,6 @@ from numpyro_scalegp.integrated.grid.axes import (
     as_axes,
     as_terms,
     kernel_of,
-    lower_factor,
     rows_of,
     shape_of,
     terms_of,
@@ -282,7 +281,7 @@ class GridGP(GaussianNoise, RowsDistribution):
             residual = self._residual(Y).reshape(-1, *self.event_shape)
             return _by_filter(self._space_time(), residual).reshape(batch)
         residual = self._residual(Y).reshape(*batch, -1)
-        if isinstance(self.estimator, AbstractIterative):
+        if self._is_iterative:
             member, cells = self._solved_rows()
             values = residual if cells is None else residual[..., cells]
             density = self.estimator.log_prob(member.operator, values, key=self.key)
@@ -358,7 +357,7 @@ class GridGP(GaussianNoise, RowsDistribution):
             _check(space_time)
             return SpaceTimePosterior(**fields, residual=self._residual(Y), process=space_time)
         observed = None if self.observed is None else jnp.asarray(self.observed)
-        if isinstance(self.estimator, AbstractIterative):
+        if self._is_iterative:
             member, cells = self._solved_rows()
             residual = self._residual(Y).ravel()
             zero = functions.constant_function(jnp.zeros((), residual.dtype))
@@ -460,7 +459,7 @@ def _draw(
 
     def of_term(factors: Any, key: Array) -> Array:
         covariances = [k.evaluate_covariance(X) for k, X in zip(factors, inputs, strict=True)]
-        trils = [lower_factor(K) for K in covariances]
+        trils = [linalg.cholesky(K, warn=False) for K in covariances]
         white = jax.random.normal(key, (count, *map(len, trils)), jnp.result_type(*trils))
         return jax.vmap(lambda white: along_all(trils, white))(white)
 

@@ -24,7 +24,6 @@ from numpyro_scalegp.integrated.grid.axes import (
     Factors,
     as_axes,
     axes_of_rows,
-    lower_factor,
     rows_of,
     shape_of,
     terms_of,
@@ -36,7 +35,7 @@ from numpyro_scalegp.integrated.state_space.rows import order_of
 from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.linear.grid_operator import GridOperator
-from numpyro_scalegp.numerics import rounding
+from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.axes import along, along_all, outer
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.numerics.rounding import remaining_variance
@@ -80,6 +79,17 @@ class AbstractGridPosterior(AbstractConditioned):
     def _mask(self) -> Bool[Array, "*shape"] | None:
         """The cells that are observed; None for all."""
         return None
+
+    def _with_hidden(
+        self, loc: Float[Array, "*shape"], scale: Float[Array, "*shape"]
+    ) -> dist.Normal:
+        """Distributions given all other cells, in cells without an observation given all."""
+        if (observed := self._mask) is None:
+            return dist.Normal(loc, scale)
+        at_data = self.at_data()
+        return dist.Normal(
+            jnp.where(observed, loc, at_data.loc), jnp.where(observed, scale, at_data.scale)
+        )
 
     def _noise(self) -> Float[Array, "..."]:
         noise: Any = self.noise_variance
@@ -170,12 +180,7 @@ class AbstractSolvedGrid(AbstractGridPosterior):
         For a cell without an observation, the predictive distribution given all observations.
         """
         weights, precisions = self._weights_and_precisions()
-        loc, scale = self.y - weights / precisions, precisions**-0.5
-        if (observed := self._mask) is not None:
-            at_data = self.at_data()
-            loc = jnp.where(observed, loc, at_data.loc)
-            scale = jnp.where(observed, scale, at_data.scale)
-        return dist.Normal(loc, scale)
+        return self._with_hidden(self.y - weights / precisions, precisions**-0.5)
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> Any:
         """The posterior of one component of f; see `AbstractPosterior.restrict`."""
@@ -333,7 +338,9 @@ class GridPosterior(AbstractSolvedGrid):
         shape, dtype = shape_of(self.inputs), self.weights.dtype
         joined = [jnp.concatenate(pair) for pair in zip(self.inputs, axes, strict=True)]
         pairs = zip(self._factors, joined, strict=True)
-        factors = [lower_factor(k.evaluate_covariance(X)).astype(dtype) for k, X in pairs]
+        covariances = (k.evaluate_covariance(X) for k, X in pairs)
+        # Without a warning, since inputs may be the same.
+        factors = [linalg.cholesky(K, warn=False).astype(dtype) for K in covariances]
         normal = jax.random.normal(prior_key, (num_samples, *map(len, joined)), dtype)
         drawn = jax.vmap(lambda white: along_all(factors, white))(normal)
         at_data = (slice(None), *(slice(n) for n in shape))
@@ -496,7 +503,7 @@ class SpaceTimePosterior(AbstractSolvedGrid):
         order = order_of(all_times)
         rank, n_t, p = jnp.argsort(order), len(process.times), len(process.places)
         prior = process.prior(jnp.concatenate([process.places, places]))
-        factors = tuple(map(lower_factor, prior.places))
+        factors = tuple(linalg.cholesky(K, warn=False) for K in prior.places)
         vectors = tuple(process.observation(k, all_times[order]) for k in (self.kernel, kernel))
         of_f, of_target = (
             values[:, rank]
@@ -606,6 +613,10 @@ class IterativeGridPosterior(AbstractGridPosterior):
     observed: Bool[Array, "*shape"] | None
     cells: Int[Array, " n"] | None  # of the rows of the solve; None for all
     component_kernel: AbstractKernel | None = None
+
+    @property
+    def _mask(self) -> Bool[Array, "*shape"] | None:
+        return self.observed
 
     @property
     def diagnostics(self) -> dict[str, Array]:
@@ -745,12 +756,7 @@ class IterativeGridPosterior(AbstractGridPosterior):
         of_rows = self.process.leave_one_out()
         moments = jnp.stack([of_rows.loc, of_rows.scale], axis=1)
         loc, scale = jnp.moveaxis(self._on_data(moments), -1, 0)
-        loc = loc + self._prior_mean(self.inputs)
-        if self.observed is not None:
-            at_data = self.at_data()
-            loc = jnp.where(self.observed, loc, at_data.loc)
-            scale = jnp.where(self.observed, scale, at_data.scale)
-        return dist.Normal(loc, scale)
+        return self._with_hidden(loc + self._prior_mean(self.inputs), scale)
 
 
 @compiled_unless_traced

@@ -14,13 +14,12 @@ from numpyro_scalegp.integrated.grid.axes import (
     Axes,
     Factors,
     kernel_of,
-    lower_factor,
     rows_of,
     shape_of,
     terms_of,
     widths_of,
 )
-from numpyro_scalegp.integrated.state_space.rows import check_times, order_of
+from numpyro_scalegp.integrated.state_space.rows import check_times, form_in, order_of
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace
 from numpyro_scalegp.numerics import linalg
@@ -138,9 +137,7 @@ class SpaceTime(eqx.Module):
         return [None if factors is None else split(factors) for factors in terms]
 
     def _form(self, kernel: AbstractKernel) -> AbstractStateSpace:
-        form = kernel.state_space(num_harmonics=self.num_harmonics)
-        arrays, static = eqx.partition(form, eqx.is_inexact_array)
-        return eqx.combine(jax.tree.map(lambda leaf: leaf.astype(self.dtype), arrays), static)
+        return form_in(kernel, self.num_harmonics, self.dtype)
 
     def _of_places(
         self, kernel: Any, rows: Float[Array, "m d"], columns: Float[Array, "p d"] | None = None
@@ -246,7 +243,7 @@ class SpaceTime(eqx.Module):
                 remaining.append(jnp.zeros(len(places), K.dtype))
                 continue
             of_places = component[1]
-            L = lower_factor(K)
+            L = linalg.cholesky(K, warn=False)
             white = linalg.solve_lower(L, self._of_places(of_places, places, self.places).T)
             weights = jax.scipy.linalg.solve_triangular(L, white, lower=True, trans=1).T
             variance = jnp.ones(len(places), K.dtype)

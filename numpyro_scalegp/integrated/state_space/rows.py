@@ -22,14 +22,18 @@ _COARSE = 0.05
 _COLLAPSED = 1e-5
 
 
+def form_in(kernel: AbstractKernel, num_harmonics: int, dtype: Any) -> AbstractStateSpace:
+    """The state-space form of a kernel, in a dtype."""
+    form = kernel.state_space(num_harmonics=num_harmonics)
+    arrays, static = eqx.partition(form, eqx.is_inexact_array)
+    return eqx.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), arrays), static)
+
+
 def form_of(
     kernel: AbstractKernel, X: Float[Array, "n d"], num_harmonics: int
 ) -> tuple[AbstractStateSpace, int]:
     """The state-space form of a kernel, in the dtype of the results, and the column of times."""
-    form = kernel.state_space(num_harmonics=num_harmonics)
-    dtype = kernel_dtype(kernel, X)
-    arrays, static = eqx.partition(form, eqx.is_inexact_array)
-    form = eqx.combine(jax.tree.map(lambda leaf: leaf.astype(dtype), arrays), static)
+    form = form_in(kernel, num_harmonics, kernel_dtype(kernel, X))
     column = form.time_column(X.shape[1])
     if column is None:
         raise ValueError(
