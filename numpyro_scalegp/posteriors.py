@@ -1,9 +1,9 @@
 """Posterior distributions of functions: moments and samples."""
 
+from numpyro_scalegp.integrated.grid.iterative import IterativeGridPosterior
 from numpyro_scalegp.integrated.grid.posterior import (
     GridPosterior,
     GridRowsPosterior,
-    IterativeGridPosterior,
     SpaceTimePosterior,
 )
 from numpyro_scalegp.integrated.laplace.posterior import LaplacePosterior

@@ -29,13 +29,12 @@ from numpyro_scalegp.integrated.grid.axes import (
     terms_of,
     widths_of,
 )
+from numpyro_scalegp.integrated.grid.iterative import IterativeGridPosterior, grid_operator
 from numpyro_scalegp.integrated.grid.posterior import (
     AbstractGridPosterior,
     GridPosterior,
     GridRowsPosterior,
-    IterativeGridPosterior,
     SpaceTimePosterior,
-    grid_operator,
 )
 from numpyro_scalegp.integrated.grid.space_time import SpaceTime, time_axis
 from numpyro_scalegp.integrated.iterative.iterative import AbstractIterative

@@ -2,9 +2,7 @@
 
 import abc
 import dataclasses
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
-from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.integrated.grid import passes
 from numpyro_scalegp.integrated.grid.axes import (
     Axes,
@@ -32,9 +29,7 @@ from numpyro_scalegp.integrated.grid.axes import (
 from numpyro_scalegp.integrated.grid.kronecker import Rotation, inverse_diagonal, solve
 from numpyro_scalegp.integrated.grid.space_time import SpaceTime, Steps
 from numpyro_scalegp.integrated.state_space.rows import order_of
-from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.kernel import AbstractKernel
-from numpyro_scalegp.linear.grid_operator import GridOperator
 from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.axes import along, along_all, outer
 from numpyro_scalegp.numerics.linalg import matmul
@@ -45,9 +40,8 @@ from numpyro_scalegp.processes.function_samples import (
     prior_draws,
     zero_function,
 )
-from numpyro_scalegp.processes.pathwise import PathwisePosterior
 from numpyro_scalegp.processes.posterior import AbstractConditioned
-from numpyro_scalegp.programs.compiled import compiled, compiled_unless_traced
+from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
 
 # Rows are split where values at all pairs of their times and places are more than these.
@@ -133,7 +127,7 @@ class AbstractGridPosterior(AbstractConditioned):
         """The covariance of all pairs of rows."""
 
     def _covariance(self, Xs: Array | Axes) -> Array:
-        covariance = self._row_covariance(_rows(Xs))
+        covariance = self._row_covariance(rows_at(Xs))
         if isinstance(Xs, tuple):
             return covariance.reshape(*shape_of(Xs), *shape_of(Xs))
         return covariance
@@ -201,7 +195,7 @@ class AbstractSolvedGrid(AbstractGridPosterior):
 
     def _draws_at_rows(self, key: Array, at: Array | Axes, num_samples: int) -> Array:
         """Joint draws less the prior mean, from the covariance of all pairs."""
-        rows = _rows(at)
+        rows = rows_at(at)
         moments = self._centered_mean(rows, None), self._row_covariance(rows)
         return _on_grid(self._drawn(key, rows, *moments, num_samples), at)
 
@@ -234,12 +228,12 @@ class AbstractSolvedGrid(AbstractGridPosterior):
         )
 
 
-def _kernel_rows(factors: Factors, rows: Axes, axes: Axes) -> list[Float[Array, "_m _n_j"]]:
+def kernel_rows(factors: Factors, rows: Axes, axes: Axes) -> list[Float[Array, "_m _n_j"]]:
     """The covariances of rows with each axis."""
     return [k.evaluate(Z, X) for k, Z, X in zip(factors, rows, axes, strict=True)]
 
 
-def _contracted(matrices: Sequence[Float[Array, "_m _n_j"]], A: Float[Array, "*shape"]) -> Array:
+def contracted(matrices: Sequence[Float[Array, "_m _n_j"]], A: Float[Array, "*shape"]) -> Array:
     """The sum over all cells of A times an entry of each matrix, for each row: shape (m, ...)."""
     product = along(matrices[0], A, 0)
     for matrix in matrices[1:]:
@@ -294,11 +288,11 @@ class GridPosterior(AbstractSolvedGrid):
     def _centered_mean(self, at: Array | Axes, chunk_size: int | None) -> Array:
         factors = self._factors
         if isinstance(at, tuple):
-            return along_all(_kernel_rows(factors, at, self.inputs), self.weights)
+            return along_all(kernel_rows(factors, at, self.inputs), self.weights)
 
         def mean(rows: Array) -> Array:
             axes = axes_of_rows(rows, widths_of(self.inputs))
-            return _contracted(_kernel_rows(factors, axes, self.inputs), self.weights)
+            return contracted(kernel_rows(factors, axes, self.inputs), self.weights)
 
         return self._map(mean, at, chunk_size)
 
@@ -307,7 +301,7 @@ class GridPosterior(AbstractSolvedGrid):
         factors, rotation = self._factors, self.rotation
 
         def squares(axes: Axes) -> list[Float[Array, "_m _n_j"]]:
-            matrices = _kernel_rows(factors, axes, self.inputs)
+            matrices = kernel_rows(factors, axes, self.inputs)
             pairs = zip(matrices, rotation.vectors, strict=True)
             return [jnp.square(matmul(matrix, V)) for matrix, V in pairs]
 
@@ -320,7 +314,7 @@ class GridPosterior(AbstractSolvedGrid):
 
         def variance(rows: Array) -> Array:
             axes = axes_of_rows(rows, widths_of(self.inputs))
-            explained = _contracted(squares(axes), rotation.precisions)
+            explained = contracted(squares(axes), rotation.precisions)
             return remaining_variance(jnp.prod(jnp.stack(priors(axes)), axis=0), explained)
 
         return self._map(variance, Xs, chunk_size)
@@ -348,7 +342,7 @@ class GridPosterior(AbstractSolvedGrid):
         noise = jax.random.normal(noise_key, (num_samples, *shape), dtype)
         observed = drawn[at_data] + jnp.sqrt(self._noise()) * noise
         weights = self.weights - self._solve(observed)
-        between = _kernel_rows(self._factors, axes, self.inputs)
+        between = kernel_rows(self._factors, axes, self.inputs)
         return drawn[new] + jax.vmap(lambda A: along_all(between, A))(weights)
 
 
@@ -554,20 +548,20 @@ class GridRowsPosterior(AbstractGridPosterior):
         return dataclasses.replace(self, process=process, mean_function=zero)
 
     def _mean(self, Xs: Array | Axes, chunk_size: int | None) -> Array:
-        return self._prior_mean(Xs) + _on_grid(self.process._mean(_rows(Xs), chunk_size), Xs)
+        return self._prior_mean(Xs) + _on_grid(self.process._mean(rows_at(Xs), chunk_size), Xs)
 
     def _variance(self, Xs: Array | Axes, chunk_size: int | None) -> Array:
-        return _on_grid(self.process._variance(_rows(Xs), chunk_size), Xs)
+        return _on_grid(self.process._variance(rows_at(Xs), chunk_size), Xs)
 
     def _mean_and_variance(self, Xs: Array | Axes, chunk_size: int | None) -> tuple[Array, Array]:
-        mean, variance = self.process._mean_and_variance(_rows(Xs), chunk_size)
+        mean, variance = self.process._mean_and_variance(rows_at(Xs), chunk_size)
         return self._prior_mean(Xs) + _on_grid(mean, Xs), _on_grid(variance, Xs)
 
     def _row_covariance(self, rows: Array) -> Array:
         return self.process._covariance(rows)
 
     def _sample(self, key: Array, Xs: Array | Axes, num_samples: int) -> Array:
-        draws = self.process._sample(key, _rows(Xs), num_samples)
+        draws = self.process._sample(key, rows_at(Xs), num_samples)
         return self._prior_mean(Xs) + _on_grid(draws, Xs)
 
     def _functions(
@@ -592,193 +586,8 @@ class GridRowsPosterior(AbstractGridPosterior):
         return dist.Normal(loc.reshape(self.y.shape), scale.reshape(self.y.shape))
 
 
-class IterativeGridPosterior(AbstractGridPosterior):
-    """The posterior of a function on a grid as functions: prior draws plus kernel functions.
-
-    See `PathwisePosterior` for the formulas. Moments and samples at another grid cost a product
-    along each axis for each of s samples, and O(m n) for m rows.
-
-    Made by `GridGP.condition` with an iterative estimator; immutable.
-
-    References:
-        Lin et al. (2025), Scalable Gaussian Processes with Latent Kronecker Structure.
-    """
-
-    kernel: AbstractKernel
-    inputs: Axes
-    y: Float[Array, "*shape"]
-    noise_variance: Float[Array, "..."]
-    mean_function: RowsFunction
-    process: PathwisePosterior  # of the function less its mean, at the rows of the solve
-    observed: Bool[Array, "*shape"] | None
-    cells: Int[Array, " n"] | None  # of the rows of the solve; None for all
-    component_kernel: AbstractKernel | None = None
-
-    @property
-    def _mask(self) -> Bool[Array, "*shape"] | None:
-        return self.observed
-
-    @property
-    def diagnostics(self) -> dict[str, Array]:
-        """The diagnostics of the solve; see `PathwisePosterior.diagnostics`."""
-        return self.process.diagnostics
-
-    def restrict(
-        self, change: Callable[[AbstractKernel], AbstractKernel]
-    ) -> "IterativeGridPosterior":
-        """The posterior of one component of f; see `AbstractPosterior.restrict`."""
-        kernel, zero = self._target_kernel.restrict(change), zero_function(self.y.dtype)
-        return dataclasses.replace(self, component_kernel=kernel, mean_function=zero)
-
-    @property
-    def _target_kernel(self) -> AbstractKernel:
-        return self.kernel if self.component_kernel is None else self.component_kernel
-
-    def _on_data(self, values: Float[Array, "n k"]) -> Float[Array, "*shape_and_k"]:
-        """Values at the rows of the solve on the grid, zero in cells without an observation."""
-        shape = shape_of(self.inputs)
-        if self.cells is not None:
-            zeros = jnp.zeros((math.prod(shape), values.shape[1]), values.dtype)
-            values = zeros.at[self.cells].set(values)
-        on_grid = values.reshape(*shape, -1)
-        if self.observed is None:
-            return on_grid
-        return jnp.where(self.observed[..., None], on_grid, 0.0)
-
-    def _kernel_sum(
-        self, at: Array | Axes, weights: Float[Array, "*shape_and_k"], chunk_size: int | None
-    ) -> Float[Array, "*m_and_k"]:
-        """The sum of kernel functions at the cells, for each column of weights."""
-        terms = [f for f in terms_of(self._target_kernel, len(self.inputs)) if f is not None]
-        weights = weights.astype(self.process.solution.value.dtype)
-
-        def at_axes(axes: Axes) -> list[list[Float[Array, "_m _n_j"]]]:
-            matrices = [_kernel_rows(factors, axes, self.inputs) for factors in terms]
-            return [[K.astype(weights.dtype) for K in of_term] for of_term in matrices]
-
-        if isinstance(at, tuple):
-            products = [along_all(matrices, weights) for matrices in at_axes(at)]
-            return functools.reduce(operator.add, products)
-
-        def at_rows(rows: Array) -> Array:
-            axes = axes_of_rows(rows, widths_of(self.inputs))
-            products = [_contracted(matrices, weights) for matrices in at_axes(axes)]
-            return functools.reduce(operator.add, products)
-
-        width = weights.size // len(self.inputs[0]) + sum(shape_of(self.inputs))
-        size = rows_per_chunk(width) if chunk_size is None else chunk_size
-        return map_rows(at_rows, at, size)
-
-    @compiled
-    def _centered_mean(self, at: Array | Axes, chunk_size: int | None) -> Array:
-        weights = self._on_data(self.process.solution.value[:, :1])
-        return self._kernel_sum(at, weights, chunk_size)[..., 0]
-
-    @property
-    def _prior_draws(self) -> PriorDraws:
-        """The prior draws as functions of rows, which a traced mask adds a column to."""
-        draws = self.process.draws
-        return dataclasses.replace(draws, origin=draws.origin[: self._num_columns])
-
-    def _deviations(self, at: Array | Axes, chunk_size: int | None) -> Float[Array, "*m_and_s"]:
-        """The samples less the posterior mean."""
-        U = self.process.solution.value[:, 1:]
-        drawn = self._prior_draws(self._target_kernel, _rows(at).astype(U.dtype))
-        if isinstance(at, tuple):
-            drawn = drawn.reshape(*shape_of(at), -1)
-        return drawn - self._kernel_sum(at, self._on_data(U), chunk_size)
-
-    def _mean(self, Xs: Array | Axes, chunk_size: int | None) -> Array:
-        return self._prior_mean(Xs) + self._centered_mean(Xs, chunk_size)
-
-    @compiled
-    def _variance(self, Xs: Array | Axes, chunk_size: int | None) -> Array:
-        return jnp.mean(jnp.square(self._deviations(Xs, chunk_size)), axis=-1)
-
-    @compiled
-    def _row_covariance(self, rows: Array) -> Array:
-        deviations = self._deviations(rows, None)
-        return matmul(deviations, deviations.T) / self.process.num_samples
-
-    def _sample(self, key: Array, Xs: Array | Axes, num_samples: int) -> Array:
-        source = self
-        if num_samples > self.process.num_samples:
-            features = self.process.draws.num_features
-            source = self._with_samples(key, num_samples, features)
-        columns = jax.random.permutation(key, source.process.num_samples)[:num_samples]
-        mean, deviations = source._mean(Xs, None), source._all_deviations(Xs)
-        return mean + jnp.moveaxis(deviations, -1, 0)[columns]
-
-    @compiled
-    def _all_deviations(self, Xs: Array | Axes) -> Array:
-        return self._deviations(Xs, None)
-
-    def _with_samples(
-        self, key: Array, num_samples: int, num_features: int
-    ) -> "IterativeGridPosterior":
-        process = self.process._resampled(key, num_samples, num_features, self._operator())
-        return dataclasses.replace(self, process=process)
-
-    def _operator(self) -> GridOperator:
-        process = self.process
-        observed = None
-        if self.cells is None and self.observed is not None:
-            observed = self.observed.ravel()
-        return grid_operator(
-            self.kernel, self.inputs, process.X, process.noise_variance, self.cells, observed
-        )
-
-    def _functions(
-        self, key: Array, num_samples: int, num_features: int | None
-    ) -> KernelFunctionSamples:
-        source, stored = self, self.process.draws.num_features
-        if num_samples > self.process.num_samples or num_features not in (None, stored):
-            source = self._with_samples(key, num_samples, num_features or stored)
-        value = source.process.solution.value
-        columns = jax.random.permutation(key, source.process.num_samples)[:num_samples]
-        weights = self._on_data(value[:, :1] - value[:, 1 + columns])
-        X = self.X.astype(value.dtype)
-        return KernelFunctionSamples(
-            self._target_kernel,
-            self.mean_function,
-            source._prior_draws,
-            columns,
-            X,
-            weights.reshape(len(X), -1),
-        )
-
-    def leave_one_out(self) -> dist.Normal:
-        """The predictive distribution of each cell given all others, of the shape of the grid.
-
-        See `PathwisePosterior.leave_one_out`. For a cell without an observation, the predictive
-        distribution given all observations.
-        """
-        of_rows = self.process.leave_one_out()
-        moments = jnp.stack([of_rows.loc, of_rows.scale], axis=1)
-        loc, scale = jnp.moveaxis(self._on_data(moments), -1, 0)
-        return self._with_hidden(loc + self._prior_mean(self.inputs), scale)
-
-
-@compiled_unless_traced
-def grid_operator(
-    kernel: AbstractKernel,
-    inputs: Axes,
-    X: Float[Array, "n d"],
-    noise_variance: Float[Array, "..."],
-    cells: Int[Array, " n"] | None,
-    observed: Bool[Array, " n"] | None,
-) -> GridOperator:
-    """The covariance of the observations, with X and the noise of the rows of the solve."""
-    terms = terms_of(kernel, len(inputs))
-    covariances = tuple(
-        tuple(k.evaluate_covariance(X) for k, X in zip(factors or (), inputs, strict=True))
-        for factors in terms
-    )
-    rows_kernel = kernel if X.shape[1] == sum(widths_of(inputs)) else Indicated(kernel)
-    return GridOperator.of_grid(rows_kernel, X, noise_variance, covariances, cells, observed)
-
-
-def _rows(at: Array | Axes) -> Float[Array, "m d"]:
+def rows_at(at: Array | Axes) -> Float[Array, "m d"]:
+    """Inputs as rows."""
     return rows_of(at) if isinstance(at, tuple) else at
 
 
