@@ -124,7 +124,7 @@ class ADASAP(AbstractSolver):
 
     def run(self, setup: _Setup, system: System) -> Solution:
         """Solve for one block after another."""
-        operator, n = system.operator, system.operator.size
+        operator, n = system.kernel_operator, system.operator.size
         size, rank = setup.sketch.shape
 
         def advance(state: _State, iteration: Int[Array, ""]) -> _State:

@@ -94,7 +94,9 @@ class AlternatingProjections(AbstractSolver):
             rows, W = blocks[chosen], whiteners[chosen]
             change = matmul(W.T, matmul(W, state.residual[rows]))
             value = state.value.at[rows].add(change)
-            return Iterate(value, state.residual - system.operator.columns_matmul(rows, change))
+            return Iterate(
+                value, state.residual - system.kernel_operator.columns_matmul(rows, change)
+            )
 
         return descend(
             system,

@@ -60,7 +60,7 @@ class AutoSolver(AbstractSolver):
             ValueError: if there is no `key`.
         """
         conjugate_gradients = ConjugateGradients(self.tolerance, self.max_epochs)
-        operator = system.operator
+        operator = system.kernel_operator
         if system.options.probes is not None or operator.has_fast_products:
             return conjugate_gradients.run(factor, system)
         low_rank_variance = jnp.sum(jnp.square(factor.low_rank), axis=0)

@@ -118,7 +118,7 @@ class AbstractBatchDescent(AbstractSolver):
 
     def run(self, setup: tuple[Float[Array, ""], Key[Array, ""]], system: System) -> Solution:
         """Descend by batches."""
-        (rate, key), operator, n = setup, system.operator, system.operator.size
+        (rate, key), operator, n = setup, system.kernel_operator, system.operator.size
         size = min(self.batch_size, n)
         # The average is over a hundredth of all steps, and at most over an epoch.
         weight = max(100.0 / system.num_iterations(self.max_epochs, size / n), size / n)

@@ -14,6 +14,7 @@ from numpyro_scalegp.linear.iteration import check_budget, iterate
 from numpyro_scalegp.linear.krylov import Krylov, join, split
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.preconditioners import (
+    AbstractFactor,
     AbstractPreconditioner,
     PreconditionerFactor,
     RandomlyPivotedCholesky,
@@ -116,7 +117,7 @@ class _State(NamedTuple):
 
 
 def iterate_blocks(
-    factor: PreconditionerFactor,
+    factor: AbstractFactor,
     system: System,
     group_size: int,
     tolerance: float,
@@ -228,7 +229,7 @@ def _recorded(lanczos: _Lanczos, step: krylov.Step) -> _Lanczos:
 
 
 def _coefficients(
-    start: _Lanczos, end: _Lanczos, num_probes: int, factor: PreconditionerFactor
+    start: _Lanczos, end: _Lanczos, num_probes: int, factor: AbstractFactor
 ) -> Coefficients:
     residual = krylov.norms(end.krylov)[:num_probes]
     is_finite = jnp.all(jnp.isfinite(residual))

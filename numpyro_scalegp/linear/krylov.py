@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from numpyro_scalegp.linear.preconditioners import PreconditionerFactor
+from numpyro_scalegp.linear.preconditioners import AbstractFactor
 from numpyro_scalegp.numerics.linalg import matmul, triangular_inverse
 
 
@@ -31,7 +31,7 @@ class Krylov(NamedTuple):
     triangle: Float[Array, "groups g g"]  # C
 
 
-def from_residual(residual: Float[Array, "n k"], size: int, factor: PreconditionerFactor) -> Krylov:
+def from_residual(residual: Float[Array, "n k"], size: int, factor: AbstractFactor) -> Krylov:
     """Start each group along its preconditioned residuals."""
     orthonormalize = jax.vmap(functools.partial(_orthonormalize, factor=factor))
     return Krylov(*orthonormalize(split(residual, size)))
@@ -58,7 +58,7 @@ def advance(
     true_residual: Float[Array, "groups n g"],
     restarts: Bool[Array, ""] | bool,
     *,
-    factor: PreconditionerFactor,
+    factor: AbstractFactor,
     rounding: Float[Array, ""],
 ) -> Step:
     """One iteration of each group, given H S, or a restart at `true_residual`.
@@ -95,7 +95,7 @@ def advance(
 
 
 def _orthonormalize(
-    R: Float[Array, "n g"], *, factor: PreconditionerFactor
+    R: Float[Array, "n g"], *, factor: AbstractFactor
 ) -> tuple[Float[Array, "n g"], Float[Array, "n g"], Float[Array, "g g"]]:
     """R = Q C with Q'P^-1 Q = I, and P^-1 Q; by Cholesky factorizations, twice for accuracy."""
     C = jnp.eye(R.shape[1], dtype=R.dtype)

@@ -1,5 +1,6 @@
-"""The covariance of noisy observations, H = K(X, X) + noise, in blocks."""
+"""Linear operators, and the covariance of noisy observations, H = K(X, X) + noise, in blocks."""
 
+import abc
 import dataclasses
 
 import equinox as eqx
@@ -17,7 +18,34 @@ from numpyro_scalegp.programs.compiled import compiled_unless_traced
 _MEMORY_BUDGET = 2**28  # bytes
 
 
-class KernelOperator(eqx.Module):
+class AbstractOperator(eqx.Module):
+    """A positive definite matrix known by its products with blocks of vectors."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """The number of rows, n."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> jnp.dtype:
+        """The dtype of products."""
+
+    @property
+    def mesh(self) -> AnyMesh | None:
+        """The devices that share the rows; None for a single device."""
+        return None
+
+    @abc.abstractmethod
+    def diagonal(self) -> Float[Array, " n"]:
+        """The diagonal, or an upper bound of it."""
+
+    @abc.abstractmethod
+    def matmul(self, V: Float[Array, "n k"]) -> Float[Array, "n k"]:
+        """Multiply with k vectors."""
+
+
+class KernelOperator(AbstractOperator):
     """H = K(X, X) + diag(noise_variance), a linear operator on (n, k) blocks of vectors.
 
     Kernel entries are computed block by block and discarded after use: no n x n array is stored.

@@ -25,7 +25,23 @@ _MAX_BYTES = 2**28
 _RANKS_PER_CHUNK = 4
 
 
-class PreconditionerFactor(eqx.Module):
+class AbstractFactor(eqx.Module):
+    """A positive definite P that approximates an operator, with its inverse and its root."""
+
+    @abc.abstractmethod
+    def solve(self, R: Float[Array, "n k"]) -> Float[Array, "n k"]:
+        """P^-1 R."""
+
+    @abc.abstractmethod
+    def log_determinant(self) -> Float[Array, ""]:
+        """log|P|."""
+
+    @abc.abstractmethod
+    def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "n num_samples"]:
+        """Draw columns from N(0, P)."""
+
+
+class PreconditionerFactor(AbstractFactor):
     """P = L'L + D close to H, with L of low rank, inverted by Woodbury's identity.
 
     With A = L D^-1/2 and I + A A' = R'R, P^-1 = D^-1/2 (I - A'R^-1 R^-T A) D^-1/2 and

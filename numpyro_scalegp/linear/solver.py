@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided
-from numpyro_scalegp.linear.operator import KernelOperator
+from numpyro_scalegp.linear.operator import AbstractOperator, KernelOperator
 from numpyro_scalegp.programs.compiled import compiled
 
 
@@ -135,7 +135,7 @@ class AbstractSolver(eqx.Module):
 
     def solve_system(self, system: "System") -> Solution:
         """Solve a system that `prepare` made."""
-        return self.run(self.init(system.operator, system.options.key), system)
+        return self.run(self.init(system.kernel_operator, system.options.key), system)
 
     def init(self, operator: KernelOperator, key: Key[Array, ""] | None) -> Any:
         """Compute what depends on H and the key alone, such as a factor or a step size."""
@@ -189,12 +189,22 @@ class LoopOutcome(NamedTuple):
 class System(eqx.Module):
     """H V = B with right-hand sides of norm one, an initial guess and options."""
 
-    operator: KernelOperator
+    operator: AbstractOperator
     target: Float[Array, "n k"]
     start: Iterate
     scale: Float[Array, " k"]  # norms of the right-hand sides
     epochs: int = eqx.field(static=True)  # the cost of the initial residual
     options: Options
+
+    @property
+    def kernel_operator(self) -> KernelOperator:
+        """The operator, for solvers that read its entries.
+
+        Raises:
+            TypeError: if it is known by its products alone.
+        """
+        operator: Any = self.operator
+        return checks.instance("operator", operator, KernelOperator)
 
     def num_iterations(self, max_epochs: int | float, epochs_per_iteration: float = 1.0) -> int:
         """The iterations that a budget allows after the initial residual, at least one."""
@@ -226,13 +236,13 @@ class System(eqx.Module):
 
 
 def prepare(
-    operator: KernelOperator,
+    operator: AbstractOperator,
     B: Float[Array, "n k"],
     guess: Float[Array, "*candidates n k"] | None,
     options: Options,
 ) -> System:
     """Check and normalize each right-hand side, and compute the residual of the initial guess."""
-    checks.instance("operator", operator, KernelOperator)
+    checks.instance("operator", operator, AbstractOperator)
     B = checks.as_float(B, "B")
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")
@@ -269,7 +279,7 @@ def normalized(B: Float[Array, "n k"]) -> tuple[Float[Array, "n k"], Float[Array
 
 
 def _best_combination(
-    operator: KernelOperator, B: Float[Array, "n k"], candidates: Float[Array, "p n k"]
+    operator: AbstractOperator, B: Float[Array, "n k"], candidates: Float[Array, "p n k"]
 ) -> Iterate:
     """Minimize v'Hv / 2 - b'v over the linear combinations of each column's candidates."""
     p, n, k = candidates.shape

@@ -34,6 +34,8 @@ class NeighborGraph(eqx.Module):
     nearest: Int[Array, "n m"]  # neighbors of each row; n for padding
     fingerprint: UInt[Array, " 2"]  # of the inputs
     groups: RowGroups
+    # Rows in steps, each after the steps of its neighbors; n for padding.
+    steps: Int[Array, "steps w"]
 
     @classmethod
     def build(
@@ -54,8 +56,8 @@ class NeighborGraph(eqx.Module):
             group_size: the largest number of rows that share their neighbors.
         """
         graph = _graph(_HashedArray(units), num, ordering, group_size)
-        order, near, *groups = map(jnp.asarray, graph)
-        return cls(order, near, fingerprint(X), RowGroups(*groups))
+        order, near, steps, *groups = map(jnp.asarray, graph)
+        return cls(order, near, fingerprint(X), RowGroups(*groups), steps)
 
     def check(self, X: Float[Array, "n d"]) -> Float[Array, ""]:
         """Zero if X has the inputs of this graph, and NaN if a traced X has not.
@@ -103,7 +105,7 @@ class _HashedArray:
 def _graph(
     inputs: _HashedArray, num: int, ordering: Ordering, group_size: int
 ) -> tuple[np.ndarray, ...]:
-    """An ordering, the nearest rows before each row, and the fields of `RowGroups`."""
+    """An ordering, the nearest rows before each row, the steps, and the fields of `RowGroups`."""
     X = inputs.array.astype(np.float64)
     n = len(X)
     if ordering == "maxmin":
@@ -128,4 +130,4 @@ def _graph(
     near[order] = rows[nearest_places]
     slots = np.empty(n, np.int32)
     slots[order[by_group]] = group[by_group] * places.shape[1] + ranks
-    return order, near, rows[members], places, slots
+    return order, near, search.in_steps(near), rows[members], places, slots

@@ -1,6 +1,7 @@
 """Nearest-neighbor search, coarse-to-fine orderings, and groups of points."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ _COST = 1.5
 _MAX_ROUNDS = 32
 # Limits the memory for unions of pairs of groups.
 _ENTRIES_AT_A_TIME = 2**24
+# The mean number of steps of a generation of rows, and the least number of rows of a step.
+_STEPS_PER_GENERATION = 3
+_LEAST_WIDTH = 8
 
 
 def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
@@ -216,6 +220,41 @@ def _unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndar
     union = _merged(members, left, right)
     union.sort(axis=1)
     return union[:, : members.shape[1]]
+
+
+def in_steps(near: Int[np.ndarray, "n m"]) -> Int[np.ndarray, "steps w"]:
+    """Rows in steps, so that the neighbors of a row are in earlier steps; n for padding.
+
+    The rows of a step can be processed in parallel. A step has one width for all, so that the rows
+    of a generation, whose longest chains of neighbors are of one length, may take several steps.
+
+    Args:
+        near: for each row, other rows; n for padding. No row may depend on itself through others.
+    """
+    n = len(near)
+    rows, ranks = np.nonzero(near < n)
+    parents = near[rows, ranks]
+    children = rows[np.argsort(parents, kind="stable")]
+    ends = np.cumsum(np.bincount(parents, minlength=n))
+    num_missing = np.bincount(rows, minlength=n)
+    generations = [np.flatnonzero(num_missing == 0)]
+    while (num_placed := sum(map(len, generations))) < n:
+        counts = ends[generations[-1]] - np.where(generations[-1] > 0, ends[generations[-1] - 1], 0)
+        starts = ends[generations[-1]] - counts
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        reached = children[np.repeat(starts, counts) + offsets]
+        np.subtract.at(num_missing, reached, 1)
+        ready = np.unique(reached[num_missing[reached] == 0])
+        if not len(ready):
+            raise AssertionError(f"{n - num_placed} rows depend on themselves.")
+        generations.append(ready)
+    width = max(_LEAST_WIDTH, 2 ** round(math.log2(n / (_STEPS_PER_GENERATION * len(generations)))))
+    steps = []
+    for generation in generations:
+        padded = np.full(-(-len(generation) // width) * width, n, np.int32)
+        padded[: len(generation)] = generation
+        steps.append(padded.reshape(-1, width))
+    return np.concatenate(steps)
 
 
 def nearest(

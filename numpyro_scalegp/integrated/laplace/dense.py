@@ -25,6 +25,7 @@ from numpyro_scalegp.core import batches
 from numpyro_scalegp.integrated.laplace.search import (
     Entries,
     Sites,
+    Step,
     at_least_tiny,
     derivatives,
     search,
@@ -128,10 +129,10 @@ def _log_joint(
 
 
 def _search(entries: Entries, K: Array, mean: Array, data: Any) -> Mode:
-    def newton_step(W: Array, remaining: Array) -> tuple[Array, Array]:
+    def newton_step(W: Array, g: Array, weights: Array) -> Step:
         L = _factorize(_scaled_covariance(K, W))
-        d_weights = _apply_transposed(K, W, L, remaining)
-        return _times(K, d_weights), d_weights
+        d_weights = _apply_transposed(K, W, L, g - weights)
+        return Step(_times(K, d_weights), d_weights)
 
     deviation = jnp.sqrt(jnp.diagonal(K, axis1=-2, axis2=-1))
     start = jnp.broadcast_to(mean, K.shape[:-1]).astype(K.dtype)

@@ -36,11 +36,18 @@ class Sites(NamedTuple):
     tril: Float[Array, "*batch n n"] | None = None  # the factor of K + 1 / precision, if dense
 
 
+class Step(NamedTuple):
+    """A step of f and of its weights."""
+
+    f: Float[Array, "*batch n"]
+    weights: Float[Array, "*batch k"]
+
+
 class State(NamedTuple):
     """A state of the search."""
 
     f: Float[Array, "*batch n"]
-    weights: Float[Array, "*batch n"]  # K^-1 (f - m)
+    weights: Float[Array, "*batch k"]  # K^-1 (f - m), or v with f = m + L v and K = L L'
     is_done: Bool[Array, "*batch"]
     num_steps: Array
 
@@ -50,7 +57,8 @@ def search(
     start: Float[Array, "*batch n"],
     data: Any,
     deviation: Float[Array, "*batch n"],
-    newton_step: Callable[[Array, Array], tuple[Array, Array]],
+    newton_step: Callable[[Array, Array, Array], Step],
+    white: Float[Array, "*batch k"] | None = None,
 ) -> State:
     """Search for the mode of p(f, y) from the prior mean, by Newton's method with a line search.
 
@@ -59,9 +67,10 @@ def search(
         start: the prior mean of f.
         data: further argument of `entries`.
         deviation: prior standard deviations of f.
-        newton_step: maps W and the gradient of log p(f, y), g - K^-1 (f - m), to the step of f,
-            (K^-1 + W)^-1 times this gradient, and K^-1 times the step. Negative entries of W count
-            as zero.
+        newton_step: maps W, g and the weights to the step (K^-1 + W)^-1 (g - K^-1 (f - m)) of f,
+            and to the step of the weights. Negative entries of W count as zero.
+        white: zeros of the shape of v, if the weights are v with f = m + L v and K = L L'; None if
+            they are K^-1 (f - m).
     """
     eps = jnp.finfo(start.dtype).eps
 
@@ -70,16 +79,19 @@ def search(
         g, W = derivatives(entries, f, data)
         # The step is computed from the gradient that remains, so that rounding errors decrease with
         # the steps.
-        df, d_weights = newton_step(W, g - weights)
+        newton = newton_step(W, g, weights)
+        df = newton.f
         # After a full step of this size, the error is about its square, or rounding error.
         smallest = jnp.maximum(eps**0.5 * deviation, 10.0 * eps * jnp.abs(f))
         is_small = jnp.all(jnp.abs(df) <= smallest, axis=-1)
-        step_size = jnp.where(is_small, 1.0, _line_search(entries, data, state, df, d_weights))
+        step_size = jnp.where(
+            is_small, 1.0, _line_search(entries, data, state, newton, white is not None)
+        )
         step_size = step_size[..., None]
         is_done = state.is_done[..., None]
         return State(
             jnp.where(is_done, f, f + step_size * df),
-            jnp.where(is_done, weights, weights + step_size * d_weights),
+            jnp.where(is_done, weights, weights + step_size * newton.weights),
             state.is_done | is_small,
             state.num_steps + 1,
         )
@@ -89,7 +101,7 @@ def search(
         return jnp.any(may_succeed) & (state.num_steps < _MAX_STEPS)
 
     is_done, zero = jnp.zeros(start.shape[:-1], bool), jnp.zeros((), jnp.int32)
-    first = State(start, jnp.zeros_like(start), is_done, zero)
+    first = State(start, jnp.zeros_like(start) if white is None else white, is_done, zero)
     return jax.lax.while_loop(should_continue, step, first)
 
 
@@ -129,20 +141,25 @@ def at_least_tiny(
 
 
 def _line_search(
-    entries: Entries, data: Any, state: State, df: Array, d_weights: Array
+    entries: Entries, data: Any, state: State, step: Step, is_white: bool
 ) -> Float[Array, "*batch"]:
     """The fraction of a Newton step with the largest p(f, y).
 
     It integrates the derivative along the step by the trapezoidal rule. Values of p(f, y) itself
     are differences of large terms, whose rounding errors can exceed the improvement.
     """
+    df = step.f
     step_sizes = jnp.array([0.0, *_STEP_SIZES[::-1]], df.dtype)
 
     def derivative(step_size: Array) -> Array:
         f = state.f + step_size * df
         values, pullback = jax.vjp(lambda f: jnp.sum(entries(f, data), axis=-1), f)
         g = pullback(jnp.ones_like(values))[0]
-        value = jnp.sum((g - state.weights - step_size * d_weights) * df, axis=-1)
+        weights = state.weights + step_size * step.weights
+        if is_white:
+            value = jnp.sum(g * df, axis=-1) - jnp.sum(weights * step.weights, axis=-1)
+        else:
+            value = jnp.sum((g - weights) * df, axis=-1)
         return jnp.where(jnp.isfinite(values) & jnp.isfinite(value), value, -jnp.inf)
 
     along_step = jax.vmap(derivative)(step_sizes)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from numpyro_scalegp.integrated.laplace.search import (
     Entries,
     Sites,
+    Step,
     at_least_tiny,
     derivatives,
     search,
@@ -172,10 +173,10 @@ def _find_mode(entries: Entries, prior: Prior, mean: Array, data: Any) -> Mode:
 
 
 def _search(entries: Entries, prior: Prior, mean: Array, data: Any) -> Mode:
-    def newton_step(W: Array, remaining: Array) -> tuple[Array, Array]:
+    def newton_step(W: Array, g: Array, weights: Array) -> Step:
         W = at_least_tiny(W, prior.variance)
-        moments = at_rows(prior, remaining / W, 1.0 / W, variances=False)
-        return moments.means, moments.weights
+        moments = at_rows(prior, (g - weights) / W, 1.0 / W, variances=False)
+        return Step(moments.means, moments.weights)
 
     deviation = jnp.sqrt(prior.variance)
     state = search(entries, mean, data, deviation, newton_step)
