@@ -137,12 +137,12 @@ class Cholesky(AbstractLaplaceEstimator):
 
     def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
         """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n^3), memory O(n^2)."""
-        kernel, X, entries, mean, data = problem
+        kernel, X, entries, mean, data, _ = problem
         return dense.log_marginal(entries, self._gram(kernel, X, mean), mean, data)
 
     def laplace_sites(self, problem: LaplaceProblem) -> Sites:
         """See `AbstractLaplaceEstimator.laplace_sites`."""
-        kernel, X, entries, mean, data = problem
+        kernel, X, entries, mean, data, _ = problem
         return dense.normal_sites(entries, self._gram(kernel, X, mean), mean, data)
 
     def laplace_posterior(
@@ -152,6 +152,8 @@ class Cholesky(AbstractLaplaceEstimator):
         sites: Sites,
         mean: Float[Array, " n"],
         mean_function: RowsFunction,
+        key: Key[Array, ""],
+        num_samples: int | None,
     ) -> ExactPosterior:
         """See `AbstractLaplaceEstimator.laplace_posterior`."""
         L: Any = sites.tril

@@ -11,6 +11,7 @@ from numpyro.primitives import Messenger
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
+from numpyro_scalegp.integrated.laplace.laplace import LaplaceGP
 from numpyro_scalegp.neighbors.graph import NeighborGraph
 from numpyro_scalegp.neighbors.prior import NearestNeighborGP
 from numpyro_scalegp.neighbors.vecchia import AbstractNeighbors
@@ -82,6 +83,6 @@ def _estimators_and_inputs(trace: Trace) -> dict[str, tuple[AbstractNeighbors, A
 
 def _attribute(fn: Any) -> str:
     """The name of the attribute that holds a distribution's nearest-neighbor estimator, or ""."""
-    if isinstance(fn, GaussianProcess):
+    if isinstance(fn, GaussianProcess | LaplaceGP):
         return "estimator"
     return "neighbors" if isinstance(fn, NearestNeighborGP) else ""

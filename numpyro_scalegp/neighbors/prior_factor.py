@@ -119,13 +119,17 @@ class PriorFactor(eqx.Module):
 
         return jax.lax.map(of_step, (left.reshape(*self.scale.shape, -1), self.near))
 
-    def covariance(self) -> Float[Array, "n n"]:
-        """L L' as a dense matrix, in O(n^3)."""
+    def dense(self) -> Float[Array, "n slots"]:
+        """The rows of L as a dense matrix, in O(n^3)."""
         size, m = self.num_slots, self.weights.shape[2]
         B = jnp.zeros((size, size + 1), self.weights.dtype)
         rows, near = jnp.arange(size)[:, None], self.near.reshape(size, m)
         B = B.at[rows, near].add(self.weights.reshape(size, m))[:, :-1]
         scale = jnp.diag(self.scale.reshape(-1))
         L = solve_triangular(jnp.eye(size, dtype=B.dtype) - B, scale, lower=True)
-        L = self.at_rows(L)
+        return self.at_rows(L)
+
+    def covariance(self) -> Float[Array, "n n"]:
+        """L L' as a dense matrix, in O(n^3)."""
+        L = self.dense()
         return matmul(L, L.T)

@@ -15,12 +15,16 @@ from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.integrated.estimator import AbstractEstimator
+from numpyro_scalegp.integrated.laplace.estimator import AbstractLaplaceEstimator, LaplaceProblem
+from numpyro_scalegp.integrated.laplace.search import Sites
 from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
 from numpyro_scalegp.linear.operator import KernelOperator
-from numpyro_scalegp.neighbors import conditionals
+from numpyro_scalegp.neighbors import conditionals, laplace
 from numpyro_scalegp.neighbors.graph import ORDERINGS, NeighborGraph, Ordering, RowGroups
+from numpyro_scalegp.neighbors.latent_posterior import NeighborValuesPosterior
 from numpyro_scalegp.neighbors.posterior import Neighbors, VecchiaPosterior, rows_at_a_time, scaled
-from numpyro_scalegp.numerics import rounding
+from numpyro_scalegp.neighbors.prior_factor import PriorFactor
+from numpyro_scalegp.numerics import linalg, rounding
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
@@ -107,7 +111,7 @@ class AbstractNeighbors(AbstractEstimator):
         return graph
 
 
-class Vecchia(AbstractNeighbors):
+class Vecchia(AbstractNeighbors, AbstractLaplaceEstimator):
     """The Vecchia approximation: the density of each observation given its nearest neighbors.
 
     log p(y) ~ sum_i log p(y_i | y_N(i)), where N(i) are the m nearest rows among those before i in
@@ -129,6 +133,13 @@ class Vecchia(AbstractNeighbors):
     earlier rows among the group and the neighbors of its members. This is closer to the exact
     density for the same m, at about the same cost, since a group needs only one factorization.
 
+    `LaplaceGP` takes it for counts and other observations. There the nearest-neighbor prior is of
+    the function's values, without groups. Up to 2,000 rows the approximation is computed densely,
+    with derivatives of every order. Beyond, conjugate gradients with a two-level preconditioner
+    find the mode, and probes estimate the log-determinant and the gradient without bias, besides
+    the tolerance of the solves. The probes are fixed under NUTS, so that it samples from one
+    density, whose gradient differs from the computed one by the error of the probes.
+
     The sum over rows can be estimated from mini-batches without bias: `estimator.on(index)` takes
     rows of an `sgp.plate`, and scales their sum to all rows. The site stands outside the plate and
     observes all of y.
@@ -138,6 +149,7 @@ class Vecchia(AbstractNeighbors):
         ordering: "maxmin", each row far from the rows before it; "random"; or "given", the order of
             X, such as time.
         group_size: the largest number of rows that share their neighbors; 1 for no groups.
+        num_probes: number of probes for the log-determinant and the gradient of `LaplaceGP`.
         graph: the neighbors, set by `find_neighbors`.
         rows: the mini-batch, set by `on`.
 
@@ -168,9 +180,11 @@ class Vecchia(AbstractNeighbors):
     group_size: int = eqx.field(static=True, converter=checks.plain, default=8)
     graph: NeighborGraph | None = None
     rows: Int[Array, " b"] | None = None
+    num_probes: int = eqx.field(static=True, converter=checks.plain, default=32, kw_only=True)
 
     def __check_init__(self) -> None:
         checks.count("group_size", self.group_size)
+        checks.count("num_probes", self.num_probes)
 
     @property
     def _group_size(self) -> int:
@@ -320,6 +334,83 @@ class Vecchia(AbstractNeighbors):
         b, variance = b.reshape(-1, width)[slots], variance.reshape(-1)[slots]
         return sequential_draws(graph.order, rows[slots // group_size], b, variance, white)
 
+    def draws_probes(self, num_rows: int) -> bool:
+        """Whether there are too many rows for a dense matrix."""
+        return num_rows > laplace.MAX_DENSE
+
+    def for_inputs(self, kernel: AbstractKernel, X: Float[Array, "... n d"]) -> "Vecchia":
+        """This estimator with the neighbors of X.
+
+        Raises:
+            ValueError: for a batch, a mini-batch, or a traced X without neighbors.
+        """
+        if X.ndim > 2 or kernel.batch_shape:
+            raise ValueError(_ONE_FUNCTION)
+        if self.rows is not None:
+            raise ValueError(
+                "`LaplaceGP` takes all rows at once: give it `sgp.estimators.Vecchia()` without "
+                "`on(index)`, or train a `sgp.LatentGP` on mini-batches."
+            )
+        if self.graph is not None:
+            return self
+        return self.find_neighbors(X, kernel if checks.is_concrete(kernel) else None)
+
+    def _prior_factor(
+        self, kernel: AbstractKernel, X: Float[Array, "n d"], dtype: Any
+    ) -> tuple[PriorFactor, Float[Array, ""]]:
+        """The factor of the values' prior, and zero, or NaN if X is not the graph's."""
+        assert self.graph is not None
+        variance = kernel.evaluate_diag(X).astype(dtype)
+        jitter = linalg.added_variance(variance)
+        operator = KernelOperator.from_checked(kernel, X, jitter)
+        factor = PriorFactor.of(operator, self.num_neighbors, self.graph)
+        return factor, self.graph.check(X)
+
+    def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
+        """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n m^3), memory O(n m)."""
+        kernel, X, entries, mean, data, key = problem
+        self._refuse_batch(mean)
+        factor, check = self._prior_factor(kernel, X, mean.dtype)
+        return laplace.log_marginal(entries, factor, mean, data, key, self.num_probes) + check
+
+    def laplace_sites(self, problem: LaplaceProblem) -> Sites:
+        """See `AbstractLaplaceEstimator.laplace_sites`."""
+        kernel, X, entries, mean, data, _ = problem
+        self._refuse_batch(mean)
+        factor, check = self._prior_factor(kernel, X, mean.dtype)
+        return laplace.normal_sites(entries, factor, mean + check, data)
+
+    def laplace_posterior(
+        self,
+        kernel: AbstractKernel,
+        X: Float[Array, "n d"],
+        sites: Sites,
+        mean: Float[Array, " n"],
+        mean_function: RowsFunction,
+        key: Key[Array, ""],
+        num_samples: int | None,
+    ) -> NeighborValuesPosterior:
+        """See `AbstractLaplaceEstimator.laplace_posterior`; a solve for each draw."""
+        factor, _ = self._prior_factor(kernel, X, mean.dtype)
+        jitter = linalg.added_variance(kernel.evaluate_diag(X).astype(mean.dtype))
+        return NeighborValuesPosterior.of(
+            kernel,
+            X,
+            sites.f,
+            sites.f - mean,
+            jnp.broadcast_to(jitter, mean.shape),
+            sites.precision,
+            mean_function,
+            factor,
+            self.num_neighbors,
+            key,
+            _NUM_DRAWS if num_samples is None else num_samples,
+        )
+
+    def _refuse_batch(self, mean: Float[Array, "*batch n"]) -> None:
+        if mean.ndim > 1:
+            raise ValueError(_ONE_FUNCTION)
+
 
 def sequential_draws(
     order: Int[Array, " n"],
@@ -339,6 +430,14 @@ def sequential_draws(
     start = jnp.zeros((len(variance) + 1, len(white)), variance.dtype)
     return jax.lax.scan(step, start, order)[0][:-1].T
 
+
+# The draws that a posterior of `LaplaceGP` stores by default.
+_NUM_DRAWS = 256
+
+_ONE_FUNCTION = (
+    "`Vecchia` in a `LaplaceGP` is for one Gaussian process: write a separate site for each member "
+    "of the batch."
+)
 
 _TRACED = (
     "`X` is traced, and the neighbors of its rows are found on the host: find them beforehand, by "

@@ -391,6 +391,10 @@ class AbstractConditioned(AbstractPosterior):
     def leave_one_out(self) -> dist.Normal:
         """The predictive distribution of each y_i given all other observations; shape (n,)."""
 
+    def _precision(self) -> Float[Array, "... n"]:
+        """The diagonal of the inverse covariance of the observations."""
+        raise NotImplementedError
+
     def _check(self, Xs: Inputs) -> Any:
         X = super()._check(Xs)
         if is_of_rows(self.mean_function):

@@ -3,7 +3,7 @@
 import abc
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.integrated.estimator import AbstractEstimator
 from numpyro_scalegp.integrated.laplace.search import Entries, Sites
@@ -20,6 +20,7 @@ class LaplaceProblem(NamedTuple):
     entries: Entries  # log likelihoods (*batch, n), each of one entry of f, given f and `data`
     mean: Float[Array, "*batch n"]  # prior mean of f at X
     data: Any  # further argument of `entries`, a pytree of arrays with y
+    key: Key[Array, ""]  # for estimators that draw probes
 
 
 class AbstractLaplaceEstimator(AbstractEstimator):
@@ -27,6 +28,16 @@ class AbstractLaplaceEstimator(AbstractEstimator):
 
     It does so by Laplace's approximation, for `LaplaceGP`.
     """
+
+    def draws_probes(self, num_rows: int) -> bool:
+        """Whether the approximation has terms that are estimated from random probes."""
+        return False
+
+    def for_inputs(
+        self, kernel: AbstractKernel, X: Float[Array, "... n d"]
+    ) -> "AbstractLaplaceEstimator":
+        """This estimator with what it finds from the inputs on the host, such as neighbors."""
+        return self
 
     @abc.abstractmethod
     def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
@@ -49,6 +60,8 @@ class AbstractLaplaceEstimator(AbstractEstimator):
         sites: Sites,
         mean: Float[Array, " n"],
         mean_function: RowsFunction,
+        key: Key[Array, ""],
+        num_samples: int | None,
     ) -> AbstractConditioned:
         """The posterior of one member, given its sites.
 
@@ -58,4 +71,6 @@ class AbstractLaplaceEstimator(AbstractEstimator):
             sites: of this member.
             mean: prior mean of f at X, shape (n,).
             mean_function: the mean function of the result, which may differ from it.
+            key: a typed JAX key, for estimators that store draws.
+            num_samples: the number of draws to store; None for the estimator's default.
         """

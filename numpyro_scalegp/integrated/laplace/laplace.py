@@ -1,5 +1,6 @@
 """`LaplaceGP`: Laplace's approximation for likelihoods other than normal noise."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
-from jaxtyping import Array, ArrayLike, Bool, Float, Num
+from jaxtyping import Array, ArrayLike, Bool, Float, Key, Num
 from numpyro.distributions import constraints
 
 from numpyro_scalegp.core import batches, checks
@@ -63,8 +65,12 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
             observed. The density and the posterior ignore the values of y in the other rows. The
             likelihood must be valid in these rows as well, with an exposure of one for example.
         estimator: how the approximation is computed: `sgp.estimators.Cholesky()`, the default, for
-            up to a few thousand rows, or `sgp.estimators.StateSpace()` for functions of time, with
-            the same value in linear time.
+            up to a few thousand rows; `sgp.estimators.StateSpace()` for functions of time, with
+            the same value in linear time; or `sgp.estimators.Vecchia()` for functions of space,
+            with a nearest-neighbor prior, for up to millions of rows.
+        key: a typed JAX key for the probes of `Vecchia`; by default the next key of the model's
+            seed handler, so that each step of SVI has fresh probes. Outside of a model the probes
+            are fixed.
 
     Raises:
         TypeError: if an argument has the wrong type, or the likelihood does not return a
@@ -76,7 +82,8 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         Rasmussen and Williams (2006), sections 3.4 and 5.5.1; Margossian et al. (2020), Hamiltonian
         Monte Carlo using an adjoint-differentiated Laplace approximation. Newton's method takes
         about five to ten steps: of O(n^3) time and O(n^2) memory with `Cholesky`, of O(n s^3) and
-        O(n s^2) with `StateSpace`, s the number of state variables.
+        O(n s^2) with `StateSpace`, s the number of state variables, and of O(n m) for each iteration of
+        conjugate gradients with `Vecchia` and m neighbors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,7 +103,15 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
     """
 
     arg_constraints: dict[str, Any] = {}
-    pytree_data_fields = ("kernel", "X", "likelihood", "mean_function", "observed", "estimator")
+    pytree_data_fields = (
+        "kernel",
+        "X",
+        "likelihood",
+        "mean_function",
+        "observed",
+        "estimator",
+        "key",
+    )
 
     def __init__(
         self,
@@ -107,6 +122,7 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         mean: Callable[[Array], Array] | ArrayLike | None = None,
         observed: Bool[ArrayLike, "... n"] | None = None,
         estimator: AbstractLaplaceEstimator | None = None,
+        key: Array | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = checks.instance("kernel", kernel, AbstractKernel)
@@ -117,6 +133,10 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         self.mean_function = as_mean_function(mean, batch_shape, self.X)
         self.likelihood = _as_likelihood(likelihood)
         self.estimator = _as_estimator(estimator)
+        draws_probes = self.estimator.draws_probes(self.X.shape[-2])
+        if key is None and draws_probes and numpyro.primitives._PYRO_STACK:
+            key = numpyro.prng_key()
+        self.key = key if key is None else checks.as_key(key)
         super().__init__(batch_shape, self.X.shape[-2:-1], validate_args=validate_args)
         self._check_likelihood()
 
@@ -203,11 +223,22 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         samples = jnp.broadcast_shapes(y.shape, shape)[: max(0, y.ndim - len(shape))]
         y = jnp.broadcast_to(y, (*samples, *shape))
         self._check_rows(y)
+        gp = self._for_inputs()
         if not samples:
-            return self._log_density(y)
+            return gp._log_density(y)
         # Not the method itself: JAX caches the trace of a function, with values it closes over.
-        densities = jax.lax.map(lambda y: self._log_density(y), y.reshape(-1, *shape))
+        densities = jax.lax.map(lambda y: gp._log_density(y), y.reshape(-1, *shape))
         return densities.reshape(*samples, *self.batch_shape)
+
+    def _for_inputs(self) -> "LaplaceGP":
+        """This distribution with what its estimator finds from the inputs on the host."""
+        gp = copy.copy(self)
+        gp.estimator = self.estimator.for_inputs(self.kernel, self.X)
+        return gp
+
+    @property
+    def _key(self) -> Key[Array, ""]:
+        return jax.random.key(0) if self.key is None else self.key
 
     # NUTS searches for its initial values outside of compiled code: this makes it one program.
     @compiled
@@ -215,7 +246,9 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         return self.estimator.laplace_log_prob(self._problem(y))
 
     def _problem(self, y: Num[Array, "... n"]) -> LaplaceProblem:
-        return LaplaceProblem(self.kernel, self.X, _entries, self.prior_mean, self._data(y))
+        return LaplaceProblem(
+            self.kernel, self.X, _entries, self.prior_mean, self._data(y), self._key
+        )
 
     def sample(
         self, key: Array, sample_shape: tuple[int, ...] = ()
@@ -224,10 +257,12 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         function_key, key = jax.random.split(checks.as_key(key))
         num_samples = math.prod(sample_shape)
 
+        estimator = self._for_inputs().estimator
+
         def draw(kernel: AbstractKernel, X: Array, key: Array) -> Float[Array, "num_samples n"]:
             jitter = linalg.added_variance(kernel.evaluate_diag(X))
             operator = KernelOperator.from_checked(kernel, X, jitter)
-            return self.estimator.sample_prior(operator, key, num_samples)
+            return estimator.sample_prior(operator, key, num_samples)
 
         keys = batches.keys(function_key, self.batch_shape)
         members = self.kernel.as_batch(), batches.Batch(self.X, self.X.ndim - 2)
@@ -236,12 +271,20 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         return self.given(f).sample(key)
 
     def condition(
-        self, y: Num[ArrayLike, "... n"], *, progress_bar: bool = True
+        self,
+        y: Num[ArrayLike, "... n"],
+        *,
+        key: Array | None = None,
+        num_samples: int | None = None,
+        progress_bar: bool = True,
     ) -> LaplacePosterior:
         """The normal approximation of the posterior of f given observations.
 
         Args:
             y: observations, shape (n,), or (*batch, n).
+            key: a typed JAX key for the draws that `Vecchia` stores; None for fixed draws.
+            num_samples: the number of these draws, by default 256; variances have a relative
+                standard error of sqrt(2 / num_samples).
             progress_bar: unused.
 
         Returns:
@@ -253,16 +296,22 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         y = self._observations(y)
         checks.shape("y", y, self.batch_shape + self.event_shape)
         self._check_rows(y)
-        return self._condition(y)
+        if num_samples is not None:
+            checks.count("num_samples", num_samples)
+        key = self._key if key is None else checks.as_key(key)
+        return self._for_inputs()._condition(y, key, num_samples)
 
     @compiled
-    def _condition(self, y: Num[Array, "... n"]) -> LaplacePosterior:
+    def _condition(
+        self, y: Num[Array, "... n"], key: Key[Array, ""], num_samples: int | None
+    ) -> LaplacePosterior:
         sites, mean = self.estimator.laplace_sites(self._problem(y)), self.prior_mean
         zero = functions.constant_function(jnp.zeros((), mean.dtype))
 
         def posterior(kernel: AbstractKernel, X: Array, sites: Sites, mean: Array) -> Any:
             mean_function = zero if self.batch_shape else self.mean_function
-            return self.estimator.laplace_posterior(kernel, X, sites, mean, mean_function)
+            arguments = kernel, X, sites, mean, mean_function
+            return self.estimator.laplace_posterior(*arguments, key, num_samples)
 
         num = len(self.batch_shape)
         members = batches.Batch(sites, num), batches.Batch(mean, num)
@@ -350,7 +399,8 @@ def _entries(f: Float[Array, "... n"], data: Any) -> Float[Array, "... n"]:
 def _as_estimator(value: Any) -> AbstractLaplaceEstimator:
     if value is None:
         return Cholesky()
-    what = "`sgp.estimators.Cholesky()` or `StateSpace()`, which take Laplace's approximation,"
+    names = "`sgp.estimators.Cholesky()`, `StateSpace()` or `Vecchia()`"
+    what = f"{names}, which take Laplace's approximation,"
     return checks.instance("estimator", value, AbstractLaplaceEstimator, what)
 
 

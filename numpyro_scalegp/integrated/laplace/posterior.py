@@ -4,10 +4,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.integrated.state_space.posterior import StateSpacePosterior
-from numpyro_scalegp.processes.batch import BatchPosterior
-from numpyro_scalegp.processes.exact import ExactPosterior
-from numpyro_scalegp.processes.posterior import AbstractDerived
+from numpyro_scalegp.processes.posterior import AbstractConditioned, AbstractDerived
 from numpyro_scalegp.programs.compiled import compiled
 
 
@@ -26,9 +23,7 @@ class LaplacePosterior(AbstractDerived):
         Rasmussen and Williams (2006), eq. 3.21 and 3.24.
     """
 
-    process: (
-        ExactPosterior | StateSpacePosterior | BatchPosterior
-    )  # given observations of noise variance 1 / W
+    process: AbstractConditioned  # given observations of noise variance 1 / W
     X: Float[Array, "... n d"]
     mode: Float[Array, "... n"]
     gradient: Float[Array, "... n"]  # g

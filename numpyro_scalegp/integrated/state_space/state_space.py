@@ -120,13 +120,13 @@ class StateSpace(AbstractLaplaceEstimator):
 
     def laplace_log_prob(self, problem: LaplaceProblem) -> Float[Array, "*batch"]:
         """See `AbstractLaplaceEstimator.laplace_log_prob`; time O(n s^3), memory O(n s^2)."""
-        kernel, X, entries, mean, data = problem
+        kernel, X, entries, mean, data, _ = problem
         prior = Prior.of(kernel, X, self.num_harmonics, mean)
         return laplace.log_marginal(entries, prior, mean, data)
 
     def laplace_sites(self, problem: LaplaceProblem) -> Sites:
         """See `AbstractLaplaceEstimator.laplace_sites`."""
-        kernel, X, entries, mean, data = problem
+        kernel, X, entries, mean, data, _ = problem
         prior = Prior.of(kernel, X, self.num_harmonics, mean)
         return laplace.normal_sites(entries, prior, mean, data)
 
@@ -137,6 +137,8 @@ class StateSpace(AbstractLaplaceEstimator):
         sites: Sites,
         mean: Float[Array, " n"],
         mean_function: RowsFunction,
+        key: Key[Array, ""],
+        num_samples: int | None,
     ) -> StateSpacePosterior:
         """See `AbstractLaplaceEstimator.laplace_posterior`."""
         series = Series.of(kernel, X, self.num_harmonics, sites.f.dtype)
