@@ -501,6 +501,12 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
             kernel.on((0,)), X, _counts, estimator=sgp.estimators.StateSpace()
         ).condition(jnp.arange(len(X)) % 4),
     ),
+    (
+        "laplace_with_neighbors",
+        lambda kernel, X: sgp.LaplaceGP(
+            kernel, X, _counts, mean=0.3, estimator=sgp.estimators.Vecchia(30)
+        ).condition(jnp.arange(len(X)) % 4),
+    ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),
     (
         "with_mean",

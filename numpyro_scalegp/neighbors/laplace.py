@@ -27,6 +27,7 @@ from numpyro_scalegp.integrated.laplace.search import (
     Entries,
     Sites,
     Step,
+    at_least_tiny,
     derivatives,
     search,
     warn_of_search,
@@ -98,16 +99,19 @@ def log_marginal(
 
     # In float64, since log likelihoods of large counts are differences of far larger terms.
     value = in_float64(log_joint, mode.f, fixed_data, mode.white) - 0.5 * log_det
-    variables, static = eqx.partition((factor, mean, data), eqx.is_inexact_array)
+    variables, others = eqx.partition((factor, mean, data), eqx.is_inexact_array)
+    arrays, static = eqx.partition(others, eqx.is_array)
 
     def pull_back(variables: Any, fixed: Any, cotangent: Array) -> Any:
-        mode, P, key = fixed
-        factor, _, data = refuse_derivatives(REFUSAL, eqx.combine(variables, static))
+        arrays, mode, P, key = fixed
+        variables = refuse_derivatives(REFUSAL, variables)
+        factor, _, data = eqx.combine(variables, arrays, static)
         gradient = _gradient(entries, factor, data, mode, P, key, num_probes)
         gradient = jax.tree.map(lambda leaf: cotangent * leaf, gradient)
         return _as_cotangents(gradient, variables)
 
-    return with_pullback(pull_back, REFUSAL, value.astype(mean.dtype), variables, (mode, P, key))
+    fixed = arrays, mode, P, key
+    return with_pullback(pull_back, REFUSAL, value.astype(mean.dtype), variables, fixed)
 
 
 class _Gradient(NamedTuple):
@@ -181,7 +185,8 @@ def normal_sites(
     """The normal approximation around the mode; see `log_marginal` for arguments."""
     mode = _find_mode(entries, factor, mean, data, coarse_columns(factor))
     g, W = derivatives(entries, mode.f, data)
-    return Sites(mode.f, g, W)
+    variance = jnp.full_like(W, jnp.max(jnp.square(factor.scale)))
+    return Sites(mode.f, g, at_least_tiny(W, variance))
 
 
 class Draws(NamedTuple):
@@ -205,7 +210,11 @@ def draw(
     values = factor.times(_solution(A, P, target))
     # The weights are draws of N(0, (K + W^-1)^-1).
     weights = A.precision[:, None] * values - root * errors
-    return Draws(factor.at_rows(values), factor.at_rows(jnp.mean(jnp.square(weights), axis=1)))
+    explained = A.precision * jnp.mean(jnp.square(values), axis=1)
+    # Each form has a small relative error where the other has not.
+    remaining = A.precision * (1.0 - explained)
+    precision = jnp.where(explained < 0.5, remaining, jnp.mean(jnp.square(weights), axis=1))
+    return Draws(factor.at_rows(values), factor.at_rows(precision))
 
 
 def _find_mode(

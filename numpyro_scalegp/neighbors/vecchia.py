@@ -352,6 +352,7 @@ class Vecchia(AbstractNeighbors, AbstractLaplaceEstimator):
                 "`on(index)`, or train a `sgp.LatentGP` on mini-batches."
             )
         if self.graph is not None:
+            self.graph.check(X)
             return self
         return self.find_neighbors(X, kernel if checks.is_concrete(kernel) else None)
 

@@ -82,8 +82,8 @@ class LaplaceGP(CollapsedDistribution, RowsDistribution):
         Rasmussen and Williams (2006), sections 3.4 and 5.5.1; Margossian et al. (2020), Hamiltonian
         Monte Carlo using an adjoint-differentiated Laplace approximation. Newton's method takes
         about five to ten steps: of O(n^3) time and O(n^2) memory with `Cholesky`, of O(n s^3) and
-        O(n s^2) with `StateSpace`, s the number of state variables, and of O(n m) for each iteration of
-        conjugate gradients with `Vecchia` and m neighbors.
+        O(n s^2) with `StateSpace`, s the number of state variables, and of O(n m) for each
+        iteration of conjugate gradients with `Vecchia` and m neighbors.
 
     Example:
         >>> import jax.numpy as jnp
