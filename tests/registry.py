@@ -347,12 +347,15 @@ def _conditioned(estimator: Callable[[], AbstractEstimator], **options: int) -> 
     return factory
 
 
-def _with_points(X: Array) -> AbstractEstimator:
-    from tests.conformance import inputs  # its inputs, of which X may be a traced copy
+def _with_neighbors(estimator: sgp.estimators.Vecchia) -> AbstractEstimator:
+    from tests.conformance import inputs  # its inputs, of which a test may have a traced copy
 
     with jax.ensure_compile_time_eval():
-        rows = inputs()
-    return sgp.estimators.FullScale(X[:3] + 0.1, num_neighbors=30).find_neighbors(rows)
+        return estimator.find_neighbors(inputs())
+
+
+def _with_points(X: Array) -> AbstractEstimator:
+    return _with_neighbors(sgp.estimators.FullScale(X[:3] + 0.1, num_neighbors=30))
 
 
 def _counts(f: Array) -> Distribution:
@@ -504,7 +507,7 @@ POSTERIORS: list[tuple[str, Callable[[AbstractKernel, Array], AbstractPosterior]
     (
         "laplace_with_neighbors",
         lambda kernel, X: sgp.LaplaceGP(
-            kernel, X, _counts, mean=0.3, estimator=sgp.estimators.Vecchia(30)
+            kernel, X, _counts, mean=0.3, estimator=_with_neighbors(sgp.estimators.Vecchia(30))
         ).condition(jnp.arange(len(X)) % 4),
     ),
     ("sparse", lambda kernel, X: _sparse(kernel, X).posterior()),

@@ -46,6 +46,8 @@ from numpyro_scalegp.programs.float64 import in_float64
 # Up to this many rows, the covariance is dense and the approximation exact.
 MAX_DENSE = 2_000
 _TOLERANCE = 1e-3  # relative residual of the solves
+_PROBE_TOLERANCE = 1e-2  # the same for probes, whose own errors are far larger
+_STEP_TOLERANCE = 0.1  # of Newton's steps, each of which solves for the error that remains
 _MAX_ITERATIONS = 400
 _GROUP_SIZE = 16  # right-hand sides that share a Krylov space
 
@@ -99,8 +101,8 @@ def log_marginal(
 
     # In float64, since log likelihoods of large counts are differences of far larger terms.
     value = in_float64(log_joint, mode.f, fixed_data, mode.white) - 0.5 * log_det
-    variables, others = eqx.partition((factor, mean, data), eqx.is_inexact_array)
-    arrays, static = eqx.partition(others, eqx.is_array)
+    variables, constants = eqx.partition((factor, mean, data), eqx.is_inexact_array)
+    arrays, static = eqx.partition(constants, eqx.is_array)
 
     def pull_back(variables: Any, fixed: Any, cotangent: Array) -> Any:
         arrays, mode, P, key = fixed
@@ -140,7 +142,7 @@ def _gradient(
     is_row = scale > 0.0
     inverse_scale = jnp.where(is_row, 1.0 / jnp.where(is_row, scale, 1.0), 0.0)
     z = P.sample(_probe_key(key), num_probes)
-    x, p = _solution(A, P, z), P.solve(z)
+    x, p = _solution(A, P, z, _PROBE_TOLERANCE), P.solve(z)
     fx, fp = factor.times(x), factor.times(p)
     of_x, of_p = A.informed(fx), A.informed(fp)
     variance = factor.at_rows(jnp.mean(fx * fp, axis=1))
@@ -227,7 +229,7 @@ def _find_mode(
         A = LatentPrecision(factor, factor.at_slots(jnp.maximum(W, 0.0)))
         P = TwoLevelFactor.of(A, columns)
         target = factor.transposed_times(factor.at_slots(g)[:, None]) - white[:, None]
-        change = _solution(A, P, target)
+        change = _solution(A, P, target, _STEP_TOLERANCE)
         return Step(factor.at_rows(factor.times(change)[:, 0]), change[:, 0])
 
     zeros = jnp.zeros(factor.num_slots, mean.dtype)
@@ -258,14 +260,16 @@ def _log_determinant(
     probes = Probes(_probe_key(key), num_probes)
     none = jnp.zeros((A.size, 0), A.dtype)
     system = prepare(A, none, None, Options(probes=probes))
-    solution, _ = iterate_blocks(P, system, _GROUP_SIZE, _TOLERANCE, _MAX_ITERATIONS)
+    solution, _ = iterate_blocks(P, system, _GROUP_SIZE, _PROBE_TOLERANCE, _MAX_ITERATIONS)
     assert solution.coefficients is not None
     return log_determinant(solution.coefficients, A.size, num_probes).value
 
 
-def _solution(A: LatentPrecision, P: TwoLevelFactor, B: Array) -> Float[Array, "slots k"]:
+def _solution(
+    A: LatentPrecision, P: TwoLevelFactor, B: Array, tolerance: float = _TOLERANCE
+) -> Float[Array, "slots k"]:
     system = prepare(A, B, None, Options())
-    solution: Solution = iterate_blocks(P, system, _GROUP_SIZE, _TOLERANCE, _MAX_ITERATIONS)[0]
+    solution: Solution = iterate_blocks(P, system, _GROUP_SIZE, tolerance, _MAX_ITERATIONS)[0]
     warn_unless_converged(solution)
     return solution.value
 

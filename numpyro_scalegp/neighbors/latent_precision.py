@@ -1,20 +1,20 @@
 """The precision of white values given observations, and its two-level preconditioner."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.linear.operator import AbstractOperator
 from numpyro_scalegp.linear.preconditioners import AbstractFactor
 from numpyro_scalegp.neighbors.prior_factor import PriorFactor
 from numpyro_scalegp.numerics import linalg
-from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.numerics.linalg import matmul, triangular_inverse
 
 # The number of coarse values in multiples of sqrt(n), and the bytes that their columns may take.
-_COARSE = 1.0
+_COARSE = 0.5
 _MAX_BYTES = 2**28
 _COLUMNS_AT_A_TIME = 32
 
@@ -49,22 +49,25 @@ class LatentPrecision(AbstractOperator):
 
 
 def coarse_columns(factor: PriorFactor) -> Float[Array, "slots c"]:
-    """The columns of L for the first values of the coarse-to-fine order, about sqrt(n) of them."""
+    """The columns of L for the first values of the coarse-to-fine order, sqrt(n) / 2 of them."""
     n, size = len(factor.slots), factor.num_slots
     limit = _MAX_BYTES // (size * factor.scale.dtype.itemsize)
     count = max(1, min(math.ceil(_COARSE * math.sqrt(n)), limit, n))
-    width = min(count, _COLUMNS_AT_A_TIME)
-    num_blocks = -(-count // width)
 
-    def block(i: Array) -> Array:
-        columns = i * width + jnp.arange(width)
+    def of_columns(columns: Array) -> Array:
         slots = jnp.where(columns < count, factor.coarse[jnp.minimum(columns, count - 1)], size)
-        unit = jnp.zeros((size + 1, width), factor.scale.dtype)
-        unit = unit.at[slots, jnp.arange(width)].set(1.0)
-        return factor.times(unit[:-1])
+        unit = jnp.zeros((size, len(columns)), factor.scale.dtype)
+        return factor.times(unit.at[slots, jnp.arange(len(columns))].set(1.0, mode="drop"))
 
-    blocks = jax.lax.map(block, jnp.arange(num_blocks))
-    return jnp.moveaxis(blocks, 0, 1).reshape(size, -1)[:, :count]
+    return _in_blocks(of_columns, count)
+
+
+def _in_blocks(of_columns: Callable[[Array], Array], count: int) -> Float[Array, "slots c"]:
+    """All columns of a matrix, of which few are computed at a time, in the processor's cache."""
+    width = min(count, _COLUMNS_AT_A_TIME)
+    columns = jnp.arange(-(-count // width) * width).reshape(-1, width)
+    blocks = jnp.moveaxis(jax.lax.map(of_columns, columns), 0, 1)
+    return blocks.reshape(len(blocks), -1)[:, :count]
 
 
 class TwoLevelFactor(AbstractFactor):
@@ -77,48 +80,49 @@ class TwoLevelFactor(AbstractFactor):
     """
 
     operator: LatentPrecision
-    columns: Float[Array, "slots c"]  # of L, for the coarse values
+    coupling: Float[Array, "slots c"]  # A_rc, zero for the coarse values
     tril: Float[Array, "c c"]  # of A_cc
+    inverse: Float[Array, "c c"]  # of `tril`: products with it are faster than solves
     diagonal: Float[Array, " slots"]  # D
 
     @classmethod
     def of(cls, operator: LatentPrecision, columns: Float[Array, "slots c"]) -> "TwoLevelFactor":
-        """Factorize A_cc, in O(n c^2)."""
-        scaled = jnp.sqrt(operator.precision)[:, None] * columns
-        eye = jnp.eye(columns.shape[1], dtype=columns.dtype)
-        tril = linalg.factorize(eye + matmul(scaled.T, scaled), warn=False).tril
-        return cls(operator, columns, tril, operator.diagonal())
+        """Compute the blocks, given the columns of L for the coarse values, in O(n m c)."""
+        count = columns.shape[1]
+        coarse = operator.factor.coarse[:count]
+        coupling = _in_blocks(
+            lambda index: operator.informed(columns[:, jnp.minimum(index, count - 1)]), count
+        )
+        of_coarse = jnp.eye(count, dtype=columns.dtype) + coupling[coarse]
+        tril = linalg.factorize(0.5 * (of_coarse + of_coarse.T), warn=False).tril
+        coupling = coupling.at[coarse].set(0.0)
+        return cls(operator, coupling, tril, triangular_inverse(tril), operator.diagonal())
 
     @property
     def _coarse(self) -> Array:
-        return self.operator.factor.coarse[: self.columns.shape[1]]
-
-    def _of_coarse(self, C: Float[Array, "c k"]) -> Float[Array, "slots k"]:
-        """A_rc C, with arbitrary coarse values."""
-        return self.operator.informed(matmul(self.columns, C))
-
-    def _without_coarse(self, R: Float[Array, "slots k"]) -> Float[Array, "slots k"]:
-        return R.at[self._coarse].set(0.0)
+        return self.operator.factor.coarse[: self.coupling.shape[1]]
 
     def solve(self, R: Float[Array, "slots k"]) -> Float[Array, "slots k"]:
-        """P^-1 R, at the cost of a product with A."""
+        """P^-1 R, in O(n c k)."""
         of_coarse = R[self._coarse]
-        remaining = R - self._of_coarse(cho_solve((self.tril, True), of_coarse))
-        others = self._without_coarse(remaining / self.diagonal[:, None])
-        W = self.operator.precision[:, None]
-        shared = matmul(self.columns.T, W * self.operator.factor.times(others))
-        return others.at[self._coarse].set(cho_solve((self.tril, True), of_coarse - shared))
+        remaining = R - matmul(self.coupling, self._coarse_solve(of_coarse))
+        fine = remaining / self.diagonal[:, None]
+        shared = matmul(self.coupling.T, fine)
+        return fine.at[self._coarse].set(self._coarse_solve(of_coarse - shared))
+
+    def _coarse_solve(self, C: Float[Array, "c k"]) -> Float[Array, "c k"]:
+        return matmul(self.inverse.T, matmul(self.inverse, C))
 
     def log_determinant(self) -> Float[Array, ""]:
         """log|P|."""
-        others = jnp.log(self.diagonal).at[self._coarse].set(0.0)
-        return jnp.sum(others) + 2.0 * jnp.sum(jnp.log(jnp.diagonal(self.tril)))
+        fine = jnp.log(self.diagonal).at[self._coarse].set(0.0)
+        return jnp.sum(fine) + 2.0 * jnp.sum(jnp.log(jnp.diagonal(self.tril)))
 
     def sample(self, key: Key[Array, ""], num_samples: int) -> Float[Array, "slots num_samples"]:
         """Draw columns from N(0, P)."""
         shape = len(self.diagonal), num_samples
         normal = jax.random.normal(key, shape, self.diagonal.dtype)
         white = normal[self._coarse]
-        inner = solve_triangular(self.tril, white, lower=True, trans=1)
-        drawn = self._of_coarse(inner) + jnp.sqrt(self.diagonal)[:, None] * normal
+        inner = matmul(self.coupling, matmul(self.inverse.T, white))
+        drawn = inner + jnp.sqrt(self.diagonal)[:, None] * normal
         return drawn.at[self._coarse].set(matmul(self.tril, white))

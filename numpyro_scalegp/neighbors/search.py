@@ -245,8 +245,7 @@ def in_steps(near: Int[np.ndarray, "n m"]) -> Int[np.ndarray, "steps w"]:
         reached = children[np.repeat(starts, counts) + offsets]
         np.subtract.at(num_missing, reached, 1)
         ready = np.unique(reached[num_missing[reached] == 0])
-        if not len(ready):
-            raise AssertionError(f"{n - num_placed} rows depend on themselves.")
+        assert len(ready), f"{n - num_placed} rows depend on themselves"
         generations.append(ready)
     width = max(_LEAST_WIDTH, 2 ** round(math.log2(n / (_STEPS_PER_GENERATION * len(generations)))))
     steps = []

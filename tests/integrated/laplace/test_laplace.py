@@ -293,5 +293,5 @@ def test_without_a_mode_predictions_are_nan(estimator, x64):
 
 
 def test_estimators_without_an_approximation(unchecked):
-    with pytest.raises(TypeError, match=r"must be `sgp.estimators.Cholesky\(\)` or `StateSpace"):
-        counts(estimator=sgp.estimators.Vecchia())
+    with pytest.raises(TypeError, match=r"must be `sgp.estimators.Cholesky\(\)`, `StateSpace"):
+        counts(estimator=sgp.estimators.Pathwise())
