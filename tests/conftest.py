@@ -163,7 +163,7 @@ def x64() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(params=["float32", pytest.param("float64", marks=pytest.mark.one_interpreter)])
 def dtype(request: pytest.FixtureRequest) -> Iterator[jnp.dtype]:
     """Run the test once per floating-point type; the default type follows."""
     with jax.enable_x64(request.param == "float64"):

@@ -90,6 +90,7 @@ def values(data: Any, group: str, name: str) -> np.ndarray:
 KINDS = ["collapsed", "latent", "svi"]
 
 
+@pytest.mark.slow
 def test_says_where_draws_of_hyperparameters_vary_too_little():
     X, y = data()
 

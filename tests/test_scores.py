@@ -82,6 +82,7 @@ def test_crps_keeps_its_digits_far_from_zero() -> None:
     np.testing.assert_allclose(far, near, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_log_score(dtype: Any) -> None:
     y = jnp.asarray(Y, dtype)
     density = [WEIGHTS[i] @ scipy.stats.norm(LOC[i], SCALE[i]).pdf(Y[i]) for i in range(3)]
@@ -115,6 +116,7 @@ def test_intervals(dtype: Any) -> None:
     np.testing.assert_allclose(sampled, expected, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_coverage_of_the_right_distribution() -> None:
     rate = jnp.linspace(0.5, 30.0, 2000)
     normal = dist.Normal(rate, 1.0 + rate)

@@ -146,6 +146,7 @@ MEMBERS = [
 ]
 
 
+@pytest.mark.one_interpreter
 @pytest.mark.parametrize("call", MEMBERS)
 def test_a_second_call_compiles_nothing(call):
     assert_compiled_once(call)

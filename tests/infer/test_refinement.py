@@ -66,6 +66,7 @@ def bound(Z: Array, lengthscale: Array, noise: Array) -> Array:
     return normal.log_prob(y) - 0.5 * jnp.sum(jnp.log1p((1.0 - jnp.diagonal(Q)) / noise**2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("natural", (True, False))
 def test_the_density_is_the_prior_times_the_bound(natural, x64):
     X, y = data()
@@ -87,6 +88,7 @@ def test_the_density_is_the_prior_times_the_bound(natural, x64):
         np.testing.assert_allclose(-energy, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_and_their_posterior():
     X, y = data()
     guide, result = fitted(False)
@@ -136,6 +138,7 @@ def test_a_level_of_the_likelihood_has_the_density_of_one_of_the_prior(kind, x64
             np.testing.assert_allclose(others[name], slope, atol=0.1, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_hopeless_value_has_no_large_gradient():
     """NUTS in float32 would accept a step after a gradient of 1e19."""
     X, y = data()
@@ -152,6 +155,7 @@ def test_a_hopeless_value_has_no_large_gradient():
     assert all(abs(slope) <= 1.0 for slope in slopes.values())
 
 
+@pytest.mark.slow
 def test_the_posterior_of_each_draw_is_the_best_for_it(x64):
     """With an inducing point at each row it is exact, also where the guide was not fitted."""
     X, y = data()
@@ -172,6 +176,7 @@ def test_the_posterior_of_each_draw_is_the_best_for_it(x64):
     np.testing.assert_allclose(refined.posterior.variance(Xs), exact.variance(Xs), rtol=0.02)
 
 
+@pytest.mark.slow
 def test_draws_have_no_deterministic_sites_of_the_function():
     X, y = data()
     guide = sgp.guides.AutoSparseGP(with_level, num_inducing=5)

@@ -60,6 +60,7 @@ def test_it_is_the_density_of_its_matrix(x64):
     np.testing.assert_allclose(loo.scale, np.diagonal(P) ** -0.5, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_with_all_rows_before_it_is_exact(x64):
     exact = lambda p: process(Cholesky(), p).log_prob(Y)  # noqa: E731
     approximate = lambda p: process(FullScale(Z, N - 1), p).log_prob(Y)  # noqa: E731

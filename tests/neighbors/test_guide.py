@@ -38,6 +38,7 @@ def run(guide, loss, X, y, steps=400):
     return svi.run(KEY, steps, X, y, 200, progress_bar=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [sgp.infer.QuadratureELBO(5), TraceMeanField_ELBO()])
 def test_counts_in_mini_batches(loss):
     X, f, y = data()
@@ -69,6 +70,7 @@ def test_given_points_may_have_any_order():
     assert {tuple(row) for row in np.asarray(params)} == {tuple(row) for row in np.asarray(X[:20])}
 
 
+@pytest.mark.slow
 def test_two_functions_and_a_batch():
     X, _, y = data(60)
 

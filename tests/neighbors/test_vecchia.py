@@ -40,6 +40,7 @@ def density(estimator, y=Y):
 # The density
 
 
+@pytest.mark.slow
 def test_with_all_rows_before_it_is_exact(x64):
     exact, approximate = density(Cholesky()), density(Vecchia(N - 1))
     np.testing.assert_allclose(approximate(PARAMETERS), exact(PARAMETERS), rtol=1e-12)
@@ -335,6 +336,7 @@ def model(X, y=None, estimator=None, batch_size=None):
     return numpyro.sample("y", gp, obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 20])
 def test_svi_and_the_posterior_after_it(batch_size, x64):
     guide = AutoDelta(model)
@@ -351,6 +353,7 @@ def test_svi_and_the_posterior_after_it(batch_size, x64):
     np.testing.assert_allclose(posterior.mean(NEW), direct.mean(NEW), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_nuts_and_the_posterior_after_it(x64):
     results = []
     for estimator in (Cholesky(), Vecchia(N - 1)):

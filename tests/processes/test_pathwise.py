@@ -336,6 +336,7 @@ def test_a_fit_conditions_without_another_solve(x64):
     assert np.all(error <= 1e-6 * np.linalg.norm(xi, axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["noise", "y"])
 def test_other_hyperparameters_or_data_are_solved_for_from_the_state(change, x64):
     _, y, Xs = data()

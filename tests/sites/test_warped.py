@@ -205,6 +205,7 @@ def test_a_log_normal_process_under_svi_and_nuts(x64):
     assert np.isfinite(arviz.loo(exported).elpd_loo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["laplace", "outputs", "groups"])
 def test_other_processes(kind, x64):
     X, z = rows("float64")

@@ -144,6 +144,7 @@ def test_a_process_that_is_killed_while_it_trains(tmp_path: Path) -> None:
     assert_same(resumed, through)
 
 
+@pytest.mark.slow
 def test_a_decoupled_guide_takes_points_from_the_stream(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.npz"
     through = train(decoupled(), 8)

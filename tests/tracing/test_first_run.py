@@ -64,6 +64,7 @@ RESTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", RESTS)
 def test_leaves_what_numpyro_leaves(rest, monkeypatch):
     """Parameters, medians, draws and the prototype trace; one support depends on another site."""
@@ -225,6 +226,7 @@ def test_draws_of_a_start_are_searched_for():
     assert jnp.isfinite(svi.evaluate(state, X, Y))
 
 
+@pytest.mark.slow
 def test_networks_and_nested_guides(caplog):
     linen = pytest.importorskip("flax.linen")
 

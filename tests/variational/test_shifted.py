@@ -92,6 +92,7 @@ def of_prior(X, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(f)), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_a_guide_learns_what_it_learns_where_the_likelihood_adds_the_mean(name, x64):
     x, new, y = X.astype(float), NEW.astype(float), jnp.round(jnp.exp(F)).astype(float)

@@ -86,6 +86,7 @@ def left_out(Phi: Array, noise: Array, y: Array) -> dist.Normal:
     return dist.Normal(y - variance * (inverse @ y), jnp.sqrt(variance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_networks_with_priors_in_svi_and_arviz(kind, x64):
     X, y = data()

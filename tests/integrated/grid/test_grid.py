@@ -134,6 +134,7 @@ def test_density_and_derivatives(case: Any) -> None:
     same(several[0], [gp_of(case).log_prob(Y), gp_of(case).log_prob(2.0 * Y)])
 
 
+@pytest.mark.slow
 def test_moments(case: Any) -> None:
     gp = gp_of(case)
     posterior, dense = gp.condition(Y), Dense(gp, Y)
@@ -265,6 +266,7 @@ def test_single_precision(name: str) -> None:
         np.testing.assert_allclose(rounded, exact, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_rows_in_parts(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     gp = gp_of(CASES["filter, gaps"])
     rows = np.concatenate([NEW_ROWS, rows_of(TIMES, PLACES)])[::-1]

@@ -46,6 +46,7 @@ def gp_of(
     )
 
 
+@pytest.mark.slow
 def test_products_and_gradients_are_those_of_the_rows(x64: None) -> None:
     for is_traced in (False, True):
 
@@ -77,6 +78,7 @@ def test_products_and_gradients_are_those_of_the_rows(x64: None) -> None:
         same(of_grid[1], of_grid[2])
 
 
+@pytest.mark.monte_carlo
 @pytest.mark.parametrize("kind", ["Pathwise", "Hutchinson"])
 def test_gradients_are_unbiased(kind: str, x64: None) -> None:
     estimator = getattr(sgp.estimators, kind)(EXACT, 8, num_logdet_probes=8)
@@ -135,6 +137,7 @@ def test_moments_and_draws(x64: None) -> None:
     same(at_data.loc.ravel()[dense.index], dense.moments(gp.X)[0][dense.index], 1e-6)
 
 
+@pytest.mark.slow
 def test_a_traced_mask_gives_the_same_posterior(x64: None) -> None:
     estimator = sgp.estimators.Pathwise(EXACT, 500, num_features=200)
 

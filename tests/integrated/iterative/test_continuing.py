@@ -541,6 +541,7 @@ def test_new_rows_are_never_taken_for_solved():
     assert_solves(posterior, y_more)
 
 
+@pytest.mark.slow
 def test_svi_resumes_with_more_rows():
     """The example of the documentation."""
     guide, svi, result = fitted()

@@ -159,6 +159,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.monte_carlo
 @pytest.mark.parametrize(("kernel", "estimator", "solver"), TURNS)
 def test_gradient_is_unbiased_for_every_kernel(estimator, solver, kernel, x64):
     solver, noise = SOLVERS[solver]
@@ -211,6 +212,7 @@ def estimates(solver: str) -> tuple[Any, Array]:
     return draws, sgp.GaussianProcess(kernel, X, noise).log_prob(y)
 
 
+@pytest.mark.monte_carlo
 @every_solver
 def test_value_is_unbiased_and_its_standard_error_is_right(solver, x64):
     (values, errors), expected = estimates(solver)

@@ -480,6 +480,7 @@ def test_evaluating_the_loss_changes_nothing():
     assert_same(jax.tree.map(np.array, state), copy)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
 def test_nuts_over_a_model_with_a_state():
     X, y = (a[:10] for a in data())

@@ -215,6 +215,7 @@ def test_no_mode_gives_nan_and_a_warning(x64):
     assert np.isnan(value)
 
 
+@pytest.mark.slow
 def test_a_batch_is_a_loop(x64):
     y = RNG.poisson(2.0, (2, N))
     theta = np.stack([THETA, THETA[::-1]])

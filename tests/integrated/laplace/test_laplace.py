@@ -153,6 +153,7 @@ def test_cavities_of_isolated_rows_are_the_prior(level, variance, estimator, dty
     np.testing.assert_allclose(cavity.loc, level, atol=10.0 * rtol * np.sqrt(variance) + 1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_is_a_loop(estimator, x64):
     y = RNG.poisson(2.0, (2, N))
     rows, exposure = np.stack([X, 0.5 * X]), RNG.uniform(0.5, 2.0, (2, N))

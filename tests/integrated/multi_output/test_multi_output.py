@@ -135,6 +135,7 @@ def test_posterior_given_the_observed_entries(mask, noise, x64):
         np.testing.assert_allclose(scale.ravel()[place] ** 2, left, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_structured_posterior_is_equal_to_the_dense_one(x64):
     """Samples, functions and components, too."""
 

@@ -110,6 +110,7 @@ def test_saved_and_loaded(tmp_path, x64):
     np.testing.assert_allclose(again, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_float32():
     smoothed = process("sum").condition(Y)
     filtered = process("sum", slice(M)).condition(Y[:M]).filtered().update(X[M:], Y[M:])

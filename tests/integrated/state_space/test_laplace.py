@@ -69,6 +69,7 @@ def test_one_row(x64):
     np.testing.assert_allclose(computed, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_large_counts_in_float32():
     """Informative rows, far from where the search starts."""
     times = np.linspace(0.0, 20.0, 300)[:, None]
@@ -89,6 +90,7 @@ def test_large_counts_in_float32():
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_plate_of_series(x64):
     """Unequal lengths, hyperparameters for each, and draws of the functions."""
     lengthscales, observed = jnp.array([0.5, 1.1])[:, None], np.ones((2, N), bool)

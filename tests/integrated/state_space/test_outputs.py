@@ -39,6 +39,7 @@ def linear(theta: dict[str, Any]) -> AbstractKernel:
     return kernel + 0.5 * sgp.kernels.Linear(0.2).on((0,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", (intrinsic, linear))
 def test_density_and_posterior_are_those_of_dense_algebra(kernel, x64):
     def density(theta: Any, times: Array, estimator: Any) -> Array:

@@ -74,6 +74,7 @@ def test_agrees_with_dense_algebra(name, x64):
     assert_close(actual, everything(*arguments, EXACT), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", ["one row", "one lane", "short last part"])
 def test_numbers_of_rows(lanes, x64):
     n = {"one row": 1, "one lane": 20, "short last part": 67}[lanes]
@@ -129,6 +130,7 @@ def test_rows_without_a_target(is_traced, x64):
     assert_close(call(argument, LINEAR), call(argument, EXACT), 1e-10)
 
 
+@pytest.mark.slow
 def test_batch_of_series(x64):
     """Each with separate times and hyperparameters, and rows without a target."""
     X = jnp.asarray(RNG.uniform(0.0, 5.0, (3, 40, 1)))

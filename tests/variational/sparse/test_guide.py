@@ -567,6 +567,7 @@ def test_other_than_normal_observations_learn_an_unexplained_scale(kind, x64):
     np.testing.assert_array_equal(posteriors[0].variance(X), posteriors[1].variance(X))
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     X, y = data()
     guide = AutoSparseGP(model, num_inducing=M)

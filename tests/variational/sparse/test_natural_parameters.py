@@ -146,6 +146,7 @@ def test_derivatives_of_hyperparameters_are_at_fixed_sites(has_reference, has_me
         np.testing.assert_allclose(gradient_of_mean, of_mean, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
 @each_kind
 def test_second_derivatives_of_hyperparameters(has_reference, has_mean, x64):
     sites = Sites(has_reference, has_mean)

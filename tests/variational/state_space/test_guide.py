@@ -147,6 +147,7 @@ def learned(X: Array, y: Array | None = None) -> None:
         numpyro.sample("y", dist.StudentT(3.0, f, SD), obs=y)
 
 
+@pytest.mark.slow
 def test_gradient_of_hyperparameters_holds_the_sites(x64):
     """Against differences of the bound, far from the optimum of the sites."""
     X, y = data()
@@ -210,6 +211,7 @@ def test_two_functions():
     assert 0.5 * SD < float(jnp.mean(scale)) < 2.0 * SD
 
 
+@pytest.mark.slow
 def test_functions_in_a_plate():
     """A softmax of three functions."""
     X, y = data()
@@ -231,6 +233,7 @@ def test_functions_in_a_plate():
     assert posterior.sample_functions(KEY, 2)(NEW).shape == (2, 3, 3)
 
 
+@pytest.mark.slow
 def test_new_inputs_get_the_posterior():
     X, y = data()
     y = jnp.round(jnp.exp(1.0 + y))
@@ -282,6 +285,7 @@ def test_one_row():
     assert guide.posterior(result.params, X).mean(X).shape == (1,)
 
 
+@pytest.mark.slow
 def test_parts_of_a_sum():
     X, y = data()
 

@@ -121,6 +121,7 @@ def test_derivatives_of_sites_are_natural(x64, monkeypatch):
     np.testing.assert_allclose(b - step.loc, g - 2.0 * e * (m + means), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_batch_of_functions(x64):
     """With common and with separate kernels and inputs."""
     _, X, m, _, _ = problem()
