@@ -107,7 +107,8 @@ class TwoLevelFactor(AbstractFactor):
         of_coarse = R[self._coarse]
         remaining = R - matmul(self.coupling, self._coarse_solve(of_coarse))
         fine = remaining / self.diagonal[:, None]
-        shared = matmul(fine.T, self.coupling).T  # for one column, ten times as fast as its transpose
+        # For one column, ten times as fast as a product with the transposed matrix.
+        shared = matmul(fine.T, self.coupling).T
         return fine.at[self._coarse].set(self._coarse_solve(of_coarse - shared))
 
     def _coarse_solve(self, C: Float[Array, "c k"]) -> Float[Array, "c k"]:

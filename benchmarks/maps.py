@@ -1,0 +1,221 @@
+"""Maps with nearest neighbors: gamma likelihoods beside GPBoost, and prices beside the exact GP.
+
+    python benchmarks/evidence.py water-vapor water-vapor-large house-prices
+    python benchmarks/maps.py water_vapor --methods "LaplaceGP, 20 neighbors" --rows 20000
+
+`water-vapor`: the amount of water vapor at random places among 100,000, under a gamma likelihood
+with an unknown shape; Laplace's approximation with 20 neighbors, hyperparameters at the optimum,
+and predictions at 5,000 other places. GPBoost has the same model and as many neighbors, its
+hyperparameters by its own optimizer, and is scored by the same functions; both start from a
+lengthscale of a tenth of the map. `house-prices`: logarithms of prices, with 30 neighbors and our
+hyperparameters, beside the exact GP of the original study at its own. Both need SCALEGP_DATA.
+"""
+
+import argparse
+import functools
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI, Trace_ELBO, init_to_value
+from numpyro.infer.autoguide import AutoDelta
+from numpyro.optim import Minimize
+from sparse import number_in
+
+import numpyro_scalegp as sgp
+
+NUM_NODES = 40
+NUM_DRAWS = 400
+
+
+def table(name):
+    """The columns of a table of the data, without the head."""
+    path = Path(os.environ["SCALEGP_DATA"]) / name
+    return np.loadtxt(path, delimiter=",", skiprows=1, unpack=True)
+
+
+def water_vapor(split, rows, new_rows=5_000):
+    """Places and amounts, for estimation and for predictions."""
+    vapor, *places = table("water_vapor/water_vapor.csv.gz")
+    order = np.random.default_rng(split).permutation(len(vapor))
+    train, test = order[:rows], order[rows : rows + new_rows]
+    X = np.column_stack(places).astype(np.float32)
+    y = vapor.astype(np.float32)
+    return X[train], y[train], X[test], y[test]
+
+
+def gamma(shape, f):
+    return dist.Gamma(shape, shape * jnp.exp(-f))
+
+
+def prior_kernel(extent):
+    """A Matérn-3/2 kernel of a map of this extent."""
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(0.1 * extent), 2.0))
+    variance = numpyro.sample("variance", dist.LogNormal(0.0, 2.0))
+    return sgp.kernels.Matern32(lengthscale, variance)
+
+
+def amounts(X, y=None, *, estimator, extent):
+    """Positive observations of a function that is integrated out by Laplace's approximation."""
+    kernel = prior_kernel(extent)
+    level = numpyro.sample("level", dist.Normal(0.0, 10.0))
+    shape = numpyro.sample("shape", dist.LogNormal(1.0, 2.0))
+    likelihood = functools.partial(gamma, shape)
+    gp = sgp.LaplaceGP(kernel, X, likelihood, mean=level, estimator=estimator)
+    numpyro.sample("y", gp, obs=y)
+
+
+def prices(X, y=None, *, estimator, extent):
+    """Noisy observations of a function of mean zero."""
+    kernel = prior_kernel(extent)
+    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 2.0))
+    gp = sgp.GaussianProcess(kernel, X, noise**2, estimator=estimator)
+    numpyro.sample("y", gp, obs=y)
+
+
+def optimum(model, X, y, start):
+    """The hyperparameters with the largest density."""
+    # Of densities per row, since BFGS stops early where gradients are large.
+    model = numpyro.handlers.scale(model, 1.0 / len(X))
+    guide = AutoDelta(model, init_loc_fn=init_to_value(values=start))
+    svi = SVI(model, guide, Minimize(method="BFGS"), Trace_ELBO())
+    return guide.median(svi.run(jax.random.key(0), 1, X, y, progress_bar=False).params)
+
+
+def fit_amounts(X, y, X_new, num_neighbors):
+    """Moments of f at new places and hyperparameters, with seconds, by `LaplaceGP`."""
+    start = time.perf_counter()
+    extent = float(np.ptp(X, axis=0).mean())
+    estimator = sgp.estimators.Vecchia(num_neighbors).find_neighbors(X)
+    model = functools.partial(amounts, estimator=estimator, extent=extent)
+    values = {"lengthscale": 0.1 * extent, "variance": 1.0, "level": np.log(y.mean()), "shape": 1.0}
+    estimates = optimum(model, X, y, values)
+    jax.block_until_ready(estimates)
+    fitted = time.perf_counter()
+    posterior = sgp.posterior(model, estimates, X, y)
+    moments = jax.block_until_ready((posterior.mean(X_new), posterior.variance(X_new)))
+    return moments, estimates, (fitted - start, time.perf_counter() - fitted)
+
+
+def fit_by_gpboost(X, y, X_new, num_neighbors):
+    """The same by GPBoost, with its own optimizer and number of probes."""
+    import gpboost
+
+    start = time.perf_counter()
+    extent = float(np.ptp(X, axis=0).mean())
+    model = gpboost.GPModel(
+        gp_coords=X,
+        cov_function="matern",
+        cov_fct_shape=1.5,
+        likelihood="gamma",
+        gp_approx="vecchia",
+        num_neighbors=num_neighbors,
+        matrix_inversion_method="iterative",
+        seed=1,
+    )
+    ones = np.ones((len(X), 1))
+    model.fit(y=y, X=ones, params={"init_cov_pars": np.array([1.0, 0.1 * extent])})
+    fitted = time.perf_counter()
+    predicted = model.predict(
+        gp_coords_pred=X_new,
+        X_pred=np.ones((len(X_new), 1)),
+        predict_var=True,
+        predict_response=False,
+    )
+    predicting = time.perf_counter() - fitted
+    variance, lengthscale = np.asarray(model.get_cov_pars()).ravel()
+    estimates = {
+        "lengthscale": lengthscale,
+        "variance": variance,
+        "shape": np.asarray(model.get_aux_pars()).ravel()[0],
+    }
+    return (predicted["mu"], predicted["var"]), estimates, (fitted - start, predicting)
+
+
+def scores_of_amounts(mean, variance, shape, y):
+    """Mean negative log density and CRPS of gamma predictions, f being normal."""
+    mean, deviation = jnp.asarray(mean), jnp.sqrt(jnp.asarray(variance))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NUM_NODES)
+    densities = gamma(shape, mean[:, None] + deviation[:, None] * nodes).log_prob(y[:, None])
+    logs = jax.scipy.special.logsumexp(densities, b=weights / weights.sum(), axis=1)
+    keys = jax.random.split(jax.random.key(0))
+    f = mean + deviation * jax.random.normal(keys[0], (NUM_DRAWS, len(mean)))
+    draws = gamma(shape, f).sample(keys[1])
+    return {"nll": -float(logs.mean()), "crps": float(sgp.scores.crps(draws, y).mean())}
+
+
+def record_water_vapor(data, split, seed, method, *, rows=20_000):
+    """The record of a unit: scores at new places, and seconds."""
+    X, y, X_new, y_new = water_vapor(split, rows)
+    fit = fit_by_gpboost if method.startswith("GPBoost") else fit_amounts
+    moments, estimates, seconds = fit(X, y, X_new, number_in(method))
+    estimates = {name: float(value) for name, value in estimates.items()}
+    return {
+        **scores_of_amounts(*moments, estimates["shape"], y_new),
+        **{name: estimates[name] for name in ("lengthscale", "variance", "shape")},
+        "seconds": seconds[0],
+        "predict_seconds": seconds[1],
+    }
+
+
+def record_house_prices(data, split, seed, method, *, num_neighbors=30):
+    """The record of a unit: scores at new places, `method` being the kind, and divergences."""
+    X, y = _places_and_prices("train")
+    X_new, y_new = _places_and_prices(method)
+    exact = table(f"house_prices/exact_{method}.csv.gz")
+    level = y.mean()
+    start = time.perf_counter()
+    estimator = sgp.estimators.Vecchia(num_neighbors).find_neighbors(X)
+    model = functools.partial(prices, estimator=estimator, extent=100.0)
+    values = {"lengthscale": 1.0, "variance": 0.4, "noise": 0.3}
+    estimates = optimum(model, X, y - level, values)
+    posterior = sgp.posterior(model, estimates, X, y - level)
+    predicted = posterior.predictive(X_new)
+    seconds = time.perf_counter() - start
+    mean, variance = (np.asarray(a, np.float64) for a in (predicted.mean, predicted.variance))
+    residual = y_new - level - mean
+    divergence = 0.5 * (
+        np.log(exact[1] / variance) + (variance + (mean - exact[0]) ** 2) / exact[1]
+    )
+    return {
+        "rmse": float(np.sqrt(np.mean(residual**2))),
+        "nll": _negative_log_density(residual, variance),
+        "exact_rmse": float(np.sqrt(np.mean((y_new - level - exact[0]) ** 2))),
+        "exact_nll": _negative_log_density(y_new - level - exact[0], exact[1]),
+        "divergence": float(np.mean(divergence)),
+        "seconds": seconds,
+    }
+
+
+def _places_and_prices(kind):
+    east, north, price = table(f"house_prices/{kind}.csv.gz")
+    return np.column_stack([east, north]) / 1e3, price  # in kilometers
+
+
+def _negative_log_density(residual, variance):
+    return float(np.mean(0.5 * (np.log(2.0 * np.pi * variance) + residual**2 / variance)))
+
+
+def main():
+    """Print a record for each method."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = {"water_vapor": record_water_vapor, "house_prices": record_house_prices}
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("--methods", nargs="+", required=True)
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--split", type=int, default=0)
+    args = parser.parse_args()
+    options = {} if args.rows is None else {"rows": args.rows}
+    for method in args.methods:
+        print(method, kinds[args.kind](args.kind, args.split, 0, method, **options), flush=True)
+
+
+if __name__ == "__main__":
+    main()
