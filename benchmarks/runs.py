@@ -437,6 +437,19 @@ ON_CPU = (
         seeds=(0, 1),
     ),
     Run(
+        "water-vapor", "maps", 3, ("water_vapor",),
+        ("LaplaceGP, 20 neighbors", "GPBoost, 20 neighbors"), SPLITS,
+        function="record_water_vapor", peers=("gpboost",),
+    ),
+    Run(
+        "water-vapor-large", "maps", 10, ("water_vapor",), ("LaplaceGP, 20 neighbors",),
+        function="record_water_vapor", options={"rows": 95_000},
+    ),
+    Run(
+        "house-prices", "maps", 1, ("house_prices",), ("interpolation", "extrapolation"),
+        function="record_house_prices",
+    ),
+    Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),
         ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
     ),

@@ -30,6 +30,7 @@ from numpyro_scalegp.integrated.laplace.search import (
     at_least_tiny,
     derivatives,
     search,
+    warn_of_digits,
     warn_of_search,
 )
 from numpyro_scalegp.linear.conjugate_gradients import iterate_blocks
@@ -47,8 +48,10 @@ from numpyro_scalegp.programs.float64 import in_float64
 MAX_DENSE = 2_000
 _TOLERANCE = 1e-3  # relative residual of the solves
 _PROBE_TOLERANCE = 1e-2  # the same for probes, whose own errors are far larger
+_FINE_TOLERANCE = 1e-6  # where the derivative is a difference, unless rounding errors are larger
 _STEP_TOLERANCE = 0.1  # of Newton's steps, each of which solves for the error that remains
 _MAX_ITERATIONS = 400
+_MAX_JITTER = 0.01  # the jitter of the values in units of the observations' variances
 _GROUP_SIZE = 16  # right-hand sides that share a Krylov space
 
 REFUSAL = (
@@ -152,7 +155,9 @@ def _gradient(
 
     # The derivative of -log|A| / 2 in f, and the change of the mode along it.
     c = -0.5 * variance * jax.jvp(curvature, (f,), (jnp.ones_like(f),))[1]
-    w = _solution(A, P, factor.transposed_times(factor.at_slots(c)[:, None]))
+    # The derivative in the mean is c - W L w, where w is the change of the mode along c: both nearly
+    # cancel if the prior variance is large.
+    w = _solution(A, P, factor.transposed_times(factor.at_slots(c)[:, None]), _FINE_TOLERANCE)
     u, beta = factor.times(v[:, None]), factor.times(w)
     w = w[:, 0]
     left = jnp.concatenate(
@@ -237,6 +242,8 @@ def _find_mode(
     W = derivatives(entries, state.f, data).curvature
     is_finite = jnp.all(jnp.isfinite(state.f)) & jnp.all(jnp.isfinite(state.weights))
     works = warn_of_search(state, W, deviation, is_finite)
+    # The jitter of the values, which the prior does not have, takes part in the fit.
+    warn_of_digits(jnp.mean(jnp.maximum(W, 0.0)) * factor.jitter > _MAX_JITTER)
     # Computed from v, so that rounding errors of the steps do not add up.
     f = mean + factor.at_rows(factor.times(state.weights[:, None])[:, 0])
     return Mode(jnp.where(works, f, jnp.nan), state.weights)
@@ -269,8 +276,10 @@ def _solution(
     A: LatentPrecision, P: TwoLevelFactor, B: Array, tolerance: float = _TOLERANCE
 ) -> Float[Array, "slots k"]:
     system = prepare(A, B, None, Options())
+    tolerance = max(tolerance, 100.0 * float(jnp.finfo(A.dtype).eps))
     solution: Solution = iterate_blocks(P, system, _GROUP_SIZE, tolerance, _MAX_ITERATIONS)[0]
-    warn_unless_converged(solution)
+    suffices = jnp.all(solution.residual <= _TOLERANCE)
+    warn_unless_converged(solution._replace(converged=solution.converged | suffices))
     return solution.value
 
 

@@ -27,6 +27,7 @@ class PriorFactor(eqx.Module):
     scale: Float[Array, "steps w"]  # s, zero for padding
     near: Int[Array, "steps w m"]  # slots of the neighbors; the number of slots for padding
     slots: Int[Array, " n"]  # of each row
+    jitter: Float[Array, ""]  # the mean of the values' variances besides the kernel
     coarse: Int[Array, " c"]  # slots of the rows in the coarse-to-fine order of the graph
 
     @classmethod
@@ -57,6 +58,7 @@ class PriorFactor(eqx.Module):
             jnp.where(is_row, scale[index], 0.0),
             jnp.where(is_row[..., None], slots[graph.nearest[index]], num_slots),
             slots[:n],
+            jnp.mean(operator.noise()),
             slots[graph.order],
         )
 

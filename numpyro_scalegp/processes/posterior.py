@@ -336,7 +336,7 @@ class AbstractPosterior(eqx.Module):
             raise ValueError(
                 "`noise_variance` must be given: this posterior has no Gaussian noise. "
                 "`sgp.posterior(model, ...)` finds it where the likelihood is Gaussian around f; "
-                "for other likelihoods take `sgp.infer.Predictive`."
+                "for other likelihoods take `sgp.infer.Predictive`, or `LaplaceGP.predictive`."
             )
         if self._has_noise_of_rows:
             raise ValueError(

@@ -87,7 +87,7 @@ def iterative(monkeypatch):
     monkeypatch.setattr(laplace, "MAX_DENSE", 0)
 
 
-def estimates(keys, name="bernoulli", num_probes=8):
+def estimates(keys, name="bernoulli", num_probes=8, theta=THETA):
     """Values and gradients for each key."""
     estimator = sgp.estimators.Vecchia(12, num_probes=num_probes).find_neighbors(X)
 
@@ -95,14 +95,14 @@ def estimates(keys, name="bernoulli", num_probes=8):
         return density(estimator, name, key=key)(theta, jnp.asarray(X))
 
     compute = jax.jit(jax.value_and_grad(of))
-    values, gradients = zip(*(compute(THETA, key) for key in keys), strict=True)
+    values, gradients = zip(*(compute(theta, key) for key in keys), strict=True)
     return np.column_stack([values, gradients])
 
 
-def exact(name="bernoulli"):
+def exact(name="bernoulli", theta=THETA):
     estimator = sgp.estimators.Vecchia(12).find_neighbors(X)
     of_theta = jax.value_and_grad(lambda theta: density(estimator, name)(theta, jnp.asarray(X)))
-    value, gradient = jax.jit(of_theta)(THETA)
+    value, gradient = jax.jit(of_theta)(theta)
     return np.append(value, gradient)
 
 
@@ -118,6 +118,26 @@ def test_estimates_are_unbiased(x64, monkeypatch):
     # Solutions of the preconditioner in place of the precision are biased.
     monkeypatch.setattr(laplace, "_solution", lambda A, P, B, *_: P.solve(B))
     assert np.abs(errors(estimates(keys, num_probes=9), expected)[1:]).max() > 4.0
+
+
+@pytest.mark.monte_carlo
+def test_the_derivative_in_the_mean_of_a_wide_prior(x64, monkeypatch):
+    """Its terms nearly cancel."""
+    theta = THETA + np.array([0.0, 0.0, 9.0, 0.0, 0.0])
+    expected = exact("gamma", theta)
+    iterative(monkeypatch)
+    computed = estimates(jax.random.split(jax.random.key(0), 30), "gamma", theta=theta)
+    assert np.abs(errors(computed, expected)).max() < 4.0
+    monkeypatch.setattr(laplace, "_FINE_TOLERANCE", 1e-3)
+    computed = estimates(jax.random.split(jax.random.key(0), 30), "gamma", 7, theta)
+    assert np.abs(errors(computed, expected)[4]) > 4.0
+
+
+def test_warns_of_jitter_that_observations_see(monkeypatch):
+    iterative(monkeypatch)
+    gp, _ = process(sgp.estimators.Vecchia(6), theta=THETA + np.array([0.0, 0.0, 3.0, 0.0, 9.0]))
+    with pytest.warns(RuntimeWarning, match="few digits left"):
+        gp.log_prob(np.round(9e3 * np.exp(F)))
 
 
 @pytest.mark.monte_carlo
