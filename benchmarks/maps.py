@@ -179,9 +179,8 @@ def record_house_prices(data, split, seed, method, *, num_neighbors=30):
     seconds = time.perf_counter() - start
     mean, variance = (np.asarray(a, np.float64) for a in (predicted.mean, predicted.variance))
     residual = y_new - level - mean
-    divergence = 0.5 * (
-        np.log(exact[1] / variance) + (variance + (mean - exact[0]) ** 2) / exact[1]
-    )
+    ratio = (variance + (mean - exact[0]) ** 2) / exact[1]
+    divergence = 0.5 * (np.log(exact[1] / variance) + ratio - 1.0)
     return {
         "rmse": float(np.sqrt(np.mean(residual**2))),
         "nll": _negative_log_density(residual, variance),

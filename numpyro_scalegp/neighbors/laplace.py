@@ -155,8 +155,8 @@ def _gradient(
 
     # The derivative of -log|A| / 2 in f, and the change of the mode along it.
     c = -0.5 * variance * jax.jvp(curvature, (f,), (jnp.ones_like(f),))[1]
-    # The derivative in the mean is c - W L w, where w is the change of the mode along c: both nearly
-    # cancel if the prior variance is large.
+    # The derivative in the mean is c - W L w, where w is the change of the mode along c. Its terms
+    # nearly cancel if the prior variance is large.
     w = _solution(A, P, factor.transposed_times(factor.at_slots(c)[:, None]), _FINE_TOLERANCE)
     u, beta = factor.times(v[:, None]), factor.times(w)
     w = w[:, 0]
