@@ -20,11 +20,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import SVI, Trace_ELBO, init_to_value
-from numpyro.infer.autoguide import AutoDelta
-from numpyro.optim import Minimize
+from scipy.optimize import minimize
 from sparse import number_in
 
 import numpyro_scalegp as sgp
@@ -53,39 +50,37 @@ def gamma(shape, f):
     return dist.Gamma(shape, shape * jnp.exp(-f))
 
 
-def prior_kernel(extent):
-    """A Matérn-3/2 kernel of a map of this extent."""
-    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(jnp.log(0.1 * extent), 2.0))
-    variance = numpyro.sample("variance", dist.LogNormal(0.0, 2.0))
-    return sgp.kernels.Matern32(lengthscale, variance)
-
-
-def amounts(X, y=None, *, estimator, extent):
+def amounts(parameters, X, estimator):
     """Positive observations of a function that is integrated out by Laplace's approximation."""
-    kernel = prior_kernel(extent)
-    level = numpyro.sample("level", dist.Normal(0.0, 10.0))
-    shape = numpyro.sample("shape", dist.LogNormal(1.0, 2.0))
+    lengthscale, variance, shape = jnp.exp(parameters[:3])
+    kernel = sgp.kernels.Matern32(lengthscale, variance)
     likelihood = functools.partial(gamma, shape)
-    gp = sgp.LaplaceGP(kernel, X, likelihood, mean=level, estimator=estimator)
-    numpyro.sample("y", gp, obs=y)
+    return sgp.LaplaceGP(kernel, X, likelihood, mean=parameters[3], estimator=estimator)
 
 
-def prices(X, y=None, *, estimator, extent):
+def prices(parameters, X, estimator):
     """Noisy observations of a function of mean zero."""
-    kernel = prior_kernel(extent)
-    noise = numpyro.sample("noise", dist.LogNormal(-1.0, 2.0))
-    gp = sgp.GaussianProcess(kernel, X, noise**2, estimator=estimator)
-    numpyro.sample("y", gp, obs=y)
+    lengthscale, variance, noise_variance = jnp.exp(parameters)
+    kernel = sgp.kernels.Matern32(lengthscale, variance)
+    return sgp.GaussianProcess(kernel, X, noise_variance, estimator=estimator)
 
 
-def optimum(model, X, y, start):
-    """The hyperparameters with the largest density."""
-    # Of densities per row, since BFGS stops early where gradients are large. A gradient below the
-    # tolerance is, with these data, within a fifth of a standard deviation of the optimum.
-    model = numpyro.handlers.scale(model, 1.0 / len(X))
-    guide = AutoDelta(model, init_loc_fn=init_to_value(values=start))
-    svi = SVI(model, guide, Minimize(method="BFGS", tol=1e-3), Trace_ELBO())
-    return guide.median(svi.run(jax.random.key(0), 1, X, y, progress_bar=False).params)
+def optimum(process, start, X, y, estimator):
+    """The parameters with the largest density, by L-BFGS; the probes are the same at each step."""
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(parameters):
+        return -process(parameters, X, estimator).log_prob(y) / len(X)
+
+    def evaluate(parameters):
+        value, gradient = loss(jnp.asarray(parameters, jnp.float32))
+        return float(value), np.asarray(gradient, np.float64)
+
+    # Few steps of a line search, which fails at the end: there rounding errors are larger.
+    options = {"ftol": 1e-5, "maxls": 6}
+    result = minimize(evaluate, start, jac=True, method="L-BFGS-B", options=options)
+    return jnp.asarray(result.x, jnp.float32)
 
 
 def fit_amounts(X, y, X_new, num_neighbors):
@@ -93,13 +88,12 @@ def fit_amounts(X, y, X_new, num_neighbors):
     start = time.perf_counter()
     extent = float(np.ptp(X, axis=0).mean())
     estimator = sgp.estimators.Vecchia(num_neighbors).find_neighbors(X)
-    model = functools.partial(amounts, estimator=estimator, extent=extent)
-    values = {"lengthscale": 0.1 * extent, "variance": 1.0, "level": np.log(y.mean()), "shape": 1.0}
-    estimates = optimum(model, X, y, values)
-    jax.block_until_ready(estimates)
+    initial = [np.log(0.1 * extent), 0.0, 0.0, np.log(y.mean())]
+    parameters = optimum(amounts, initial, X, y, estimator)
     fitted = time.perf_counter()
-    posterior = sgp.posterior(model, estimates, X, y)
+    posterior = amounts(parameters, X, estimator).condition(y)
     moments = jax.block_until_ready((posterior.mean(X_new), posterior.variance(X_new)))
+    estimates = dict(zip(("lengthscale", "variance", "shape"), jnp.exp(parameters), strict=False))
     return moments, estimates, (fitted - start, time.perf_counter() - fitted)
 
 
@@ -172,10 +166,9 @@ def record_house_prices(data, split, seed, method, *, num_neighbors=30):
     level = y.mean()
     start = time.perf_counter()
     estimator = sgp.estimators.Vecchia(num_neighbors).find_neighbors(X)
-    model = functools.partial(prices, estimator=estimator, extent=100.0)
-    values = {"lengthscale": 1.0, "variance": 0.4, "noise": 0.3}
-    estimates = optimum(model, X, y - level, values)
-    posterior = sgp.posterior(model, estimates, X, y - level)
+    initial = np.log([1.0, 0.4, 0.1])
+    parameters = optimum(prices, initial, X, y - level, estimator)
+    posterior = prices(parameters, X, estimator).condition(y - level)
     predicted = posterior.predictive(X_new)
     seconds = time.perf_counter() - start
     mean, variance = (np.asarray(a, np.float64) for a in (predicted.mean, predicted.variance))
