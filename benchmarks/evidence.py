@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "evidence" / "results"
-PEERS = ("gpytorch", "torch", "tinygp", "celerite2")
+PEERS = ("gpytorch", "torch", "tinygp", "celerite2", "gpboost")
 PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 
 
