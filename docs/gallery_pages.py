@@ -92,6 +92,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("methods/nearest_neighbors.md", "evidence/nearest_neighbors.md"),
         ),
         Example(
+            "vapor",
+            {"map.svg": "Three maps: amounts at scattered places, their medians, and uncertainty"},
+            related=("methods/nearest_neighbors.md", "methods/families.md"),
+        ),
+        Example(
             "thompson",
             {"yield.svg": "The true yield with two hills, and a function drawn after all rounds"},
             related=("howto/inspecting.md",),

@@ -177,6 +177,16 @@ def test_temperatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_interpreter
+def test_vapor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCALEGP_DATA", raising=False)
+    scores = example("vapor").main(40, 2200, 300, folder=tmp_path)
+    assert scores["CRPS"] < 0.4  # the standard deviation of the amounts is above 1
+    assert 0.82 < scores["coverage of 90 % intervals"] < 0.97
+    assert (tmp_path / "map.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_births(tmp_path: Path) -> None:
     pytest.importorskip("pandas")
     scores, largest = example("births").main(4, num_steps=60, folder=tmp_path)
