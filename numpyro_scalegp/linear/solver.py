@@ -242,7 +242,8 @@ def prepare(
     options: Options,
 ) -> System:
     """Check and normalize each right-hand side, and compute the residual of the initial guess."""
-    checks.instance("operator", operator, AbstractOperator)
+    expected = "one of `sgp.solvers` (`KernelOperator`)"
+    checks.instance("operator", operator, AbstractOperator, expected)
     B = checks.as_float(B, "B")
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")
