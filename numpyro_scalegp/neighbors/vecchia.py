@@ -393,13 +393,12 @@ class Vecchia(AbstractNeighbors, AbstractLaplaceEstimator):
     ) -> NeighborValuesPosterior:
         """See `AbstractLaplaceEstimator.laplace_posterior`; a solve for each draw."""
         factor, _ = self._prior_factor(kernel, X, mean.dtype)
-        jitter = linalg.added_variance(kernel.evaluate_diag(X).astype(mean.dtype))
         return NeighborValuesPosterior.of(
             kernel,
             X,
             sites.f,
             sites.f - mean,
-            jnp.broadcast_to(jitter, mean.shape),
+            jnp.broadcast_to(factor.jitter, mean.shape),
             sites.precision,
             mean_function,
             factor,
