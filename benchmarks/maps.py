@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from nearest_neighbors import function_scores
 from scipy.optimize import minimize
 from sparse import number_in
 
@@ -172,14 +173,13 @@ def record_house_prices(data, split, seed, method, *, num_neighbors=30):
     predicted = posterior.predictive(X_new)
     seconds = time.perf_counter() - start
     mean, variance = (np.asarray(a, np.float64) for a in (predicted.mean, predicted.variance))
-    residual = y_new - level - mean
+    truth = y_new - level
     ratio = (variance + (mean - exact[0]) ** 2) / exact[1]
     divergence = 0.5 * (np.log(exact[1] / variance) + ratio - 1.0)
+    of_exact = function_scores(exact[0], exact[1], truth)
     return {
-        "rmse": float(np.sqrt(np.mean(residual**2))),
-        "nll": _negative_log_density(residual, variance),
-        "exact_rmse": float(np.sqrt(np.mean((y_new - level - exact[0]) ** 2))),
-        "exact_nll": _negative_log_density(y_new - level - exact[0], exact[1]),
+        **function_scores(mean, variance, truth),
+        **{f"exact_{name}": score for name, score in of_exact.items()},
         "divergence": float(np.mean(divergence)),
         "seconds": seconds,
     }
@@ -188,10 +188,6 @@ def record_house_prices(data, split, seed, method, *, num_neighbors=30):
 def _places_and_prices(kind):
     east, north, price = table(f"house_prices/{kind}.csv.gz")
     return np.column_stack([east, north]) / 1e3, price  # in kilometers
-
-
-def _negative_log_density(residual, variance):
-    return float(np.mean(0.5 * (np.log(2.0 * np.pi * variance) + residual**2 / variance)))
 
 
 def main():

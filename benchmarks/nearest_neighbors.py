@@ -309,7 +309,7 @@ def simulated_field(seed, rows, lengthscale=0.03, noise=0.3, num_features=4000):
 
 
 def function_scores(mean, variance, f):
-    """RMSE and NLL of predictions of the function."""
+    """RMSE and NLL of normal predictions of the values f."""
     return {
         "rmse": float(jnp.sqrt(jnp.mean(jnp.square(mean - f)))),
         "nll": -float(jnp.mean(dist.Normal(mean, jnp.sqrt(variance)).log_prob(f))),

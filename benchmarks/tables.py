@@ -121,7 +121,6 @@ COLUMNS = {
     "exact_nll": Column("NLL, exact"),
     "divergence": Column("divergence"),
     "predict_seconds": times("seconds to predict"),
-    "shape": Column("shape"),
     "mae": Column("MAE"),
     "crps": Column("CRPS"),
     "coverage_90": Column("coverage of 90 % intervals"),
