@@ -1,9 +1,9 @@
 """A map of positive amounts: water vapor at scattered places, with a gamma likelihood.
 
 The logarithm of the mean amount is a Gaussian process, which `LaplaceGP` integrates out by
-Laplace's approximation. With Vecchia's approximation of the prior, conjugate gradients take
-thousands of places in seconds. Hyperparameters, among them the shape of the gamma distribution, are
-estimated by SVI.
+Laplace's approximation. Vecchia's approximation of the prior conditions each place on the twenty
+nearest places that precede it in an ordering. Hyperparameters, among them the shape of the gamma
+distribution, are estimated by SVI.
 
 The amounts are simulated at 6,000 places. If the environment variable `SCALEGP_DATA` names a folder
 that contains them, the data are instead 20,000 places of a satellite image of water vapor.
@@ -94,8 +94,8 @@ def main(steps=60, rows=6000, new_rows=2000, folder="outputs/vapor"):
 
 
 def draw(posterior, X, y, folder):
-    """Draw amounts, medians on a grid, and their relative uncertainty."""
-    axes = [np.linspace(*np.quantile(x, [0.0, 1.0]), 90, dtype=np.float32) for x in X.T]
+    """Draw amounts, medians on a grid, and the uncertainty of their logarithms."""
+    axes = [np.linspace(x.min(), x.max(), 90, dtype=np.float32) for x in X.T]
     grid = np.stack(np.meshgrid(*axes), axis=-1)
     cells = grid.reshape(-1, 2)
     mean, variance = posterior.mean(cells), posterior.variance(cells)
