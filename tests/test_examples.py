@@ -374,5 +374,6 @@ def test_sparse_hyperparameters(tmp_path: Path) -> None:
         # Short runs: near, not exact.
         ratios = {method: [ratio for _, ratio in row.values()] for method, row in table.items()}
         assert 0.5 < np.median(ratios["natural=True"]) < 1.8
-        assert min(ratios["usual guide"]) < 0.5 * min(ratios["natural=True"])
+        narrower = np.divide(ratios["usual guide"], ratios["natural=True"])
+        assert np.min(narrower) < 0.7
         assert (tmp_path / f"{kind}.svg").stat().st_size > 0

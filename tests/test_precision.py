@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import numpyro_scalegp as sgp
-from tests.conformance import each, inputs
+from tests.conformance import each, inputs, of_columns
 from tests.registry import DISTRIBUTIONS, ESTIMATORS, POSTERIORS
 
 ROWS = np.sort(np.random.default_rng(0).uniform(0.0, 5.0, (200, 1)), axis=0).astype(np.float32)
@@ -181,15 +181,20 @@ def test_posteriors_make_no_nan(factory):
     X = inputs()
 
     def compute(lengthscale: Any) -> Any:
-        posterior = factory(sgp.kernels.RBF(lengthscale), X)
-        return (
+        posterior = factory(sgp.kernels.Matern52(lengthscale), X)
+        numbers = (
             posterior.mean(X[:2]),
             posterior.variance(X[:2]),
             posterior.sample(jax.random.key(0), X[:2]),
             left_out_mean(posterior),
         )
+        return sum(jnp.sum(array) for array in jax.tree.leaves(numbers))
 
-    without_nan(compute)
+    try:
+        without_nan(jax.value_and_grad(compute))
+    except TypeError as error:
+        assert "has no derivatives with respect to" in str(error)
+        without_nan(compute)
 
 
 @pytest.mark.slow
@@ -218,7 +223,8 @@ def test_estimators_make_no_nan(factory):
         key = jax.random.key(0) if estimator.is_stochastic else None
         if hasattr(estimator, "find_neighbors"):
             estimator = estimator.find_neighbors(X)
-        gp = sgp.GaussianProcess(sgp.kernels.RBF(lengthscale), X, 0.1, estimator=estimator, key=key)
+        kernel = of_columns(sgp.kernels.Matern52(lengthscale), estimator)
+        gp = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator, key=key)
         return gp.log_prob(jnp.sin(X[:, 0]))
 
     without_nan(jax.value_and_grad(compute))

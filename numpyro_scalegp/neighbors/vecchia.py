@@ -25,6 +25,7 @@ from numpyro_scalegp.neighbors.latent_posterior import NeighborValuesPosterior
 from numpyro_scalegp.neighbors.posterior import Neighbors, VecchiaPosterior, rows_at_a_time, scaled
 from numpyro_scalegp.neighbors.prior_factor import PriorFactor
 from numpyro_scalegp.numerics import linalg, rounding
+from numpyro_scalegp.numerics.derivatives import refuse_derivatives
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction
@@ -378,6 +379,7 @@ class Vecchia(AbstractNeighbors, AbstractLaplaceEstimator):
         """See `AbstractLaplaceEstimator.laplace_sites`."""
         kernel, X, entries, mean, data, _ = problem
         self._refuse_batch(mean)
+        kernel, mean, data = refuse_derivatives(_NO_DERIVATIVES, (kernel, mean, data))
         factor, check = self._prior_factor(kernel, X, mean.dtype)
         return laplace.normal_sites(entries, factor, mean + check, data)
 
@@ -392,6 +394,7 @@ class Vecchia(AbstractNeighbors, AbstractLaplaceEstimator):
         num_samples: int | None,
     ) -> NeighborValuesPosterior:
         """See `AbstractLaplaceEstimator.laplace_posterior`; a solve for each draw."""
+        kernel = refuse_derivatives(_NO_DERIVATIVES, kernel)
         factor, _ = self._prior_factor(kernel, X, mean.dtype)
         return NeighborValuesPosterior.of(
             kernel,
@@ -437,6 +440,13 @@ _NUM_DRAWS = 256
 _ONE_FUNCTION = (
     "`Vecchia` in a `LaplaceGP` is for one Gaussian process: write a separate site for each member "
     "of the batch."
+)
+
+_NO_DERIVATIVES = (
+    "the posterior of a `LaplaceGP` with `Vecchia` has no derivatives with respect to "
+    "hyperparameters or observations, only with respect to the new inputs: its solutions are held "
+    "fixed. Use `sgp.estimators.Cholesky()`, or wrap the arguments of `condition` in "
+    "`jax.lax.stop_gradient`."
 )
 
 _TRACED = (

@@ -157,6 +157,11 @@ class FeatureSpaceGP(GaussianNoise):
         """True: the density is estimated from a mini-batch and scaled to all observations."""
         return True
 
+    @property
+    def posterior_inputs(self) -> Float[Array, "b p"]:
+        """The inputs of the batch, as the methods of a posterior take them."""
+        return self.X
+
     def _phi(self) -> Float[Array, "b d"]:
         """The features of the batch's rows."""
         if self.evaluated is not None:

@@ -174,6 +174,8 @@ class AbstractSolvedGrid(AbstractGridPosterior):
         For a cell without an observation, the predictive distribution given all observations.
         """
         weights, precisions = self._weights_and_precisions()
+        if (observed := self._mask) is not None:
+            precisions = jnp.where(observed, precisions, 1.0)
         return self._with_hidden(self.y - weights / precisions, precisions**-0.5)
 
     def restrict(self, change: Callable[[AbstractKernel], AbstractKernel]) -> Any:
