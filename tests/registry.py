@@ -97,6 +97,24 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ("matern52_ard", lambda s: sgp.kernels.Matern52(_ard(s), 1.5)),
     ("rational_quadratic", lambda s: sgp.kernels.RationalQuadratic(s, alpha=0.8)),
     ("rational_quadratic_ard", lambda s: sgp.kernels.RationalQuadratic(_ard(s), s, 1.5)),
+    ("matern", lambda s: sgp.kernels.Matern(s, 1.2, 0.7)),
+    ("matern_by_smoothness", lambda s: sgp.kernels.Matern(_ard(1.0), s)),
+    ("wendland", lambda s: sgp.kernels.Wendland(2.0 * s, 0.7, max_dims=NUM_COLUMNS)),
+    ("wendland_twice_smooth", lambda s: sgp.kernels.Wendland(3.0 * s, smoothness=2).on((1, 3))),
+    (
+        "on_sphere",
+        lambda s: sgp.kernels.OnSphere(sgp.kernels.Matern32(s, 0.7), radius=57.3).on((0, 1)),
+    ),
+    (
+        "great_circle",
+        lambda s: sgp.kernels.OnSphere(
+            sgp.kernels.Wendland(3.0 * s), radius=57.3, great_circle=True
+        ).on((1, 2)),
+    ),
+    (
+        "gneiting",
+        lambda s: sgp.kernels.Gneiting(sgp.kernels.Matern32([s, 1.2, 2.0]), 1.4, 0.6, 0.8, 0.9),
+    ),
     ("periodic", lambda s: sgp.kernels.Periodic(1.2, period=s)),
     (
         "periodic_without_constant",

@@ -179,6 +179,19 @@ def categories(name: str, value: ArrayLike, column: int, allowed: tuple[int, ...
             )
 
 
+def within_range(name: str, value: ArrayLike, column: int, bounds: tuple[float, float]) -> None:
+    """Raise unless each entry of a column of the inputs `value` lies between two numbers."""
+    if is_concrete(value):
+        entries = as_numpy(value)[..., column].ravel()
+        bad = (entries < bounds[0]) | (entries > bounds[1])
+        if bad.any():
+            row, (low, high) = int(np.argmax(bad)), bounds
+            raise ValueError(
+                f"`{name}` must hold values from {low:g} to {high:g} in column {column}, "
+                f"got {entries[row]:g} in row {row}."
+            )
+
+
 def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> None:
     """Raise unless `value` has one of the `allowed` shapes."""
     if value.shape not in allowed:

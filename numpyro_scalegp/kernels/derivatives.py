@@ -80,6 +80,10 @@ class WithDerivatives(AbstractKernel):
         orders = (0, *(column + 1 for column in range(d - 1) if column not in rough))
         return {**self.kernel.categories(d - 1), d - 1: orders}
 
+    def ranges(self, d: int) -> dict[int, tuple[float, float]]:
+        """The ranges of k_1, in the columns before the last."""
+        return self.kernel.ranges(d - 1)
+
     def rough_columns(self, d: int) -> frozenset[int]:
         """All columns, since there are no second derivatives."""
         return frozenset(range(d))

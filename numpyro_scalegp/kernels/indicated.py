@@ -35,6 +35,10 @@ class Indicated(AbstractKernel):
         """The kernel's categories, in the columns before the last."""
         return self.kernel.categories(d - 1)
 
+    def ranges(self, d: int) -> dict[int, tuple[float, float]]:
+        """The kernel's ranges, in the columns before the last."""
+        return self.kernel.ranges(d - 1)
+
     def rough_columns(self, d: int) -> frozenset[int]:
         """The kernel's rough columns, among the columns before the last."""
         return self.kernel.rough_columns(d - 1)

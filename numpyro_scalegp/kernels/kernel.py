@@ -149,12 +149,12 @@ class AbstractKernel(AbstractSpectrum):
         self, name: str, X: Float[ArrayLike, "... n d"], width: int | None = None
     ) -> Float[Array, "... n d"]:
         X = checks.inputs(name, X, width, may_be_empty=True, may_be_batch=True)
-        self.check_categories(name, X)
+        self.check_values(name, X)
         return X
 
     def check_inputs(self, name: str, X: Float[Array, "... n d"]) -> None:
         """Raise an error, with `name` for X, unless X is a valid input of this kernel."""
-        self.check_categories(name, X)
+        self.check_values(name, X)
         self.check_hooks(X)
 
     def check_hooks(self, X: Float[Array, "... n d"]) -> None:
@@ -236,10 +236,20 @@ class AbstractKernel(AbstractSpectrum):
                 by_column[column] = tuple(sorted(common))
         return by_column
 
-    def check_categories(self, name: str, X: Float[ArrayLike, "... n d"]) -> None:
-        """Raise an error, with `name` for X, if a column of categories has any other value."""
+    def ranges(self, d: int) -> dict[int, tuple[float, float]]:
+        """The input columns, out of d, whose values must lie between two numbers."""
+        return {
+            column: bounds
+            for kernel in self.parts.values()
+            for column, bounds in kernel.ranges(d).items()
+        }
+
+    def check_values(self, name: str, X: Float[ArrayLike, "... n d"]) -> None:
+        """Raise an error, with `name` for X, if a category or a value out of range is not valid."""
         for column, integers in self.categories(jnp.shape(X)[-1]).items():
             checks.categories(name, X, column, integers)
+        for column, bounds in self.ranges(jnp.shape(X)[-1]).items():
+            checks.within_range(name, X, column, bounds)
 
     def rough_columns(self, d: int) -> frozenset[int]:
         """The columns, out of d, in which functions with this kernel are not differentiable."""
@@ -603,6 +613,11 @@ class ActiveDims(AbstractComposite):
         categories = self.kernel.categories(len(self.dims))
         by_column = {self.dims[active]: integers for active, integers in categories.items()}
         return {column: integers for column, integers in by_column.items() if column < d}
+
+    def ranges(self, d: int) -> dict[int, tuple[float, float]]:
+        """The kernel's ranges, for the active columns."""
+        of_kernel = self.kernel.ranges(len(self.dims))
+        return {self.dims[active]: bounds for active, bounds in of_kernel.items()}
 
     def rough_columns(self, d: int) -> frozenset[int]:
         """The active columns in which the kernel's functions are not differentiable."""

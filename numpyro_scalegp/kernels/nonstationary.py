@@ -115,6 +115,10 @@ class FeatureMapped(AbstractKernel):
         """No categories: the kernel's categories are outputs of the map, not inputs."""
         return {}
 
+    def ranges(self, d: int) -> dict[int, tuple[float, float]]:
+        """No ranges: the kernel's are of outputs of the map, not of inputs."""
+        return {}
+
     def rough_columns(self, d: int) -> frozenset[int]:
         """All columns, if the kernel is rough in any output of the map."""
         inputs = jax.ShapeDtypeStruct((1, d), float)

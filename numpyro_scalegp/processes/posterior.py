@@ -260,7 +260,7 @@ class AbstractPosterior(eqx.Module):
         X = checks.inputs("Xs", rows, width=self._num_columns, may_be_batch=self._takes_batches)
         for leaf in jax.tree.leaves(self, is_leaf=lambda node: isinstance(node, AbstractKernel)):
             if isinstance(leaf, AbstractKernel):
-                leaf.check_categories("Xs", self._kernel_inputs(X))
+                leaf.check_values("Xs", self._kernel_inputs(X))
         return X
 
     @abc.abstractmethod

@@ -48,7 +48,7 @@ class InitialPoints:
     ) -> Float[Array, "... M d"]:
         """The user's points, or points chosen from `rows()`, or from each matrix of a batch."""
         if self.points is not None:
-            kernel.check_categories(self.name, self.points)
+            kernel.check_values(self.name, self.points)
             shape = jax.eval_shape(rows).shape
             is_batch, width = len(shape) > 2, shape[-1]
             return checks.inputs(self.name, self.points, width=width, may_be_batch=is_batch)

@@ -7,12 +7,14 @@ import pytest
 
 from numpyro_scalegp.kernels import (
     RBF,
+    Matern,
     Matern12,
     Matern32,
     Matern52,
     MultiscaleRBF,
     Periodic,
     RationalQuadratic,
+    Wendland,
 )
 
 KINDS = {
@@ -20,6 +22,8 @@ KINDS = {
     "matern12": Matern12,
     "matern32": Matern32,
     "matern52": Matern52,
+    "matern": lambda scale: Matern(scale, smoothness=1.2),
+    "wendland": lambda scale: Wendland(scale, max_dims=5),
     "rational_quadratic": lambda scale: RationalQuadratic(scale, alpha=0.7),
     "periodic": lambda scale: Periodic(scale, period=1.7),
     "product": lambda scale: Matern32(scale) * Matern52(scale),

@@ -22,6 +22,13 @@ KERNELS: dict[str, list[AbstractKernel]] = {
     "Matern12": [K.Matern12(1.0)],
     "Matern32": [K.Matern32(1.0)],
     "Matern52": [K.Matern52(1.0)],
+    "Matern": [K.Matern(1.0, smoothness=1.2)],
+    "Wendland": [K.Wendland(1.0)],
+    "OnSphere": [
+        K.OnSphere(K.Matern32(500.0)),
+        K.OnSphere(K.Matern12(500.0), great_circle=True),
+    ],
+    "Gneiting": [K.Gneiting(K.RBF(1.0), 1.0)],
     "RationalQuadratic": [K.RationalQuadratic(1.0, alpha=1.0)],
     "Periodic": [K.Periodic(1.0, period=1.0)],
     "Constant": [K.Constant(1.0)],

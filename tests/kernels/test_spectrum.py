@@ -14,7 +14,8 @@ from tests.registry import KERNELS, NUM_COLUMNS
 NUM_KEYS = 4000
 # Kernels of categories have exact features, or another kernel's features, tested separately.
 WITHOUT = (
-    "multiscale", "own", "coregion", "derivatives", "wiener", "integrated_wiener",
+    "wendland", "wendland_twice_smooth", "great_circle", "gneiting", "multiscale", "own",
+    "coregion", "derivatives", "wiener", "integrated_wiener",
 )  # fmt: skip
 WITH_FEATURES = [(name, kernel) for name, kernel in KERNELS if name not in WITHOUT]
 compiled = functools.partial(jax.jit, static_argnums=3)

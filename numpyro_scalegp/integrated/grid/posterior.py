@@ -103,7 +103,7 @@ class AbstractGridPosterior(AbstractConditioned):
         axes = as_axes("Xs", Xs, widths_of(self.inputs))
         for factors in terms_of(self.kernel, len(axes)):
             for j, kernel in enumerate(factors or ()):
-                kernel.check_categories(f"Xs[{j}]", axes[j])
+                kernel.check_values(f"Xs[{j}]", axes[j])
         return axes
 
     @abc.abstractmethod

@@ -111,7 +111,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
 
         def points(name: str, start: np.ndarray) -> Array:
             checks.inputs(name, start, width=site.X.shape[1], may_be_empty=name == "cov_points")
-            site.kernel.check_categories(name, start)
+            site.kernel.check_values(name, start)
             return hold_categories(self.param(site, name, jnp.asarray(start)), site.kernel)
 
         return {
