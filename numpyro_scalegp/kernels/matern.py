@@ -166,7 +166,7 @@ class Matern(AbstractStationary):
     hyperparameter_ndims = {**AbstractStationary.hyperparameter_ndims, "smoothness": 0}
 
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    smoothness: Float[Array, "..."] = eqx.field(converter=checks.to_positive("smoothness"))  # type: ignore[misc]
+    smoothness: Float[Array, "..."] = eqx.field(converter=checks.to_positive("smoothness"))
     variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:
@@ -201,11 +201,11 @@ class Matern(AbstractStationary):
 
 def _log_gamma_ratio(nu: Float[Array, ""], d: int) -> Float[Array, ""]:
     """The logarithm of nu^(-d / 2) Gamma(nu + d / 2) / Gamma(nu), accurate for large nu too."""
-    total = jnp.sum(jnp.log1p(jnp.arange(d // 2) / nu))
+    total = jnp.sum(jnp.log1p(jnp.arange(d // 2, dtype=nu.dtype) / nu))
     if d % 2 == 0:
         return total
     # A half step from x: the recurrence Gamma(x + 1) = x Gamma(x), then a series in 1 / x.
-    steps = jnp.arange(_NUM_STEPS)
+    steps = jnp.arange(_NUM_STEPS, dtype=nu.dtype)
     x = nu + d // 2
     total = total - jnp.sum(jnp.log1p(0.5 / (x + steps))) + 0.5 * jnp.log1p(d // 2 / nu)
     far = x + _NUM_STEPS
@@ -264,7 +264,7 @@ def _mixture(
 
     place = (jnp.log(s) - start) / width
     interval = jnp.clip(place.astype(jnp.int32), 0, _NUM_INTERVALS - 1)
-    t = 2.0 * (place - interval) - 1.0
+    t = 2.0 * (place - interval.astype(s.dtype)) - 1.0
     last, before = jnp.zeros_like(t), jnp.zeros_like(t)
     for k in range(degree, 0, -1):  # Clenshaw's recurrence
         last, before = table[k][interval] + 2.0 * t * last - before, last

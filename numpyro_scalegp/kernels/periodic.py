@@ -67,7 +67,7 @@ class Periodic(AbstractStationary):
     hyperparameter_ndims = {**AbstractStationary.hyperparameter_ndims, "period": 1}
 
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    period: Float[Array, "..."] = eqx.field(converter=checks.to_positive("period"))  # type: ignore[misc]
+    period: Float[Array, "..."] = eqx.field(converter=checks.to_positive("period"))
     variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
     constant: bool = eqx.field(static=True, default=True)
 

@@ -65,13 +65,18 @@ class OnSphere(AbstractKernel):
             self._check_great_circle()
 
     def _check_great_circle(self) -> None:
-        kernel = self.kernel
+        kernel: Any = self.kernel
         is_compact = isinstance(kernel, Wendland) and kernel.max_dims >= 3
         if not (isinstance(kernel, Matern12) or is_compact):
             raise ValueError(
                 "`great_circle=True` needs `Matern12` or `Wendland` with `max_dims` of at least 3, "
                 f"got `{type(kernel).__name__}`: others are not positive definite as functions of "
                 "this distance. Leave out `great_circle`, and distances are chords."
+            )
+        if jnp.shape(kernel.lengthscale)[-1:] not in ((), (1,)):
+            raise ValueError(
+                "`great_circle=True` needs a kernel with one lengthscale for all directions, got "
+                f"shape {jnp.shape(kernel.lengthscale)}."
             )
         if is_compact and checks.is_concrete(kernel.lengthscale):
             largest, limit = float(as_numpy(kernel.lengthscale).max()), math.pi * self.radius
@@ -115,7 +120,6 @@ class OnSphere(AbstractKernel):
         if not self.great_circle:
             return self.kernel.evaluate(*points)
         kernel: Any = self.kernel
-        checks.shape("lengthscale", kernel.lengthscale, (), (1,), why="one value for a sphere")
         half_chord = jnp.minimum(0.25 * squared_distances(*points, self.radius), 1.0)
         inverse = jnp.square(self.radius * reciprocal(kernel.lengthscale.reshape(())))
         return kernel.variance * kernel.correlation(inverse * _squared_angle(half_chord))

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import equinox as eqx
 import jax
@@ -57,8 +57,16 @@ class AbstractStationary(AbstractKernel):
 
     hyperparameter_ndims: ClassVar[Mapping[str, int]] = {"lengthscale": 1, "variance": 0}
 
-    lengthscale: eqx.AbstractVar[Float[Array, "..."]]
-    variance: eqx.AbstractVar[Float[Array, "..."]]
+    if TYPE_CHECKING:  # type checkers make an `AbstractVar` the first argument of all subclasses
+
+        @property
+        def lengthscale(self) -> Float[Array, "..."]: ...  # noqa: D102
+
+        @property
+        def variance(self) -> Float[Array, "..."]: ...  # noqa: D102
+    else:
+        lengthscale: eqx.AbstractVar[Float[Array, "..."]]
+        variance: eqx.AbstractVar[Float[Array, "..."]]
 
     def __check_init__(self) -> None:
         check_lengthscale_and_variance(self.lengthscale, self.variance)
@@ -219,7 +227,7 @@ class RationalQuadratic(AbstractStationary):
     hyperparameter_ndims = {**AbstractStationary.hyperparameter_ndims, "alpha": 0}
 
     lengthscale: Float[Array, "..."] = eqx.field(converter=checks.to_positive("lengthscale"))
-    alpha: Float[Array, "..."] = eqx.field(converter=checks.to_positive("alpha"))  # type: ignore[misc]
+    alpha: Float[Array, "..."] = eqx.field(converter=checks.to_positive("alpha"))
     variance: Float[Array, "..."] = eqx.field(converter=checks.to_positive("variance"), default=1.0)
 
     def __check_init__(self) -> None:

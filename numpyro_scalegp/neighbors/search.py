@@ -2,13 +2,16 @@
 
 import functools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
+from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
 
 from numpyro_scalegp.core import checks
@@ -30,8 +33,13 @@ _NUM_CANDIDATES = 8
 # merges more groups, which conditions their members on more points.
 _COST = 1.5
 _MAX_ROUNDS = 32
-# Limits the memory for unions of pairs of groups.
-_ENTRIES_AT_A_TIME = 2**24
+# Pairs of groups whose unions are computed at a time, which a processor's cache holds.
+_PAIRS_AT_A_TIME = 2**12
+# Queries of a tree at a time, which limits the memory.
+_QUERIES_AT_A_TIME = 2**20
+# How much a limit may grow in a chunk of queries of one tree, and the neighbors that each query
+# asks for, in units of those that it needs.
+_GROWTH = 1.5
 # The mean number of steps of a generation of rows, and the least number of rows of a step.
 _STEPS_PER_GENERATION = 3
 _LEAST_WIDTH = 8
@@ -54,24 +62,29 @@ def maxmin_order(X: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
     draws = np.random.default_rng(0)
     # Scaling by a power of two is exact, and keeps squares finite.
     X = np.ldexp(X, -int(np.frexp(np.max(np.abs(X), initial=0.0))[1]))
-    first = np.unique(X, axis=0, return_index=True)[1]
-    levels = [draws.permutation(np.setdiff1d(np.arange(len(X)), first))]
-    remaining = draws.permutation(first)
+    is_first = np.zeros(len(X), bool)
+    is_first[np.unique(X, axis=0, return_index=True)[1]] = True
+    levels = [draws.permutation(np.flatnonzero(~is_first))]
+    remaining = draws.permutation(np.flatnonzero(is_first))
     if X.shape[1] > _MAX_COLUMNS_OF_TREE:
         return np.concatenate([remaining, *levels])
+    # Positions among the remaining points, in an order that makes a tree's queries fast.
+    near = _order_of_leaves(X[remaining])
+    tree = cKDTree(X[remaining[near]])
     while len(remaining) > _NUM_FARTHEST:
-        points = X[remaining]
-        distances, links = cKDTree(points).query(points, k=_NUM_LINKS, workers=-1)
+        distances, links = tree.query(tree.data, k=_NUM_LINKS, workers=-1)
         # Half of the points have a second neighbor within this radius.
-        is_near = distances <= np.median(distances[:, 2])
-        rows, ranks = np.nonzero(is_near)
+        rows, ranks = np.nonzero(distances <= np.median(distances[:, 2]))
         columns = links[rows, ranks]
         # At distances that underflow, a point may not be its own first neighbor.
         is_link = rows != columns
-        is_coarse = _independent(len(remaining), rows[is_link], columns[is_link])
-        gaps = cKDTree(points[is_coarse]).query(points[~is_coarse], workers=-1)[0]
-        levels.append(remaining[~is_coarse][np.argsort(-gaps, kind="stable")])
-        remaining = remaining[is_coarse]
+        is_coarse = _independent(len(remaining), near[rows[is_link]], near[columns[is_link]])
+        is_kept = is_coarse[near]
+        fine, gaps = tree.data[~is_kept], np.empty(len(remaining))
+        tree = cKDTree(tree.data[is_kept])
+        gaps[near[~is_kept]] = tree.query(fine, workers=-1)[0]
+        levels.append(remaining[~is_coarse][np.argsort(-gaps[~is_coarse], kind="stable")])
+        remaining, near = remaining[is_coarse], (np.cumsum(is_coarse) - 1)[near[is_kept]]
     levels.append(remaining[_farthest_first(X[remaining])])
     return np.concatenate(levels[::-1])
 
@@ -174,14 +187,16 @@ def grouped(near: Int[np.ndarray, "n m"], most: int, size: int) -> Groups:
         pairs, joint, gain = pairs[:, allowed], joint[allowed], gain[allowed]
         if not len(gain):
             break
-        left, right = pairs
-        place = np.empty(len(gain), int)
-        place[np.argsort(-gain, kind="stable")] = np.arange(len(gain))
-        best = np.full(n, len(gain))
-        np.minimum.at(best, left, place)
-        np.minimum.at(best, right, place)
-        agreed = (best[left] == place) & (best[right] == place)
-        into, merged = left[agreed], right[agreed]
+        # The best pairs of both groups, and of equally good ones the first.
+        most_gain = np.zeros(n)
+        for side in pairs:
+            np.maximum.at(most_gain, side, gain)
+        agreed = np.flatnonzero(np.all(most_gain[pairs] == gain, axis=0))
+        first = np.full(n, len(gain))
+        for side in pairs[:, agreed]:
+            np.minimum.at(first, side, agreed)
+        agreed = agreed[np.all(first[pairs[:, agreed]] == agreed, axis=0)]
+        into, merged = pairs[:, agreed]
         members[into] = _unions(members, into, merged)
         sizes[into] = joint[agreed]
         counts[into] += counts[merged]
@@ -190,7 +205,7 @@ def grouped(near: Int[np.ndarray, "n m"], most: int, size: int) -> Groups:
         group = renamed[group]
         has_changed = np.zeros(n, bool)
         has_changed[into] = has_changed[merged] = True
-        joint = np.where(has_changed[left] | has_changed[right], 0, joint)
+        joint = np.where(has_changed[pairs].any(axis=0), 0, joint)
         pairs = np.sort(renamed[pairs], axis=0)
         codes = pairs[0].astype(np.int64) * n + pairs[1]
         first = np.unique(codes, return_index=True)[1]
@@ -200,26 +215,32 @@ def grouped(near: Int[np.ndarray, "n m"], most: int, size: int) -> Groups:
     return Groups(members[groups], group)
 
 
-def _merged(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The sorted members of two groups, with n in place of duplicates."""
-    union = np.concatenate([members[left], members[right]], axis=1)
-    union.sort(axis=1)
-    union[:, 1:][union[:, 1:] == union[:, :-1]] = len(members)
-    return union
+def _in_parallel(function: Callable[[slice], np.ndarray], num: int) -> np.ndarray:
+    """Concatenate a function of slices of `num` rows; NumPy computes without Python's lock."""
+    chunks = [slice(i, i + _PAIRS_AT_A_TIME) for i in range(0, max(num, 1), _PAIRS_AT_A_TIME)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.concatenate(list(pool.map(function, chunks)))
 
 
 def _sizes_of_unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    sizes, num = np.empty(len(left), int), max(1, _ENTRIES_AT_A_TIME // (2 * members.shape[1]))
-    for start in range(0, len(left), num):
-        chunk = slice(start, start + num)
-        sizes[chunk] = np.sum(_merged(members, left[chunk], right[chunk]) < len(members), axis=1)
-    return sizes
+    def of_chunk(chunk: slice) -> np.ndarray:
+        union = np.concatenate([members[left[chunk]], members[right[chunk]]], axis=1)
+        union.sort(axis=1)
+        is_new = (union[:, 1:] != union[:, :-1]) & (union[:, 1:] < len(members))
+        return 1 + np.count_nonzero(is_new, axis=1)
+
+    return _in_parallel(of_chunk, len(left))
 
 
 def _unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    union = _merged(members, left, right)
-    union.sort(axis=1)
-    return union[:, : members.shape[1]]
+    def of_chunk(chunk: slice) -> np.ndarray:
+        union = np.concatenate([members[left[chunk]], members[right[chunk]]], axis=1)
+        union.sort(axis=1)
+        union[:, 1:][union[:, 1:] == union[:, :-1]] = len(members)
+        union.sort(axis=1)
+        return union[:, : members.shape[1]]
+
+    return _in_parallel(of_chunk, len(left))
 
 
 def in_steps(near: Int[np.ndarray, "n m"]) -> Int[np.ndarray, "steps w"]:
@@ -232,11 +253,11 @@ def in_steps(near: Int[np.ndarray, "n m"]) -> Int[np.ndarray, "steps w"]:
         near: for each row, other rows; n for padding. No row may depend on itself through others.
     """
     n = len(near)
-    rows, ranks = np.nonzero(near < n)
-    parents = near[rows, ranks]
-    children = rows[np.argsort(parents, kind="stable")]
-    ends = np.cumsum(np.bincount(parents, minlength=n))
-    num_missing = np.bincount(rows, minlength=n)
+    is_row = near < n
+    num_missing = is_row.sum(axis=1)
+    parents, starts = near[is_row], np.append(0, np.cumsum(num_missing))
+    by_parent = csr_array((np.ones(len(parents), bool), parents, starts), (n, n)).tocsc()
+    children, ends = by_parent.indices, by_parent.indptr[1:]
     generations = [np.flatnonzero(num_missing == 0)]
     while (num_placed := sum(map(len, generations))) < n:
         counts = ends[generations[-1]] - np.where(generations[-1] > 0, ends[generations[-1] - 1], 0)
@@ -291,11 +312,13 @@ def nearest(
     return jnp.concatenate(neighbors) if neighbors else jnp.zeros((0, num), jnp.int32)
 
 
-def _chunks(limits: Int[np.ndarray, " q"], num: int, n: int) -> Iterator[tuple[slice, int]]:
-    """Slices of queries with similar limits, within a factor of two, and the largest limit."""
+def _chunks(
+    limits: Int[np.ndarray, " q"], num: int, n: int, growth: float = 2.0
+) -> Iterator[tuple[slice, int]]:
+    """Slices of queries with similar limits, within a factor, and the largest limit of each."""
     start = 0
     while start < len(limits):
-        size = min(n, max(2 * int(limits[start]), 2 * num))
+        size = min(n, max(int(growth * int(limits[start])), 2 * num))
         end = int(np.searchsorted(limits, size, side="right"))
         yield slice(start, end), int(limits[end - 1])
         start = end
@@ -307,19 +330,29 @@ def _by_trees(
     num: int,
     limits: Int[np.ndarray, " q"],
 ) -> Int[np.ndarray, "q num"]:
-    n, neighbors = len(points), np.full((len(queries), num), len(points))
-    for chunk, size in _chunks(limits, num, n):
-        tree, rows = cKDTree(points[:size]), np.arange(chunk.start, chunk.stop)
-        k = min(size, num if limits[chunk.start] == size else 2 * num)
-        while len(rows) and k:
-            near = tree.query(queries[rows], k=[*range(1, k + 1)], workers=-1)[1]
-            allowed = near < limits[rows, None]
-            done = (allowed.sum(axis=1) >= np.minimum(limits[rows], num)) | (k == size)
-            ranks = np.argsort(~allowed[done], axis=1, kind="stable")[:, :num]
-            best = np.take_along_axis(np.where(allowed[done], near[done], n), ranks, axis=1)
-            neighbors[rows[done], : best.shape[1]] = best
-            rows, k = rows[~done], min(size, 2 * k)
+    n, neighbors = len(points), np.full((len(queries), num), len(points), np.int32)
+    by_place = _order_of_leaves(points)
+    for chunk, size in _chunks(limits, num, n, _GROWTH):
+        # The points of a tree, and its queries, are near each other in memory if they are in space.
+        indices = by_place[by_place < size]
+        tree, rows = cKDTree(points[indices]), chunk.start + _order_of_leaves(queries[chunk])
+        least = num if limits[chunk.start] == size else math.ceil(_GROWTH * num)
+        for start in range(0, len(rows), _QUERIES_AT_A_TIME):
+            remaining, k = rows[start : start + _QUERIES_AT_A_TIME], min(size, least)
+            while len(remaining) and k:
+                near = indices[tree.query(queries[remaining], k=[*range(1, k + 1)], workers=-1)[1]]
+                allowed = near < limits[remaining, None]
+                done = (allowed.sum(axis=1) >= np.minimum(limits[remaining], num)) | (k == size)
+                ranks = np.argsort(~allowed[done], axis=1, kind="stable")[:, :num]
+                best = np.take_along_axis(np.where(allowed[done], near[done], n), ranks, axis=1)
+                neighbors[remaining[done], : best.shape[1]] = best
+                remaining, k = remaining[~done], min(size, 2 * k)
     return neighbors
+
+
+def _order_of_leaves(points: Float[np.ndarray, "n d"]) -> Int[np.ndarray, " n"]:
+    """An ordering whose consecutive points are near each other."""
+    return cKDTree(points, balanced_tree=False, compact_nodes=False).indices
 
 
 def _by_distances(

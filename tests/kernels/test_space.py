@@ -134,6 +134,8 @@ def test_other_great_circles_are_not(x64):
     assert np.linalg.eigvalsh(K)[0] < -1e-3
     with pytest.raises(ValueError, match="`great_circle=True` needs `Matern12`"):
         OnSphere(sgp.kernels.RBF(1.0), radius=1.0, great_circle=True)
+    with pytest.raises(ValueError, match="one lengthscale for all directions, got shape"):
+        OnSphere(Wendland([1.0, 1.0, 1.0]), radius=1.0, great_circle=True)
     with pytest.raises(ValueError, match=r"lengthscale of at most 3\.14159"):
         OnSphere(Wendland(3.2), radius=1.0, great_circle=True)
 

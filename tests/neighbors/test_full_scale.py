@@ -74,12 +74,13 @@ def test_with_all_rows_before_it_is_exact(x64):
 def test_both_together_are_closer_than_either(x64):
     rows = np.random.default_rng(1).uniform(size=(300, 5))
     kernel = sgp.kernels.Matern32(0.8)
-    y = sgp.GaussianProcess(kernel, rows, 0.05).sample(jax.random.key(0))
+    exact = sgp.GaussianProcess(kernel, rows, 0.05)
+    Y = exact.sample(jax.random.key(0), (50,))
     points = sgp.features.kmeans_points(jax.random.key(1), rows, 30)
-    error = {
-        name: abs(
-            sgp.GaussianProcess(kernel, rows, 0.05, estimator=estimator).log_prob(y)
-            - sgp.GaussianProcess(kernel, rows, 0.05).log_prob(y)
+    divergence = {
+        name: np.mean(
+            exact.log_prob(Y)
+            - sgp.GaussianProcess(kernel, rows, 0.05, estimator=estimator).log_prob(Y)
         )
         for name, estimator in (
             ("points", sgp.estimators.SGPR(points)),
@@ -87,7 +88,7 @@ def test_both_together_are_closer_than_either(x64):
             ("both", FullScale(points, 8)),
         )
     }
-    assert error["both"] < 0.5 * min(error["points"], error["neighbors"])
+    assert divergence["both"] < 0.7 * min(divergence["points"], divergence["neighbors"])
 
 
 def test_the_posterior_is_exact_with_all_neighbors(x64):
