@@ -65,6 +65,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("howto/time_series.md", "howto/inspecting.md"),
         ),
         Example(
+            "births_by_state",
+            {"filled.svg": "Births in three states by day, shown, filled and forecast, with bands"},
+            related=("howto/grids.md", "howto/time_series.md"),
+        ),
+        Example(
             "births",
             {"parts.svg": "Births with a trend, a season, a weekly pattern, and special days"},
             related=("howto/time_series.md", "howto/inspecting.md"),
