@@ -391,6 +391,10 @@ ON_CPU = (
         ("10,000 rows", "100,000 rows", "1,000,000 rows"), function="record_cost",
     ),
     Run(
+        "neighbors-search", "nearest_neighbors", 4, ("made up",),
+        ("100,000 rows", "1,000,000 rows", "10,000,000 rows"), function="record_search",
+    ),
+    Run(
         "neighbors-field", "nearest_neighbors", 10, ("made up",), ("Vecchia 30", "sparse 512"),
         seeds=(0, 1, 2), function="record_field",
     ),

@@ -114,6 +114,7 @@ COLUMNS = {
     "bilinear_ratio": times("bilinear gradient / product"),
     **{f"1e{power}": times(f"ms at 10^{power}") for power in range(4, 8)},
     "search_seconds": times("seconds to find neighbors"),
+    "tree_seconds": times("scipy, without an order"),
     "first_seconds": times("seconds of the first call"),
     "microseconds_a_row": times("µs an observation"),
     "exact_seconds": times("seconds, exact"),

@@ -181,7 +181,7 @@ def grouped(near: Int[np.ndarray, "n m"], most: int, size: int) -> Groups:
     for _ in range(_MAX_ROUNDS if most > 1 else 0):
         left, right = pairs
         new = joint == 0
-        joint[new] = _sizes_of_unions(members, left[new], right[new])
+        joint[new] = _sizes_of_unions(members[:, : sizes.max()], left[new], right[new])
         gain = sizes[left] ** _COST + sizes[right] ** _COST - joint**_COST
         allowed = (joint <= size) & (counts[left] + counts[right] <= most) & (gain >= 0.0)
         pairs, joint, gain = pairs[:, allowed], joint[allowed], gain[allowed]
