@@ -8,14 +8,15 @@ inputs in a square and a lengthscale of a tenth of its side: its expectation, it
 of y, and the error of the gradient in the logarithms of lengthscale, variance and noise.
 `sampling`: means of hyperparameters under NUTS compared with Cholesky, on 500 such observations.
 `cost`: seconds of a value with its gradient, for up to a million inputs, excluding the neighbor
-search. `search`: seconds of that, up to ten million inputs. `field`: hyperparameters by SVI in mini-batches, then predictions at 10,000 new inputs of a
-field with 100,000 observations, compared with the true function; a sparse GP with 512 points trains
-for the same time. `satellite`: the same for the land surface temperatures of Heaton et al. (2019),
-with their four scores, in degrees; it needs SCALEGP_DATA. `counts`: 20,000 Poisson counts given
-such a field, by whitened values of a 10-neighbor GP with independent normals as the guide, by 4,096
-inducing values in mini-batches, and by a sparse GP that trains as long as the first method.
-`batches`: 200,000 counts, by inducing values, and by a sparse GP that trains for the same time. In
-float32, except for densities and samplers.
+search. `search`: seconds of the search, up to ten million inputs. `field`: hyperparameters by SVI
+in mini-batches, then predictions at 10,000 new inputs of a field with 100,000 observations,
+compared with the true function; a sparse GP with 512 points trains for the same time. `satellite`:
+the same for the land surface temperatures of Heaton et al. (2019), with their four scores, in
+degrees; it needs SCALEGP_DATA. `counts`: 20,000 Poisson counts given such a field, by whitened
+values of a 10-neighbor GP with independent normals as the guide, by 4,096 inducing values in
+mini-batches, and by a sparse GP that trains as long as the first method. `batches`: 200,000 counts,
+by inducing values, and by a sparse GP that trains for the same time. In float32, except for
+densities and samplers.
 """
 
 import argparse
@@ -157,7 +158,7 @@ def record_cost(data, split, seed, method, *, num_neighbors=30, columns=2, repea
 
 
 def record_search(data, split, seed, method, *, num_neighbors=30, columns=2):
-    """The record of a unit: seconds of the search, and of scipy's for neighbors without an order."""
+    """The record of a unit: seconds of the search, and of a search without an order by scipy."""
     X = np.random.default_rng(seed).uniform(size=(number_in(method), columns)).astype(np.float32)
     start = time.perf_counter()
     jax.block_until_ready(sgp.estimators.Vecchia(num_neighbors).find_neighbors(X))

@@ -450,7 +450,11 @@ ON_CPU = (
         function="record_water_vapor", options={"rows": 95_000},
     ),
     Run(
-        "house-prices", "maps", 1, ("house_prices",), ("interpolation", "extrapolation"),
+        "house-prices", "maps", 1, ("house_prices",),
+        (
+            "interpolation", "extrapolation", "interpolation, any smoothness",
+            "extrapolation, any smoothness",
+        ),
         function="record_house_prices",
     ),
     Run(

@@ -97,6 +97,11 @@ SUBJECTS: dict[str, tuple[Example, ...]] = {
             related=("methods/nearest_neighbors.md", "evidence/nearest_neighbors.md"),
         ),
         Example(
+            "house_prices",
+            {"map.svg": "Three maps: prices at places, the mean between them, and uncertainty"},
+            related=("methods/nearest_neighbors.md", "kernels.md"),
+        ),
+        Example(
             "vapor",
             {"map.svg": "Three maps: amounts at scattered places, their medians, and uncertainty"},
             related=("methods/nearest_neighbors.md", "methods/families.md"),

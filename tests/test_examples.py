@@ -189,6 +189,19 @@ def test_births_by_state(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_interpreter
+def test_house_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCALEGP_DATA", raising=False)
+    scores = example("house_prices").main(60, 1200, folder=tmp_path)
+    for error, log_score in scores.values():
+        assert error < 0.55  # the standard deviation of prices is 0.6
+        assert log_score < 0.75
+    error, _ = scores["interpolation", "any smoothness"]
+    assert error < 0.36
+    assert (tmp_path / "map.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.one_interpreter
 def test_vapor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALEGP_DATA", raising=False)
     scores = example("vapor").main(40, 2200, 300, folder=tmp_path)
