@@ -123,7 +123,6 @@ COLUMNS = {
     "divergence": Column("divergence"),
     "gain": Column("gain"),
     "gain_error": Column("its standard error"),
-    "smoothness": Column("smoothness"),
     "predict_seconds": times("seconds to predict"),
     "mae": Column("MAE"),
     "crps": Column("CRPS"),

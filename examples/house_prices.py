@@ -2,12 +2,12 @@
 
 The logarithm of a price is a level, a Gaussian process of the place and noise. `Vecchia` conditions
 each house on the thirty nearest ones that precede it in an ordering, which makes the density linear
-in the number of houses; the `Matern` kernel has a smoothness of its own, beside `Matern32`, whose
-smoothness is 1.5. Prices are then predicted at other houses, and for a region without any.
+in the number of houses. The kernel is `Matern`, whose smoothness is estimated, or `Matern32`, of
+smoothness 1.5. Prices are then predicted at other houses, and for a region without any.
 
 The prices are simulated at 4,000 places. If the environment variable `SCALEGP_DATA` names a folder
-that contains them, they are those of 17,751 houses in England, and the table has the predictions of
-an exact Gaussian process, as of the study that the data come from.
+that contains them, they are prices of 17,751 houses in England, and the table has the predictions
+by an exact Gaussian process in the study that the data come from.
 """
 
 import argparse
