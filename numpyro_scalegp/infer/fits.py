@@ -1,5 +1,7 @@
 """Fits of a model's hyperparameters to subsets of the data, and their predictive scores."""
 
+import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,9 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import optax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Int
+from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
@@ -25,6 +29,7 @@ from numpyro_scalegp.linear.alternating_projections import AlternatingProjection
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.programs.compiled import CompiledForLoop, compiled
 from numpyro_scalegp.sites.rows import unwrapped
+from numpyro_scalegp.tracing.first_run import run_as_program
 from numpyro_scalegp.tracing.fitted_runs import trace_of
 from numpyro_scalegp.tracing.runs import is_observed
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
@@ -101,14 +106,28 @@ class Fits:
         self.key, self.data, self.args, self.kwargs = key, _Data(X, y), args, kwargs
         self.model, self.learning_rate = model, learning_rate
         self.exact = _ReplaceEstimators(model, _exact)
-        self.svi = _svi(self.exact, learning_rate)
+        self.svi = SVI(self.exact, AutoDelta(self.exact), optax.adam(learning_rate), Trace_ELBO())
+        # One program for each, not one for each operation.
         self._exact_steps = CompiledForLoop(self._steps)
+        self._scores = CompiledForLoop(self._densities)
+        self._constrained = CompiledForLoop(self._values)
+        self._initialized = CompiledForLoop(self.svi.optim.init)
 
     def _subset(self, rows: Int[Array, " m"]) -> _Data:
-        return jax.tree.map(lambda leaf: leaf[rows], self.data)
+        return _at(self.data, rows)
 
     def _initial_state(self, svi: SVI, data: _Data) -> SVIState:
-        return svi.init(self.key, *data, *self.args, **self.kwargs)
+        """The state before the first step, which sets the guide up, in one program."""
+
+        def run(*args: Any, **kwargs: Any) -> tuple[SVIState, Any]:
+            key = numpyro.prng_key()
+            with handlers.block():
+                return svi.init(key, *args, **kwargs), svi.constrain_fn
+
+        args = (*data, *self.args)
+        result, _ = run_as_program(run, svi.guide, self.key, args, self.kwargs)
+        state, svi.constrain_fn = result
+        return state
 
     def starts(self, rows: Int[Array, " m"]) -> tuple[Any, Any]:
         """Two initial values: scaled to the data, and at the prior medians."""
@@ -129,10 +148,10 @@ class Fits:
         """Fit each subset exactly from its initial parameters, and yield the fitted parameters."""
         first, num_stuck = self._initial_state(self.svi, self._subset(tasks[0][1])), 0
         for start, rows in tasks:
-            state = first._replace(optim_state=self.svi.optim.init(start))
+            state = first._replace(optim_state=self._initialized(start))
             params = self._exact_steps(state, self._subset(rows), num_steps)
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(start), strict=True)
-            num_stuck += bool(start) and all([bool(jnp.all(a == b)) for a, b in pairs])
+            num_stuck += bool(start) and all([np.array_equal(a, b) for a, b in pairs])
             yield params
         if num_stuck:
             warnings.warn(
@@ -155,8 +174,11 @@ class Fits:
         """Fit many observations from `start`, and yield the parameters after each step."""
         # `start` is near the mode, and decaying steps average the noise of the gradients.
         rate = optax.cosine_decay_schedule(0.5 * self.learning_rate, num_steps)
-        svi, data = _svi(_ReplaceEstimators(self.model, _iterative), rate), self._subset(rows)
-        state = self._initial_state(svi, data)._replace(optim_state=svi.optim.init(start))
+        # The guide is set up for the same sites.
+        model, data = _ReplaceEstimators(self.model, _iterative), self._subset(rows)
+        svi = SVI(model, self.svi.guide, optax.adam(rate), Trace_ELBO())
+        state = self._initial_state(svi, data)
+        state = state._replace(optim_state=CompiledForLoop(svi.optim.init)(start))
         step = CompiledForLoop(
             lambda state, data: svi.stable_update(state, *data, *self.args, **self.kwargs)[0]
         )
@@ -166,6 +188,9 @@ class Fits:
 
     def values(self, params: Any) -> dict[str, Any]:
         """Values of the latent sites and of the model's own parameters."""
+        return self._constrained(params)
+
+    def _values(self, params: Any) -> dict[str, Any]:
         params, guide = self.svi.constrain_fn(params), self.svi.guide
         latents = guide.median(params)
         guide_params = {f"{name}_{guide.prefix}_loc" for name in latents}
@@ -174,7 +199,7 @@ class Fits:
 
     def _processes(self, params: Any, data: _Data) -> list[tuple[GaussianProcess, Array]]:
         """The observed Gaussian processes over the data, and their observations."""
-        trace = trace_of(self.exact, self.values(params), (*data, *self.args), self.kwargs)
+        trace = trace_of(self.exact, self._values(params), (*data, *self.args), self.kwargs)
         sites = [site for site in trace.values() if is_observed(site) and not _is_hidden(site)]
         observed = [(unwrapped(site["fn"])[0], site["value"]) for site in sites]
         processes = [
@@ -192,14 +217,23 @@ class Fits:
     def score(self, params: Any, held_out: Int[Array, " t"], num_neighbors: int) -> np.ndarray:
         """Log densities of held-out observations given their neighbors, summed over GP sites."""
         count = min(num_neighbors, len(self.data.y) - 1)
-        total = np.zeros(len(held_out))
-        for gp, y in self._processes(params, self.data):
-            noise = jnp.broadcast_to(gp.noise_variance, gp.event_shape)
-            densities = _log_density_given_neighbors(
-                gp.kernel, gp.X, noise, y - gp.mean, held_out, count
-            )
-            total += np.asarray(densities, float)
+        total = np.asarray(self._scores(params, self.data, held_out, count), float)
         return np.where(np.isfinite(total), total, -np.inf)
+
+    def _densities(
+        self, params: Any, data: _Data, held_out: Int[Array, " t"], count: int
+    ) -> Float[Array, " t"]:
+        def of_process(gp: GaussianProcess, y: Array) -> Array:
+            noise, residual = jnp.broadcast_to(gp.noise_variance, gp.event_shape), y - gp.mean
+            return _log_density_given_neighbors(gp.kernel, gp.X, noise, residual, held_out, count)
+
+        densities = [of_process(*pair) for pair in self._processes(params, data)]
+        return functools.reduce(operator.add, densities)
+
+
+@compiled
+def _at(data: _Data, rows: Int[Array, " m"]) -> _Data:
+    return jax.tree.map(lambda leaf: leaf[rows], data)
 
 
 def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
@@ -219,10 +253,6 @@ def _scales(gp: GaussianProcess, y: Array) -> list[tuple[Array, Array]]:
 def _is_hidden(site: dict[str, Any]) -> bool:
     """Whether `handlers.mask(mask=False)` excludes a site from the density."""
     return getattr(site["fn"], "_mask", None) is False
-
-
-def _svi(model: Callable[..., Any], learning_rate: Any) -> SVI:
-    return SVI(model, AutoDelta(model), optax.adam(learning_rate), Trace_ELBO())
 
 
 @compiled

@@ -208,17 +208,17 @@ def initial_hyperparameters(
     key, X, y = checks.as_key(key), checks.inputs("X", X), checks.as_float(y, "y")
     checks.shape("y", y, X.shape[:1], why="one value for each row of `X`")
     checks.finite("y", y)
-    keys = jax.random.split(key, 3)
-    fits = Fits(keys[1], model, X, y, model_args, model_kwargs, learning_rate)
-    order, n = jax.random.permutation(keys[0], len(X)), len(X)
+    n = len(X)
+    order, *keys = _order_and_keys(key, n)
+    fits = Fits(keys[0], model, X, y, model_args, model_kwargs, learning_rate)
     if n <= subset_size:
         (params,) = fits.run([(fits.starts(order)[0], order)], num_steps)
         return Hyperparameters(fits.values(params), f"a fit of all {n} rows", ())
-    held_out, training = jnp.split(order, [max(1, min(num_scored, n // 5))])
+    held_out, training = map(jnp.asarray, np.split(order, [max(1, min(num_scored, n // 5))]))
     subset_size = min(subset_size, len(training))
     if num_refinements is None:
         num_refinements = int(_REFINEMENTS * min(1.0, (_MANY_ROWS / n) ** 2))
-    subsets = _Subsets(keys[2], X, training)
+    subsets = _Subsets(keys[1], X, training)
     start, medians = fits.starts(training[:subset_size])
     rows = [subsets.draw(subset_size, group) for group in (1, _GROUP, *num_subsets * [n])]
     tasks = [(start, subset) for subset in rows]
@@ -232,7 +232,7 @@ def initial_hyperparameters(
         candidates.add("random rows", fitted[0])
         candidates.add("random rows with neighbors", fitted[1])
         neighborhoods = fitted[2 : len(rows)]
-        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *neighborhoods)
+        mean = jax.tree.map(lambda *leaves: jnp.asarray(np.mean(leaves, axis=0)), *neighborhoods)
         candidates.add("neighborhoods", mean)
         for params in fitted[len(rows) :]:
             candidates.add(_FROM_MEDIANS, params)
@@ -250,10 +250,17 @@ def initial_hyperparameters(
     return Hyperparameters(fits.values(candidates.params[best]), best, candidates.summary())
 
 
+@compiled
+def _order_and_keys(key: Array, n: int) -> tuple[Int[Array, " n"], Array, Array]:
+    """A random order of n rows, and two keys."""
+    keys = jax.random.split(key, 3)
+    return jax.random.permutation(keys[0], n), keys[1], keys[2]
+
+
 def _far_apart(start: Any, medians: Any) -> bool:
     """Whether two initial values differ enough to fit from both of them."""
     pairs = zip(jax.tree.leaves(start), jax.tree.leaves(medians), strict=True)
-    return any(float(jnp.max(jnp.abs(a - b), initial=0.0)) > _FAR_APART for a, b in pairs)
+    return any(np.any(np.abs(np.asarray(a) - np.asarray(b)) > _FAR_APART) for a, b in pairs)
 
 
 def _with_progress(bar: tqdm.tqdm, items: Iterator[Any]) -> Iterator[Any]:
@@ -328,20 +335,28 @@ class _Subsets:
     """Draws subsets of observations: groups of neighbors around random centers."""
 
     def __init__(self, key: Array, X: Float[Array, "n d"], rows: Int[Array, " m"]) -> None:
-        scale = jnp.std(X, axis=0)
-        self.scaled = X[rows] / jnp.where(scale > 0, scale, 1.0)
-        self.key, self.rows = key, rows
+        self.key, self.X, self.rows = key, X, rows
 
     def draw(self, size: int, group: int) -> Int[Array, " size"]:
         """`size` distinct rows: neighbors of random centers, one center for each `group` rows."""
-        self.key, key = jax.random.split(self.key)
-        if group == 1:
-            return jax.random.choice(key, self.rows, (size,), replace=False)
-        centers = jax.random.permutation(key, len(self.rows))[: -(-size // group)]
-        return self.rows[_around(self.scaled, centers, size)]
+        rows, self.key = _drawn(self.key, self.X, self.rows, size, group)
+        return rows
 
 
 @compiled
+def _drawn(
+    key: Array, X: Float[Array, "n d"], rows: Int[Array, " m"], size: int, group: int
+) -> tuple[Int[Array, " size"], Array]:
+    """See `_Subsets.draw`; and the next key."""
+    next_key, key = jax.random.split(key)
+    if group == 1:
+        return jax.random.choice(key, rows, (size,), replace=False), next_key
+    scale = jnp.std(X, axis=0)
+    scaled = X[rows] / jnp.where(scale > 0, scale, 1.0)
+    centers = jax.random.permutation(key, len(rows))[: -(-size // group)]
+    return rows[_around(scaled, centers, size)], next_key
+
+
 def _around(X: Float[Array, "m d"], centers: Int[Array, " c"], size: int) -> Int[Array, " size"]:
     """The rows with the smallest rank among any center's neighbors; a center has rank zero."""
 
