@@ -2,6 +2,8 @@
 
 import functools
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -350,3 +352,35 @@ def test_steps_on_all_rows_learn_what_a_map_closes_over():
     start = fits.starts(jnp.arange(60))[0]
     first = next(fits.refine(start, jnp.arange(80), 5))
     assert abs(float(first["slope"][0] - start["slope"][0])) > 0.01
+
+
+IN_A_NEW_PROCESS = """
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+import numpyro_scalegp as sgp
+from tests.compilation import programs
+
+X = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32)
+y = np.sin(X[:, 0])
+
+def model(X, y):
+    lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1.0))
+    kernel = sgp.kernels.Matern32(lengthscale)
+    numpyro.sample("y", sgp.GaussianProcess(kernel, X, noise**2), obs=y)
+
+sizes = {"subset_size": 150, "num_scored": 50, "num_neighbors": 50, "num_steps": 5}
+sgp.infer.initial_hyperparameters(jax.random.key(0), model, X, y, **sizes)
+print(programs.number)
+"""
+
+
+@pytest.mark.one_interpreter
+def test_few_programs_are_compiled():
+    """Each operation that is not part of a larger program is a program that JAX compiles."""
+    command = [sys.executable, "-c", IN_A_NEW_PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert 0 < int(done.stdout) <= 32, done.stderr
