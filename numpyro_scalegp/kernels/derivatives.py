@@ -75,7 +75,8 @@ class WithDerivatives(AbstractKernel):
         if len(rough) == d - 1:
             raise ValueError(
                 "functions with the `kernel` of `WithDerivatives` have no derivative in any of the "
-                f"{d - 1} column(s), as with `Matern12`: take a smoother one."
+                f"{d - 1} column(s), as with `Matern12`: take a smoother one, such as "
+                "`Matern52`."
             )
         orders = (0, *(column + 1 for column in range(d - 1) if column not in rough))
         return {**self.kernel.categories(d - 1), d - 1: orders}

@@ -31,8 +31,8 @@ class Gneiting(AbstractKernel):
         time_power: between 0 (excluded) and 1, at which functions are smooth in time; shape ().
 
     Raises:
-        ValueError: if a hyperparameter is out of range; when called, if inputs have fewer than two
-            columns.
+        ValueError: if a hyperparameter is out of range, which inside `jit` gives NaN; when called,
+            if inputs have fewer than two columns.
         TypeError: if `space` is not a stationary kernel that is valid in any dimension.
 
     References:
@@ -123,6 +123,8 @@ class Gneiting(AbstractKernel):
         self.space._check_width(d)
         squared = self.space._squared_distances(*places) * jnp.exp(-self.interaction * log_psi)
         decay = jnp.exp(-(self.time_decay + 0.5 * d * self.interaction) * log_psi)
+        is_valid = (self.interaction <= 1.0) & (self.time_power <= 1.0)
+        decay = jnp.where(is_valid, decay, jnp.nan)
         return self.space.variance * self.space.correlation(squared) * decay
 
     def _log_psi(self, squared: Float[Array, "n m"]) -> Float[Array, "n m"]:

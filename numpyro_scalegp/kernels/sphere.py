@@ -15,8 +15,11 @@ from numpyro_scalegp.kernels.matern import Matern12
 from numpyro_scalegp.kernels.spectrum import Origin
 from numpyro_scalegp.kernels.wendland import Wendland
 
+# Degrees of longitude and latitude.
+_RANGES = {0: (-180.0, 360.0), 1: (-90.0, 90.0)}
 # Below this square of half a chord, arcsin is its first terms.
 _SMALL = 1e-4
+_ROUNDING = 1.0 + 1e-6
 
 
 class OnSphere(AbstractKernel):
@@ -24,7 +27,7 @@ class OnSphere(AbstractKernel):
 
     By default k(x, z) = k_1(p(x), p(z)), where p maps a place to its point in space: distances are
     chords, straight lines through the sphere, and any kernel k_1 of three inputs is valid. Up to
-    1,000 km on the Earth a chord is at most 0.1 percent shorter than the great circle. With
+    1,000 km on the Earth a chord is about 0.1 percent shorter than the great circle, or less. With
     `great_circle=True`, k_1 is a function of the distance along the surface; few kernels of that
     are positive definite, and those are rough at zero or have compact support.
 
@@ -38,7 +41,8 @@ class OnSphere(AbstractKernel):
     Raises:
         ValueError: if `kernel` is not positive definite for great circles; when called, if inputs
             have not two columns, longitude between -180 and 360 degrees and latitude between -90
-            and 90.
+            and 90. Inside `jit`, where neither this nor a support beyond pi * radius can raise,
+            covariances are NaN.
         TypeError: if `kernel` is not a kernel.
 
     References:
@@ -56,11 +60,12 @@ class OnSphere(AbstractKernel):
 
     kernel: AbstractKernel
     radius: float = eqx.field(static=True, converter=checks.plain, default=6371.0)
-    great_circle: bool = eqx.field(static=True, default=False)
+    great_circle: bool = eqx.field(static=True, converter=checks.plain, default=False)
 
     def __check_init__(self) -> None:
         checks.instance("kernel", self.kernel, AbstractKernel)
         checks.number("radius", self.radius, "(0, inf)")
+        checks.instance("great_circle", self.great_circle, bool, "True or False")
         if self.great_circle:
             self._check_great_circle()
 
@@ -80,7 +85,7 @@ class OnSphere(AbstractKernel):
             )
         if is_compact and checks.is_concrete(kernel.lengthscale):
             largest, limit = float(as_numpy(kernel.lengthscale).max()), math.pi * self.radius
-            if largest > limit * (1.0 + 1e-6):
+            if largest > limit * _ROUNDING:
                 raise ValueError(
                     "`great_circle=True` needs a `Wendland` with a lengthscale of at most "
                     f"{limit:.6g}, half the circumference, got {largest:.6g}: take `Matern12`, or "
@@ -90,7 +95,7 @@ class OnSphere(AbstractKernel):
     def ranges(self, d: int) -> dict[int, tuple[float, float]]:
         """Degrees of longitude and latitude; see `AbstractKernel.ranges`."""
         self._check_width(d)
-        return {0: (-180.0, 360.0), 1: (-90.0, 90.0)}
+        return dict(_RANGES)
 
     def _check_width(self, d: int) -> None:
         if d != 2:
@@ -101,6 +106,8 @@ class OnSphere(AbstractKernel):
 
     def _inputs_of_parts(self, X: Float[Array, "... n d"]) -> Float[Array, "... n three"]:
         self._check_width(X.shape[-1])
+        valid = [(low <= X[..., j]) & (X[..., j] <= high) for j, (low, high) in _RANGES.items()]
+        X = jnp.where((valid[0] & valid[1])[..., None], X, jnp.nan)
         longitude, latitude = jnp.deg2rad(X[..., 0]), jnp.deg2rad(X[..., 1])
         across = jnp.cos(latitude)
         point = across * jnp.cos(longitude), across * jnp.sin(longitude), jnp.sin(latitude)
@@ -120,9 +127,14 @@ class OnSphere(AbstractKernel):
         if not self.great_circle:
             return self.kernel.evaluate(*points)
         kernel: Any = self.kernel
-        half_chord = jnp.minimum(0.25 * squared_distances(*points, self.radius), 1.0)
-        inverse = jnp.square(self.radius * reciprocal(kernel.lengthscale.reshape(())))
-        return kernel.variance * kernel.correlation(inverse * _squared_angle(half_chord))
+        lengthscale = kernel.lengthscale.reshape(())
+        if isinstance(kernel, Wendland):
+            is_valid = lengthscale <= math.pi * self.radius * _ROUNDING
+            lengthscale = jnp.where(is_valid, lengthscale, jnp.nan)
+        near = 0.25 * squared_distances(points[0], points[1], self.radius)
+        opposite = 0.25 * squared_distances(points[0], -points[1], self.radius)
+        inverse = jnp.square(self.radius * reciprocal(lengthscale))
+        return kernel.variance * kernel.correlation(inverse * _squared_angle(near, opposite))
 
     def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
         """The variances k(x_i, x_i), shape (n,)."""
@@ -146,12 +158,19 @@ class OnSphere(AbstractKernel):
         return self.kernel.evaluate_features(key, self._inputs_of_parts(X), num_features, origin)
 
 
-def _squared_angle(q: Float[Array, "n m"]) -> Float[Array, "n m"]:
-    """The squared angle of places whose distance through a unit sphere is 2 sqrt(q).
+def _squared_angle(near: Float[Array, "n m"], opposite: Float[Array, "n m"]) -> Float[Array, "n m"]:
+    """The squared angle of points of the unit sphere.
 
     At opposite places, where it has no derivative, that is set to zero.
+
+    Args:
+        near: the square of half the distance of two points.
+        opposite: the same for the first point and the opposite of the second.
     """
-    is_small, is_opposite = q < _SMALL, q >= 1.0
-    inside = jnp.where(is_small | is_opposite, 0.5, q)
-    angle = jnp.where(is_opposite, math.pi**2, 4.0 * jnp.square(jnp.arcsin(jnp.sqrt(inside))))
-    return jnp.where(is_small, 4.0 * q * (1.0 + q / 3.0 + 8.0 / 45.0 * q**2), angle)
+    is_small, is_far, is_opposite = near < _SMALL, near > 0.5, opposite <= 0.0
+    inside = jnp.where(is_far, opposite, near)
+    inside = jnp.where(is_small | is_opposite, 0.25, inside)
+    angle = 2.0 * jnp.arcsin(jnp.sqrt(inside))
+    angle = jnp.where(is_opposite, math.pi, jnp.where(is_far, math.pi - angle, angle))
+    first_terms = 4.0 * near * (1.0 + near / 3.0 + 8.0 / 45.0 * near**2)
+    return jnp.where(is_small, first_terms, jnp.square(angle))

@@ -31,6 +31,7 @@ class Wendland(AbstractStationary):
             more. One function of the distance for all inputs with up to so many.
 
     Raises:
+        TypeError: if `smoothness` or `max_dims` is not an integer.
         ValueError: as for `RBF`; if `smoothness` or `max_dims` is not one of these; when called, if
             inputs have more than `max_dims` columns.
 
@@ -52,8 +53,8 @@ class Wendland(AbstractStationary):
     max_dims: int = eqx.field(static=True, converter=checks.plain, default=3)
 
     def __check_init__(self) -> None:
-        if self.smoothness not in (0, 1, 2):
-            raise ValueError(f"`smoothness` must be 0, 1 or 2, got {self.smoothness!r}.")
+        if checks.integer("smoothness", self.smoothness) not in (0, 1, 2):
+            raise ValueError(f"`smoothness` must be 0, 1 or 2, got {self.smoothness}.")
         checks.count("max_dims", self.max_dims)
 
     @property

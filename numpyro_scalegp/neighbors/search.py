@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +259,8 @@ def in_steps(near: Int[np.ndarray, "n m"]) -> Int[np.ndarray, "steps w"]:
     by_parent = csr_array((np.ones(len(parents), bool), parents, starts), (n, n)).tocsc()
     children, ends = by_parent.indices, by_parent.indptr[1:]
     generations = [np.flatnonzero(num_missing == 0)]
-    while (num_placed := sum(map(len, generations))) < n:
+    num_placed = len(generations[0])
+    while num_placed < n:
         counts = ends[generations[-1]] - np.where(generations[-1] > 0, ends[generations[-1] - 1], 0)
         starts = ends[generations[-1]] - counts
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -268,6 +269,7 @@ def in_steps(near: Int[np.ndarray, "n m"]) -> Int[np.ndarray, "steps w"]:
         ready = np.unique(reached[num_missing[reached] == 0])
         assert len(ready), f"{n - num_placed} rows depend on themselves"
         generations.append(ready)
+        num_placed += len(ready)
     width = max(_LEAST_WIDTH, 2 ** round(math.log2(n / (_STEPS_PER_GENERATION * len(generations)))))
     steps = []
     for generation in generations:
@@ -377,8 +379,27 @@ def _by_distances(
         values, index = jax.lax.top_k(closeness, min(n, 2 * num + _MORE))
         # The product is inaccurate for small distances, so differences rank more candidates.
         squared = jnp.sum(jnp.square(points[index] - queries[:, None]), axis=2)
-        ranks = jnp.argsort(jnp.where(values > -jnp.inf, squared, jnp.inf), axis=1)[:, :num]
-        index = jnp.where(values > -jnp.inf, index, n)
-        return jnp.take_along_axis(index, ranks, axis=1)
+        squared = jnp.where(values > -jnp.inf, squared, jnp.inf)
+        ranks = jnp.argsort(squared, axis=1)[:, :num]
+        farthest = jnp.take_along_axis(squared, ranks[:, -1:], axis=1)[:, 0]
+        near = jnp.take_along_axis(jnp.where(values > -jnp.inf, index, n), ranks, axis=1)
+        if values.shape[1] == n:
+            return near
+        # All others are farther than the candidates by the product, up to its rounding error.
+        norm = jnp.sum(jnp.square(queries), axis=1)
+        error = 4.0 * jnp.finfo(points.dtype).eps * (norm + jnp.max(squares))
+        is_complete = jnp.isinf(values[:, -1]) | (farthest + error <= norm - values[:, -1])
+        return jax.lax.cond(
+            jnp.all(is_complete), lambda: near, lambda: by_differences(queries, is_allowed)
+        )
+
+    def by_differences(queries: Array, is_allowed: Array) -> Array:
+        def add(j: Any, total: Array) -> Array:
+            return total + jnp.square(queries[:, j, None] - points[:, j])
+
+        zeros = jnp.zeros((len(queries), n), points.dtype)
+        squared = jax.lax.fori_loop(0, points.shape[1], add, zeros)
+        values, index = jax.lax.top_k(jnp.where(is_allowed, -squared, -jnp.inf), num)
+        return jnp.where(values > -jnp.inf, index, n)
 
     return map_rows(of_chunk, (queries, limits), rows_per_chunk(n))

@@ -223,3 +223,50 @@ def test_neighbors(kernel, x64):
     exact = sgp.GaussianProcess(kernel, X, 0.1).log_prob(y)
     near = sgp.GaussianProcess(kernel, X, 0.1, estimator=estimator).log_prob(y)
     np.testing.assert_allclose(near, exact, rtol=1e-8)
+
+
+def test_traced_values_out_of_range_give_nan():
+    """Where no error can be raised, as in a sampler's program."""
+    X = np.random.default_rng(4).uniform(size=(5, 2))
+
+    @jax.jit
+    def values(lengthscale, interaction, power, X):
+        circle = OnSphere(Wendland(lengthscale), radius=1.0, great_circle=True)
+        product = Gneiting(sgp.kernels.RBF(1.0), 1.0, interaction, time_power=power)
+        return circle(X, X), product(X, X)
+
+    def is_nan(*arguments):
+        return [bool(jnp.isnan(value).all()) for value in values(*arguments)]
+
+    assert is_nan(3.1, 1.0, 1.0, X) == [False, False]
+    assert is_nan(3.2, 1.1, 1.0, X) == [True, True]
+    assert is_nan(3.1, 1.0, 1.1, X) == [False, True]
+    outside = X.copy()
+    outside[:, 1] += 90.0
+    assert is_nan(3.1, 1.0, 1.0, outside) == [True, False]
+
+
+@pytest.mark.parametrize("smoothness", [1.0, True, 3])
+def test_wendland_needs_an_integer(smoothness):
+    with pytest.raises((TypeError, ValueError), match="`smoothness` must be"):
+        Wendland(1.0, smoothness=smoothness)
+
+
+def test_opposite_places(dtype):
+    """Distances near half the circumference, where arcsin loses digits in float32."""
+    X = np.zeros((1, 2), dtype)
+    away = np.array([[180.0, 1e-3], [180.0, 0.02], [179.0, 0.0], [90.0, 0.0]], dtype)
+    kernel = OnSphere(sgp.kernels.Matern12(1.0), radius=1.0, great_circle=True)
+    distances = -np.log(np.asarray(kernel(X, away), np.float64))[0]
+    # The logarithm loses digits of its own.
+    atol = {True: 1e-12, False: 5e-6}[dtype == jnp.float64]
+    expected = np.deg2rad(180.0 - np.array([1e-3, 0.02, 1.0, 90.0]))
+    np.testing.assert_allclose(distances, expected, atol=atol)
+
+
+def test_features_of_a_rough_matern_are_finite():
+    X = np.random.default_rng(5).uniform(size=(20, 2)).astype(np.float32)
+    for nu in (0.02, 0.1, 1.0):
+        features = Matern(1.0, nu).random_features(jax.random.key(0), X, 400)
+        assert np.isfinite(features).all()
+    assert not Matern(1.0, 1.0).has_smooth_features

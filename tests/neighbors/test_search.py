@@ -101,3 +101,28 @@ def test_neighbors_in_clusters_far_apart():
     np.testing.assert_array_equal(
         jax.jit(functools.partial(search.nearest, num=5))(points, points), expected
     )
+
+
+@pytest.mark.parametrize("columns", [6, 17])
+@pytest.mark.parametrize("case", ["two groups", "one far row"])
+def test_neighbors_of_rows_far_from_the_others(case, columns):
+    """Where a matrix product loses the digits of small distances, traced or in many columns."""
+    rng = np.random.default_rng(0)
+    points = rng.uniform(size=(1000, columns)).astype(np.float32)
+    if case == "two groups":
+        points[:500, 0] += 1e4
+    else:
+        points[3] = 1e6
+    queries = points[5::25] + np.float32(0.02)
+    squared = np.sum(np.square(queries[:, None].astype(float) - points), axis=2)
+    expected = np.sort(squared, axis=1)[:, :10]
+    for find in (search.nearest, jax.jit(search.nearest, static_argnums=2)):
+        found = np.sort(np.take_along_axis(squared, np.asarray(find(points, queries, 10)), axis=1))
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def test_a_chain_of_rows_takes_steps_in_linear_time():
+    n = 200_000  # quadratic work would take minutes
+    near = np.stack([np.arange(-1, n - 1), np.arange(-2, n - 2)], axis=1)
+    steps = search.in_steps(np.where(near < 0, n, near).astype(np.int32))
+    np.testing.assert_array_equal(steps[steps < n], np.arange(n))
