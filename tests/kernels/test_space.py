@@ -258,7 +258,7 @@ def test_opposite_places(dtype):
     away = np.array([[180.0, 1e-3], [180.0, 0.02], [179.0, 0.0], [90.0, 0.0]], dtype)
     kernel = OnSphere(sgp.kernels.Matern12(1.0), radius=1.0, great_circle=True)
     distances = -np.log(np.asarray(kernel(X, away), np.float64))[0]
-    # The logarithm loses digits of its own.
+    # The logarithm loses digits, too.
     atol = {True: 1e-12, False: 5e-6}[dtype == jnp.float64]
     expected = np.deg2rad(180.0 - np.array([1e-3, 0.02, 1.0, 90.0]))
     np.testing.assert_allclose(distances, expected, atol=atol)

@@ -117,8 +117,9 @@ def test_neighbors_of_rows_far_from_the_others(case, columns):
     squared = np.sum(np.square(queries[:, None].astype(float) - points), axis=2)
     expected = np.sort(squared, axis=1)[:, :10]
     for find in (search.nearest, jax.jit(search.nearest, static_argnums=2)):
-        found = np.sort(np.take_along_axis(squared, np.asarray(find(points, queries, 10)), axis=1))
-        np.testing.assert_allclose(found, expected, rtol=1e-3)
+        near = np.asarray(find(points, queries, 10))
+        actual = np.sort(np.take_along_axis(squared, near, axis=1))
+        np.testing.assert_allclose(actual, expected, rtol=1e-3)
 
 
 def test_a_chain_of_rows_takes_steps_in_linear_time():
