@@ -39,7 +39,7 @@ class _Matern(AbstractStationary):
         self, key: Key[Array, ""], num: int, dtype: jnp.dtype
     ) -> Float[Array, " num"]:
         """Draw from the inverse gamma distribution of the multivariate t density."""
-        return self._smoothness / jax.random.gamma(key, self._smoothness, (num,), dtype)
+        return _precisions(key, self._smoothness, num, dtype)
 
     def radial_density(self, squared: Float[Array, " num"], d: int) -> Float[Array, " num"]:
         """A power of 2 nu + w^2 (Rasmussen and Williams, eq. 4.15)."""
@@ -190,9 +190,7 @@ class Matern(AbstractStationary):
         self, key: Key[Array, ""], num: int, dtype: jnp.dtype
     ) -> Float[Array, " num"]:
         """Draw from the inverse gamma distribution of the multivariate t density."""
-        nu = self.smoothness
-        drawn = jax.random.gamma(key, nu, (num,), dtype)
-        return nu / jnp.maximum(drawn, nu * math.exp(-_MAX_LOG_PRECISION))
+        return _precisions(key, self.smoothness, num, dtype)
 
     @property
     def has_smooth_frequencies(self) -> bool:
@@ -204,6 +202,11 @@ class Matern(AbstractStationary):
         nu = self.smoothness
         log_tail = -(nu + 0.5 * d) * jnp.log1p(0.5 * squared / nu)
         return (2.0 * math.pi) ** (0.5 * d) * jnp.exp(_log_gamma_ratio(nu, d) + log_tail)
+
+
+def _precisions(key: Key[Array, ""], nu: Any, num: int, dtype: Any) -> Float[Array, " num"]:
+    drawn = jax.random.gamma(key, nu, (num,), dtype)
+    return nu / jnp.maximum(drawn, nu * math.exp(-_MAX_LOG_PRECISION))
 
 
 def _log_gamma_ratio(nu: Float[Array, ""], d: int) -> Float[Array, ""]:

@@ -1,6 +1,5 @@
 """Nearest-neighbor search, coarse-to-fine orderings, and groups of points."""
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -222,10 +221,16 @@ def _in_parallel(function: Callable[[slice], np.ndarray], num: int) -> np.ndarra
         return np.concatenate(list(pool.map(function, chunks)))
 
 
+def _sorted_members(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The members of two groups, with duplicates."""
+    both = np.concatenate([members[left], members[right]], axis=1)
+    both.sort(axis=1)
+    return both
+
+
 def _sizes_of_unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     def of_chunk(chunk: slice) -> np.ndarray:
-        union = np.concatenate([members[left[chunk]], members[right[chunk]]], axis=1)
-        union.sort(axis=1)
+        union = _sorted_members(members, left[chunk], right[chunk])
         is_new = (union[:, 1:] != union[:, :-1]) & (union[:, 1:] < len(members))
         return 1 + np.count_nonzero(is_new, axis=1)
 
@@ -234,8 +239,7 @@ def _sizes_of_unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -
 
 def _unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     def of_chunk(chunk: slice) -> np.ndarray:
-        union = np.concatenate([members[left[chunk]], members[right[chunk]]], axis=1)
-        union.sort(axis=1)
+        union = _sorted_members(members, left[chunk], right[chunk])
         union[:, 1:][union[:, 1:] == union[:, :-1]] = len(members)
         union.sort(axis=1)
         return union[:, : members.shape[1]]
@@ -369,10 +373,7 @@ def _by_distances(
         queries, limits = chunk
         is_allowed = jnp.arange(n) < limits[:, None]
         if points.shape[1] <= _MAX_COLUMNS_OF_DIFFERENCES:
-            gaps = [jnp.square(queries[:, j, None] - points[:, j]) for j in range(points.shape[1])]
-            closeness = jnp.where(is_allowed, -functools.reduce(jnp.add, gaps), -jnp.inf)
-            values, index = jax.lax.top_k(closeness, num)
-            return jnp.where(values > -jnp.inf, index, n)
+            return by_differences(queries, is_allowed)
         product = jnp.matmul(queries, points.T, precision="highest")
         closeness = 2.0 * product - squares  # minus a squared distance, up to a constant per query
         closeness = jnp.where(is_allowed, closeness, -jnp.inf)
@@ -397,8 +398,9 @@ def _by_distances(
         def add(j: Any, total: Array) -> Array:
             return total + jnp.square(queries[:, j, None] - points[:, j])
 
-        zeros = jnp.zeros((len(queries), n), points.dtype)
-        squared = jax.lax.fori_loop(0, points.shape[1], add, zeros)
+        zeros, d = jnp.zeros((len(queries), n), points.dtype), points.shape[1]
+        is_short = d <= _MAX_COLUMNS_OF_DIFFERENCES
+        squared = jax.lax.fori_loop(0, d, add, zeros, unroll=max(d, 1) if is_short else 1)
         values, index = jax.lax.top_k(jnp.where(is_allowed, -squared, -jnp.inf), num)
         return jnp.where(values > -jnp.inf, index, n)
 

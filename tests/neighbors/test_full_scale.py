@@ -76,7 +76,7 @@ def test_both_together_are_closer_than_either(x64):
     kernel = sgp.kernels.Matern32(0.8)
     exact = sgp.GaussianProcess(kernel, rows, 0.05)
     Y = exact.sample(jax.random.key(0), (50,))
-    points = sgp.features.kmeans_points(jax.random.key(1), rows, 30)
+    points = sgp.features.kmeans_points(jax.random.key(1), rows, 40)
     divergence = {
         name: np.mean(
             exact.log_prob(Y)
@@ -88,7 +88,7 @@ def test_both_together_are_closer_than_either(x64):
             ("both", FullScale(points, 8)),
         )
     }
-    assert divergence["both"] < 0.7 * min(divergence["points"], divergence["neighbors"])
+    assert divergence["both"] < 0.5 * min(divergence["points"], divergence["neighbors"])
 
 
 def test_the_posterior_is_exact_with_all_neighbors(x64):
