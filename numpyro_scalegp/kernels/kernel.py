@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -351,6 +351,38 @@ class AbstractKernel(AbstractSpectrum):
     __array_ufunc__ = None
 
 
+class AbstractMapped(AbstractKernel):
+    """A kernel of mapped inputs, k(x, z) = k_1(g(x), g(z)), with the map `_inputs_of_parts`."""
+
+    if TYPE_CHECKING:  # type checkers make an `AbstractVar` the first argument of all subclasses
+
+        @property
+        def kernel(self) -> AbstractKernel: ...  # noqa: D102
+    else:
+        kernel: eqx.AbstractVar[AbstractKernel]
+
+    @property
+    def has_smooth_features(self) -> bool:
+        """Whether `kernel` has smooth features; see `AbstractKernel.has_smooth_features`."""
+        return self.kernel.has_smooth_features
+
+    def evaluate_features(
+        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
+    ) -> Float[Array, "n p"]:
+        """The features of the mapped inputs."""
+        origin = None if origin is None else self._inputs_of_parts(origin[None])[0]
+        inputs = self._inputs_of_parts(X)
+        return self.kernel.evaluate_features(key, inputs, num_features, origin)
+
+    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of k(x_i, z_j), shape (n, m)."""
+        return self.kernel.evaluate(self._inputs_of_parts(X), self._inputs_of_parts(Z))
+
+    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
+        """The variances k(x_i, x_i), shape (n,)."""
+        return self.kernel.evaluate_diag(self._inputs_of_parts(X))
+
+
 class AbstractComposite(AbstractKernel):
     """A kernel composed of others, with the properties that all of them have."""
 
@@ -580,7 +612,7 @@ class Scaled(AbstractComposite):
         return waves._replace(variance=self.scale * waves.variance)
 
 
-class ActiveDims(AbstractComposite):
+class ActiveDims(AbstractMapped, AbstractComposite):
     """A kernel applied to the input dimensions `dims` only, k(x, z) = k_1(x[dims], z[dims]).
 
     Raises:
@@ -624,25 +656,9 @@ class ActiveDims(AbstractComposite):
         active_columns = self.kernel.rough_columns(len(self.dims))
         return frozenset(self.dims[active] for active in active_columns)
 
-    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """The kernel's matrix for the active columns."""
-        return self.kernel.evaluate(self._inputs_of_parts(X), self._inputs_of_parts(Z))
-
-    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """The kernel's variances for the active columns."""
-        return self.kernel.evaluate_diag(self._inputs_of_parts(X))
-
     def state_space(self, *, num_harmonics: int = NUM_HARMONICS) -> AbstractStateSpace:
         """The kernel's form for the active columns; see `AbstractKernel.state_space`."""
         return OnColumns(self.kernel.state_space(num_harmonics=num_harmonics), self.dims)
-
-    def evaluate_features(
-        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
-    ) -> Float[Array, "n p"]:
-        """The kernel's features of the active columns."""
-        origin = None if origin is None else self._inputs_of_parts(origin[None])[0]
-        inputs = self._inputs_of_parts(X)
-        return self.kernel.evaluate_features(key, inputs, num_features, origin)
 
     def sample_waves(self, key: Key[Array, ""], num: int, d: int) -> Waves:
         """Draw waves along the active columns; the frequencies of the others are zero."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import batches, checks
-from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel
+from numpyro_scalegp.kernels.kernel import NUM_HARMONICS, AbstractKernel, AbstractMapped
 from numpyro_scalegp.kernels.spectrum import Origin
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace, Trend
 from numpyro_scalegp.numerics.linalg import matmul
@@ -70,7 +70,7 @@ class Linear(AbstractKernel):
         return Trend(self.variance, self.bias)
 
 
-class FeatureMapped(AbstractKernel):
+class FeatureMapped(AbstractMapped):
     """A kernel of mapped inputs, k(x, z) = k_1(g(x), g(z)): a deep kernel if g is a network.
 
     Args:
@@ -124,27 +124,6 @@ class FeatureMapped(AbstractKernel):
         inputs = jax.ShapeDtypeStruct((1, d), float)
         width = jax.eval_shape(self._inputs_of_parts, inputs).shape[1]
         return frozenset(range(d) if self.kernel.rough_columns(width) else ())
-
-    @property
-    def has_smooth_features(self) -> bool:
-        """Whether `kernel` has smooth features; see `AbstractKernel.has_smooth_features`."""
-        return self.kernel.has_smooth_features
-
-    def evaluate_features(
-        self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
-    ) -> Float[Array, "n p"]:
-        """The features of the mapped inputs."""
-        origin = None if origin is None else self._inputs_of_parts(origin[None])[0]
-        inputs = self._inputs_of_parts(X)
-        return self.kernel.evaluate_features(key, inputs, num_features, origin)
-
-    def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
-        """The matrix of k(x_i, z_j), shape (n, m)."""
-        return self.kernel.evaluate(self._inputs_of_parts(X), self._inputs_of_parts(Z))
-
-    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """The variances k(x_i, x_i), shape (n,)."""
-        return self.kernel.evaluate_diag(self._inputs_of_parts(X))
 
 
 def refuse_kernel(name: str, function: object) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.kernels.distances import reciprocal, squared_distances
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel, AbstractMapped
 from numpyro_scalegp.kernels.matern import Matern12
 from numpyro_scalegp.kernels.spectrum import Origin
 from numpyro_scalegp.kernels.wendland import Wendland
@@ -22,7 +22,7 @@ _SMALL = 1e-4
 _ROUNDING = 1.0 + 1e-6
 
 
-class OnSphere(AbstractKernel):
+class OnSphere(AbstractMapped):
     """A kernel of places on a sphere, from longitudes and latitudes in degrees.
 
     By default k(x, z) = k_1(p(x), p(z)), where p maps a place to its point in space: distances are
@@ -123,9 +123,9 @@ class OnSphere(AbstractKernel):
 
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """The matrix of k(x_i, z_j), shape (n, m)."""
-        points = self._inputs_of_parts(X), self._inputs_of_parts(Z)
         if not self.great_circle:
-            return self.kernel.evaluate(*points)
+            return super().evaluate(X, Z)
+        points = self._inputs_of_parts(X), self._inputs_of_parts(Z)
         kernel: Any = self.kernel
         lengthscale = kernel.lengthscale.reshape(())
         if isinstance(kernel, Wendland):
@@ -136,15 +136,6 @@ class OnSphere(AbstractKernel):
         inverse = jnp.square(self.radius * reciprocal(lengthscale))
         return kernel.variance * kernel.correlation(inverse * _squared_angle(near, opposite))
 
-    def evaluate_diag(self, X: Float[Array, "n d"]) -> Float[Array, " n"]:
-        """The variances k(x_i, x_i), shape (n,)."""
-        return self.kernel.evaluate_diag(self._inputs_of_parts(X))
-
-    @property
-    def has_smooth_features(self) -> bool:
-        """Whether `kernel` has smooth features; see `AbstractKernel.has_smooth_features`."""
-        return self.kernel.has_smooth_features
-
     def evaluate_features(
         self, key: Key[Array, ""], X: Float[Array, "n d"], num_features: int, origin: Origin
     ) -> Float[Array, "n p"]:
@@ -154,8 +145,7 @@ class OnSphere(AbstractKernel):
                 "`OnSphere(..., great_circle=True)` has no spectral density: leave out "
                 "`great_circle`, or use inducing points, neighbors or an exact estimator."
             )
-        origin = None if origin is None else self._inputs_of_parts(origin[None])[0]
-        return self.kernel.evaluate_features(key, self._inputs_of_parts(X), num_features, origin)
+        return super().evaluate_features(key, X, num_features, origin)
 
 
 def _squared_angle(near: Float[Array, "n m"], opposite: Float[Array, "n m"]) -> Float[Array, "n m"]:
