@@ -223,9 +223,9 @@ def _in_parallel(function: Callable[[slice], np.ndarray], num: int) -> np.ndarra
 
 def _sorted_members(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The members of two groups, with duplicates."""
-    both = np.concatenate([members[left], members[right]], axis=1)
-    both.sort(axis=1)
-    return both
+    union = np.concatenate([members[left], members[right]], axis=1)
+    union.sort(axis=1)
+    return union
 
 
 def _sizes_of_unions(members: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
