@@ -116,7 +116,7 @@ def test_air_times(tmp_path: Path) -> None:
 @pytest.mark.one_interpreter
 def test_weather(tmp_path: Path, x64: None) -> None:
     pytest.importorskip("pandas")
-    scores = example("weather").main(5, hidden_days=1, num_steps=30, folder=tmp_path)
+    scores = example("weather").main(5, hidden_days=1, num_steps=60, folder=tmp_path)
     assert scores["all airports"] < 2.5
     assert scores["all airports"] < 0.7 * scores["this airport alone"]
     assert (tmp_path / "gaps.svg").stat().st_size > 0

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import optax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Int
@@ -120,11 +119,10 @@ class Fits:
         """The state before the first step, which sets the guide up, in one program."""
 
         def run(*args: Any, **kwargs: Any) -> tuple[SVIState, Any]:
-            key = numpyro.prng_key()
             with handlers.block():
-                return svi.init(key, *args, **kwargs), svi.constrain_fn
+                return svi.init(*args, **kwargs), svi.constrain_fn
 
-        args = (*data, *self.args)
+        args = (self.key, *data, *self.args)
         result, _ = run_as_program(run, svi.guide, self.key, args, self.kwargs)
         state, svi.constrain_fn = result
         return state
