@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Int
-from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
@@ -28,7 +27,7 @@ from numpyro_scalegp.linear.alternating_projections import AlternatingProjection
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.programs.compiled import CompiledForLoop, compiled
 from numpyro_scalegp.sites.rows import unwrapped
-from numpyro_scalegp.tracing.first_run import run_as_program
+from numpyro_scalegp.tracing.first_run import initial_state
 from numpyro_scalegp.tracing.fitted_runs import trace_of
 from numpyro_scalegp.tracing.runs import is_observed
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
@@ -116,16 +115,8 @@ class Fits:
         return _at(self.data, rows)
 
     def _initial_state(self, svi: SVI, data: _Data) -> SVIState:
-        """The state before the first step, which sets the guide up, in one program."""
-
-        def run(*args: Any, **kwargs: Any) -> tuple[SVIState, Any]:
-            with handlers.block():
-                return svi.init(*args, **kwargs), svi.constrain_fn
-
-        args = (self.key, *data, *self.args)
-        result, _ = run_as_program(run, svi.guide, self.key, args, self.kwargs)
-        state, svi.constrain_fn = result
-        return state
+        """The state before the first step."""
+        return initial_state(svi, self.key, (*data, *self.args), self.kwargs)[0]
 
     def starts(self, rows: Int[Array, " m"]) -> tuple[Any, Any]:
         """Two initial values: scaled to the data, and at the prior medians."""

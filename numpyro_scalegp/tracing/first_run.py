@@ -1,4 +1,4 @@
-"""A run of a guide as one compiled program, not one program for each operation."""
+"""First runs of guides and fits as one compiled program, not one for each operation."""
 
 import copy
 import functools
@@ -10,10 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 from numpyro import handlers
+from numpyro.infer import SVI
+from numpyro.infer.svi import SVIState
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
 
 from numpyro_scalegp.programs import compiled
 from numpyro_scalegp.tracing.runs import Trace
+from numpyro_scalegp.tracing.sites import StandIn
 
 # The program runs once, so that compile time matters more than run time.
 _QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
@@ -63,9 +66,37 @@ def run_as_program(
     return result, trace
 
 
+def initial_state(
+    svi: SVI,
+    key: Array,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[SVIState, dict[str, Any]]:
+    """`SVI.init` as one program, which sets the guide up and keeps `svi.constrain_fn`.
+
+    Args:
+        svi: NumPyro's SVI.
+        key: a JAX key.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model, and `init_params` if any.
+
+    Returns:
+        The state, and the parameters with their constraints.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> tuple[SVIState, dict[str, Any], Any]:
+        with handlers.block():
+            state = svi.init(*args, **kwargs)
+        return state, svi.get_params(state), svi.constrain_fn
+
+    result, _ = run_as_program(run, svi.guide, key, (key, *args), kwargs)
+    state, params, svi.constrain_fn = result
+    return state, params
+
+
 def only_watched() -> bool:
-    """Whether no handler around this call changes the values of sites."""
-    watchers = handlers.block, handlers.seed, handlers.trace
+    """Whether no handler around this call changes the values of sites, but for functions."""
+    watchers = handlers.block, handlers.seed, handlers.trace, StandIn
     return all(type(handler) in watchers for handler in _PYRO_STACK)
 
 

@@ -133,7 +133,7 @@ class AbstractGPGuide(abc.ABC):
         Returns:
             The value of each latent site, by name.
         """
-        if not _is_fresh(self):
+        if not is_fresh(self):
             return self._run(args, kwargs)
         _refuse_modes(self.rest)  # again, since an `AutoGuideList` may have grown
         with unchanged_on_failure(*components(self)):
@@ -168,7 +168,7 @@ class AbstractGPGuide(abc.ABC):
         kwargs = of_model(kwargs)
         if args or kwargs:
             set_up(self, params, args, kwargs)
-        elif _is_fresh(self):
+        elif is_fresh(self):
             raise ValueError(
                 "the guide has not run yet in this process: give the model's arguments, as in "
                 "`guide.median(params, X[:10], y[:10])`, with observations."
@@ -373,7 +373,7 @@ def set_up(
         ValueError: if `params` lacks a parameter of the guide, or has it with another shape.
     """
     guide = _innermost(guide)
-    if not _is_fresh(guide):
+    if not is_fresh(guide):
         return
     with unchanged_on_failure(*components(guide)):
         for name, site in _first_trace(guide, args, kwargs).items():
@@ -491,12 +491,12 @@ def _draw_from_prior(_: str, family: Any, key: Array | None) -> Array:
 def _set_start(guide: AbstractGPGuide, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Start a NumPyro `rest` guide at lengthscales from the data, unless the user chose a start."""
     inner = _innermost(guide)
-    if isinstance(inner, AutoGuide) and inner.init_loc_fn is MEDIAN and _is_fresh(inner):
+    if isinstance(inner, AutoGuide) and inner.init_loc_fn is MEDIAN and is_fresh(inner):
         with contextlib.suppress(jax.errors.JAXTypeError):  # the model cannot be traced
             inner.init_loc_fn = init_to_value(values=starting_values(guide.model, args, kwargs))
 
 
-def _is_fresh(guide: Guide) -> bool:
+def is_fresh(guide: Guide) -> bool:
     """Whether a guide, or its `rest` guide, has not been set up for the model's sites."""
     return getattr(_innermost(guide), "prototype_trace", ()) is None
 

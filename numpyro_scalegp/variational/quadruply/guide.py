@@ -14,7 +14,7 @@ from numpyro_scalegp.numerics.linalg import factorize, matmul
 from numpyro_scalegp.programs.compiled import compiled_unless_traced
 from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.sites import GPSite, Model
-from numpyro_scalegp.variational.guide import Rest
+from numpyro_scalegp.variational.guide import Rest, set_up
 from numpyro_scalegp.variational.quadruply.chevron import ChevronGP, declare_weights
 from numpyro_scalegp.variational.quadruply.chevron_features import (
     BLOCK,
@@ -180,14 +180,22 @@ class AutoChevronGP(AbstractSolvingGuide):
         References:
             Evans and Nair (2020), proposition 1, for the columns that are not dense.
         """
-        site, likelihood = self._site_and_likelihood(params, args, of_model(kwargs), num_nodes)
+        kwargs = of_model(kwargs)
+        set_up(self, params, args, kwargs)
+        diagonal = compiled_unless_traced(self._optimal_diagonal)
+        return {**params, **diagonal(params, args, kwargs, num_nodes)}
+
+    def _optimal_diagonal(
+        self, params: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], num_nodes: int
+    ) -> dict[str, Float[Array, " m"]]:
+        site, likelihood = self._site_and_likelihood(params, args, kwargs, num_nodes)
         q, *moments = self._marginals(params, site)
         likelihood.check_rows(moments[0])
         _, curvature = likelihood.derivatives(*moments)
         # Where the log-likelihood is convex, zero curvature leads to the prior scale.
         optimum = optimal_diagonal(site.prior, q, jnp.maximum(-curvature, 0.0))
         name = self.param_name(site, "scale_diag")
-        return {**params, name: optimum.astype(q.scale_diag.dtype)}
+        return {name: optimum.astype(q.scale_diag.dtype)}
 
 
 def _prior_precision(p: WeightSpaceGP) -> Float[Array, " m"]:

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 from numpyro.primitives import Messenger
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.programs.compiled import compiled
 
 Schedule = float | Callable[[Int[Array, ""]], Array]
 
@@ -224,16 +226,22 @@ def check_rows(
         num_features: number of features.
         constrain: maps unconstrained parameters to constrained parameters.
     """
-    index = jnp.arange(num_features)[:: max(1, num_features // 3)]
     for name, param in params.items():
         if param.shape[:1] != (num_features,):
             raise ValueError(
                 f"the parameter `{name}` is declared with rows=True and has the shape "
                 f"{param.shape}: it must have a row for each of the {num_features} features."
             )
-        expected = constrain({name: param})[name][index]
-        rows = constrain({name: param[index]})[name]
-        if rows.shape != expected.shape or not jnp.allclose(rows, expected):
+    index = np.arange(num_features)[:: max(1, num_features // 3)]
+
+    def rows_of(params: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+        rows_first = {name: param[index] for name, param in params.items()}
+        constrained = constrain(params)
+        return constrain(rows_first), {name: constrained[name][index] for name in params}
+
+    rows, expected = compiled(rows_of)(params)
+    for name in params:
+        if rows[name].shape != expected[name].shape or not np.allclose(rows[name], expected[name]):
             raise ValueError(
                 f"the constraint of the parameter `{name}`, declared with rows=True, does not "
                 "act on each row by itself: take one that does, such as `positive`."

@@ -1,5 +1,6 @@
 """Stochastic variational inference whose steps update a few rows of large parameters."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import tqdm
 from jaxtyping import Array, Float, Key
+from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult, SVIState
 
@@ -18,9 +20,11 @@ from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided, is_divisible, mesh_of, replicated
 from numpyro_scalegp.likelihoods.elbo import ModelAndGuide
 from numpyro_scalegp.programs.compiled import CompiledForLoop, compiled
+from numpyro_scalegp.tracing.first_run import initial_state, only_watched
 from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.restoring import unchanged_on_failure
 from numpyro_scalegp.tracing.sites import StandIn
+from numpyro_scalegp.variational.guide import is_fresh
 from numpyro_scalegp.variational.quadruply.chevron_features import weight_rows
 from numpyro_scalegp.variational.quadruply.control_variate import ControlVariate
 from numpyro_scalegp.variational.quadruply.elbo import QuadruplyStochasticELBO, control_variate_name
@@ -36,6 +40,9 @@ from numpyro_scalegp.variational.quadruply.row_optimizers import (
 )
 from numpyro_scalegp.variational.quadruply.rows import Rows
 from numpyro_scalegp.variational.quadruply.support import ControlVariates
+
+# Errors of models that need the values of their arguments.
+_NEEDS_VALUES = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError
 
 
 class RowSVI(SVI):
@@ -159,7 +166,7 @@ class RowSVI(SVI):
         kwargs: dict[str, Any],
         init_params: dict[str, Any] | None,
     ) -> SVIState:
-        key, support_key = jax.random.split(rng_key)
+        key, support_key = _two_keys(rng_key)
         declared = DeclaredRows()
 
         def guide(*args: Any, **kwargs: Any) -> Any:
@@ -171,28 +178,24 @@ class RowSVI(SVI):
                 return self.model(*args, **kwargs)
 
         plain = SVI(model, guide, optax.identity(), self.loss, **self.static_kwargs)
-        state = plain.init(key, *args, init_params=init_params, **kwargs)
-        # Copies: `run` donates them, and they may be arrays of the model or of its arguments.
-        state = jax.tree.map(jnp.copy, state)
+        state, values = _plain_state(plain, self.guide, key, args, kwargs, init_params)
         self.constrain_fn = plain.constrain_fn
         self.row_names = tuple(declared.names)
         params = plain.optim.get_params(state.optim_state)
         mutable = dict(state.mutable_state or {})
-        values = {**self.constrain_fn(params), **mutable}
-        self._analyze(values, support_key, args, kwargs)
-        controls = self._control_variates(args, kwargs)
-        problem = controls.problem(values, support_key)
-        self.num_features = problem.q.loc.shape[0]
-        self.dense_precision = problem.p.has_dense_precision
+        inputs = {**values, **mutable}, support_key, args, kwargs
+        examine, start = self._examine, compiled(self._start)
+        self._analyzed = ()
+        try:
+            eqx.filter_eval_shape(examine, *inputs)
+            eqx.filter_eval_shape(self._analyze, *inputs)
+            self._analyzed = self._signature(args, kwargs)
+        except _NEEDS_VALUES:  # so that each step analyzes again
+            examine(*inputs)
+            start = self._start
         row_params = {name: params[name] for name in self.row_names}
         check_rows(row_params, self.num_features, self.constrain_fn)
-        dense = {name: params[name] for name in params if name not in self.row_names}
-        row_states = {name: self.row_optim(name).init(row_params[name]) for name in row_params}
-        optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
-        if controls.are_used(problem):
-            self.weight_names = controls.weight_names(values, self.row_names, support_key)
-            control = controls.initial(values, problem, support_key)
-            mutable[control_variate_name(problem.site)] = control
+        optim_state, mutable = start(params, mutable, support_key, args, kwargs)
         return self._placed(SVIState(optim_state, mutable or None, state.rng_key), (args, kwargs))
 
     def _placed(self, state: SVIState, inputs: Any) -> SVIState:
@@ -207,22 +210,46 @@ class RowSVI(SVI):
         dense, step, dense_state, mutable, rng_key = replicated(without_rows, mesh)
         return SVIState((step, ({**dense, **rows}, (dense_state, row_states))), mutable, rng_key)
 
+    def _examine(
+        self, values: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record what no values of arrays change: the number of features, and weights' names."""
+        controls = self._control_variates(args, kwargs)
+        problem = controls.problem(values, key)
+        self.num_features = problem.q.loc.shape[0]
+        self.dense_precision = problem.p.has_dense_precision
+        self.weight_names = ()
+        if controls.are_used(problem):
+            self.weight_names = controls.weight_names(values, self.row_names, key)
+
     def _analyze(
-        self, params: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, values: dict[str, Any], key: Array, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Analyze once how the likelihood depends on f, which no values of arrays change."""
-        kwargs = {**kwargs, **self.static_kwargs}
+        pair = ModelAndGuide(values, self.model, self.guide, args, {**kwargs, **self.static_kwargs})
+        self._likelihood = self.loss.analyze(key, pair)
 
-        def analyze(params: Any, key: Array, args: Any, kwargs: Any) -> None:
-            pair = ModelAndGuide(params, self.model, self.guide, args, kwargs)
-            self._likelihood = self.loss.analyze(key, pair)
-
-        self._analyzed = ()
-        try:
-            eqx.filter_eval_shape(analyze, params, key, args, kwargs)
-        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-            return  # the model needs values of its arguments, so that each step analyzes again
-        self._analyzed = self._signature(args, kwargs)
+    def _start(
+        self,
+        params: dict[str, Any],
+        mutable: dict[str, Any],
+        key: Array,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """The optimizers' first state and the mutable state, with the control variate if used."""
+        rows = {name: params[name] for name in self.row_names}
+        dense = {name: params[name] for name in params if name not in rows}
+        row_states = {name: self.row_optim(name).init(rows[name]) for name in rows}
+        optim_state = (jnp.array(0), (params, (self.dense_optim.init(dense), row_states)))
+        if self.weight_names:
+            values = {**self.constrain_fn(params), **mutable}
+            controls = self._control_variates(args, kwargs)
+            problem = controls.problem(values, key)
+            control = controls.initial(values, problem, key)
+            mutable = {**mutable, control_variate_name(problem.site): control}
+        # Copies: `run` donates them, and they may be arrays of the model or of its arguments.
+        return _copied((optim_state, mutable))
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Model, guide and arguments, with shapes and dtypes in place of arrays."""
@@ -403,7 +430,7 @@ class RowSVI(SVI):
         if init_state is None:
             state = self.init(rng_key, *args, init_params=init_params, **kwargs)
         else:
-            state = self._placed(jax.tree.map(jnp.copy, init_state), (args, kwargs))
+            state = self._placed(_copied(init_state), (args, kwargs))
             state = self.refresh(state, *args, **kwargs)
         length = max(1, num_steps // 20)
         length = math.ceil(self.refresh_every / math.ceil(self.refresh_every / length))
@@ -424,3 +451,36 @@ class RowSVI(SVI):
                         f"avg. loss [{done - steps + 1}-{done}]: {jnp.nanmean(new_losses):.4f}"
                     )
         return SVIRunResult(self.get_params(state), state, jnp.concatenate(losses))
+
+
+@compiled
+def _copied(arrays: Any) -> Any:
+    return jax.tree.map(jnp.copy, arrays)
+
+
+@compiled
+def _two_keys(key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
+    first, second = jax.random.split(key)
+    return first, second
+
+
+def _plain_state(
+    svi: SVI,
+    guide: Callable,
+    key: Array,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    init_params: dict[str, Any] | None,
+) -> tuple[SVIState, dict[str, Any]]:
+    """`svi.init`, as one program if possible, and the parameters with their constraints."""
+    options = {**kwargs, "init_params": init_params}
+    if only_watched() and checks.is_concrete((key, args, options)):
+        if is_fresh(guide):  # with the key that `svi.init` gives it
+            guide_key = jax.random.split(key, 3)[2]
+            substituted = handlers.substitute(guide, init_params) if init_params else guide
+            with handlers.block(), StandIn():
+                handlers.seed(substituted, guide_key)(*args, **kwargs, **svi.static_kwargs)
+        with contextlib.suppress(jax.errors.JAXTypeError):
+            return initial_state(svi, key, args, options)
+    state = svi.init(key, *args, **options)
+    return state, svi.get_params(state)

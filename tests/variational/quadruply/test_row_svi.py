@@ -520,3 +520,47 @@ def test_the_likelihood_is_analyzed_in_init_and_again_where_it_changes(monkeypat
     combining = functools.partial(svi.update, combine=True)
     with pytest.raises(ValueError, match="`y` combines rows of the function `f`"):
         jax.eval_shape(combining, state, X, y)
+
+
+def test_few_programs_are_compiled():
+    """A start, and solves by a guide that is not set up yet, as in a new process."""
+    svi = make(QuadruplyStochasticELBO(num_features=M // 2, control_variate_rank=4))
+    jax.clear_caches()
+    number = programs.number
+    params = params_of(svi.init(KEY, *data()))
+    assert 0 < programs.number - number <= 30
+    for solve in ("solve_mean", "solve_diagonal"):
+        guide = sgp.guides.AutoChevronGP(model, rank=RANK)
+        values = svi.constrain_fn(params)
+        jax.clear_caches()
+        number = programs.number
+        getattr(guide, solve)(values, *data())
+        assert 0 < programs.number - number <= 30
+
+
+def test_the_start_is_the_one_of_separate_operations():
+    """With handlers around the call, which may replace values, `init` runs one at a time."""
+    loss = QuadruplyStochasticELBO(num_features=M // 2, control_variate_rank=4)
+    state = make(loss).init(KEY, *data(), N // 2)
+    with numpyro.handlers.substitute(data={"nothing": 0.0}):
+        expected = make(loss).init(KEY, *data(), N // 2)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for array, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            np.testing.assert_allclose(array, other, rtol=1e-8, atol=1e-10)
+        else:
+            assert jnp.array_equal(array, other)
+
+
+def test_a_model_that_needs_values_of_its_arguments():
+    def on_the_host(X: Array, y: Array) -> None:
+        assert np.asarray(X).ndim == 2
+        model(X, y)
+
+    guide = sgp.guides.AutoChevronGP(on_the_host, rank=RANK)
+    loss = QuadruplyStochasticELBO(num_features=M // 2, control_variate_rank=4)
+    svi = RowSVI(on_the_host, guide, optax.adam(0.01), loss)
+    state = svi.init(KEY, *data())
+    expected = make(loss).init(KEY, *data())
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    assert jnp.isfinite(svi.evaluate(state, *data()))
