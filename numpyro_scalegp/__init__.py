@@ -15,6 +15,7 @@ from numpyro_scalegp import (
     solvers,
     streams,
 )
+from numpyro_scalegp.core.host import warn_in_jit
 from numpyro_scalegp.core.mesh import shard_rows
 from numpyro_scalegp.export import to_arviz
 from numpyro_scalegp.infer.conditioning import posterior
@@ -71,4 +72,5 @@ __all__ = [
     "solvers",
     "streams",
     "to_arviz",
+    "warn_in_jit",
 ]

@@ -76,6 +76,10 @@ mlir.make_ir_context = context_for_program
 # stand before the first import of the package.
 jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
+import numpyro_scalegp as sgp
+
+sgp.warn_in_jit(True)  # although compiled programs are stored
+
 
 def pytest_sessionfinish() -> None:
     """Remove the compiled programs of this process."""

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.linear.operator import AbstractOperator, KernelOperator
 from numpyro_scalegp.programs.compiled import compiled
@@ -330,15 +331,10 @@ _WARNINGS = {
 }
 
 
-@jax.jit
 def warn_unless_converged(solution: Solution) -> None:
     """Warn on the host that a result depends on a solve that did not converge."""
-    jax.lax.cond(
-        solution.converged, lambda: None, lambda: jax.debug.callback(_warn, solution.reason)
-    )
+    call_where(~solution.converged, _warn, solution.reason)
 
 
 def _warn(reason: ArrayLike) -> None:
-    text = _WARNINGS.get(StopReason(int(np.asarray(reason))))
-    if text is not None:  # under `jax.vmap` the callback runs for solves that converged, too
-        warnings.warn(text, RuntimeWarning, stacklevel=1)
+    warnings.warn(_WARNINGS[StopReason(int(np.asarray(reason)))], RuntimeWarning, stacklevel=1)

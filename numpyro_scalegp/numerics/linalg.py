@@ -18,7 +18,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.host import largest_of_batch
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.mesh import divided, filled, mesh_of, stack_shares
 from numpyro_scalegp.numerics import blocked, lapack, rounding
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders
@@ -167,13 +167,8 @@ def warn_of_steps(
         ratio: the added jitter divided by the noise variance; zero without noise.
         few: whether the factor has few digits.
     """
-    values = ~works, step, jnp.asarray(ratio), jnp.asarray(few)
-    any_fails, max_step, max_ratio, any_few = map(largest_of_batch, values)
-    jax.lax.cond(
-        ~any_fails & (max_step == 0) & ~any_few,
-        lambda: None,
-        lambda: jax.debug.callback(_warn_of_jitter, ~any_fails, max_step, max_ratio, any_few),
-    )
+    few = jnp.asarray(few)
+    call_where(~works | (step > 0) | few, _warn_of_jitter, ~works, step, ratio, few)
 
 
 def warn_of_rounding(tril: Float[Array, "n n"], limit: float = rounding.FEW_DIGITS) -> None:
@@ -197,15 +192,15 @@ def warn_of_added_jitter(jitters: Float[Array, "..."]) -> None:
         values = np.asarray(jitters)
         works = not np.isnan(values).any()
         if not works or (values > 0).any():
-            _warn_of_jitter(works, 1, 0.0, False)
+            _warn_of_jitter(not works, 1, 0.0, False)
 
 
-def _warn_of_jitter(works: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: ArrayLike) -> None:
+def _warn_of_jitter(fails: ArrayLike, step: ArrayLike, ratio: ArrayLike, few: ArrayLike) -> None:
     """Warn on the host, once for each message under Python's default filter.
 
     The ratio to the noise variance is rounded to a power of ten, so that there are few messages.
     """
-    if not works:
+    if fails:
         warnings.warn(
             "a covariance matrix is not positive definite or not finite: the result is NaN. Check "
             "the inputs for NaN, raise the noise variance or the `jitter` argument, remove "

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core as extend
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from numpyro_scalegp.programs import host_calls
 from numpyro_scalegp.programs.fingerprints import NotComparable, fingerprint, is_pure
 
 Run = Callable[..., list[Any]]  # maps a list of constants, and the arguments, to results
@@ -91,12 +92,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     program is cached.
     """
     by_structure = eqx.filter_jit(function)
+    with_calls = eqx.filter_jit(_returning_host_calls(function))
     is_pure_function = is_pure(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_pure_function and _has_pure_structure((args, kwargs)):
-            return by_structure(*args, **kwargs)
+            if _is_inside_of_jit() or _any_traced(jax.tree.leaves((args, kwargs))):
+                return by_structure(*args, **kwargs)
+            result, calls = with_calls(*args, **kwargs)
+            for host_call in calls:
+                host_call()
+            return result
         if _is_inside_of_jit():
             return function(*args, **kwargs)
         return _trace_and_compile(function, args, kwargs)(*args, **kwargs)
@@ -191,6 +198,17 @@ def _trace_and_compile(
     return traced.with_program(_differentiable.get(key, lambda: _jitted(jaxpr)))
 
 
+def _returning_host_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, list[host_calls.HostCall]]:
+        traced = _trace(function, args, kwargs)
+        results, calls = host_calls.evaluated(traced.closed, traced.leaves)
+        arrays = jax.tree.unflatten(traced.structure, results)
+        return eqx.combine(arrays, traced.static_result), calls
+
+    return run
+
+
 def executable(
     closed: ClosedJaxpr,
     leaves: list[Any],
@@ -200,6 +218,8 @@ def executable(
 ) -> Run:
     """Compile a jaxpr for concrete arguments, or return an equal program that is cached.
 
+    The program makes its host calls once it has run; see `host_calls`.
+
     Args:
         closed: the jaxpr, with constants of the shapes and dtypes for which to compile.
         leaves: arguments of the shapes and dtypes, and on the devices, for which to compile.
@@ -208,6 +228,16 @@ def executable(
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return functools.partial(jax.core.eval_jaxpr, closed.jaxpr)
+    returned = host_calls.returned(closed)
+    if returned is None:
+        return _executable(closed, leaves, donated, options)
+    run = _executable(returned.closed, leaves, donated, options)
+    return lambda _, *leaves: returned.call(run(returned.closed.consts, *leaves))
+
+
+def _executable(
+    closed: ClosedJaxpr, leaves: list[Any], donated: range, options: dict[str, Any] | None
+) -> Run:
     constants = list(closed.consts)
 
     def compile_program() -> Run:
