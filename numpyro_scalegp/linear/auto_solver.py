@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Bool, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.linear.adasap import ADASAP
@@ -11,7 +11,8 @@ from numpyro_scalegp.linear.conjugate_gradients import ConjugateGradients
 from numpyro_scalegp.linear.iteration import check_budget
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.preconditioners import PreconditionerFactor, RandomlyPivotedCholesky
-from numpyro_scalegp.linear.solver import AbstractSolver, Solution, System
+from numpyro_scalegp.linear.solver import AbstractSolver, PreparedSolver, Solution, System
+from numpyro_scalegp.programs.compiled import compiled
 
 # Conjugate gradients run if the mean variance that the preconditioner leaves out is at most this
 # multiple of the noise: benchmarks/evidence.py solvers.
@@ -53,21 +54,44 @@ class AutoSolver(AbstractSolver):
         """Factorize the preconditioner of conjugate gradients."""
         return RandomlyPivotedCholesky().factorize(operator)
 
+    def chosen(self, operator: KernelOperator, key: Key[Array, ""] | None) -> AbstractSolver:
+        """Choose on the host, so that a program holds one of the solvers."""
+        if operator.has_fast_products:
+            return self
+        factor, is_accurate = self._factorized(operator)
+        return PreparedSolver(self._conjugate_gradients, factor) if is_accurate else self._adasap
+
+    @compiled
+    def _factorized(self, operator: KernelOperator) -> tuple[PreconditionerFactor, Bool[Array, ""]]:
+        factor = self.init(operator, None)
+        return factor, _is_accurate(factor, operator)
+
+    @property
+    def _conjugate_gradients(self) -> ConjugateGradients:
+        return ConjugateGradients(self.tolerance, self.max_epochs)
+
+    @property
+    def _adasap(self) -> ADASAP:
+        return ADASAP(tolerance=self.tolerance, max_epochs=self.max_epochs)
+
     def run(self, factor: PreconditionerFactor, system: System) -> Solution:
         """Choose and solve.
 
         Raises:
             ValueError: if there is no `key`.
         """
-        conjugate_gradients = ConjugateGradients(self.tolerance, self.max_epochs)
         operator = system.kernel_operator
         if system.options.probes is not None or operator.has_fast_products:
-            return conjugate_gradients.run(factor, system)
-        low_rank_variance = jnp.sum(jnp.square(factor.low_rank), axis=0)
-        remaining = jnp.mean(operator.kernel.evaluate_diag(operator.X) - low_rank_variance)
-        adasap = ADASAP(tolerance=self.tolerance, max_epochs=self.max_epochs)
+            return self._conjugate_gradients.run(factor, system)
         return jax.lax.cond(
-            remaining <= _MAX_REMAINING * jnp.mean(operator.noise()),
-            lambda: conjugate_gradients.run(factor, system),
-            lambda: adasap.solve_system(system),
+            _is_accurate(factor, operator),
+            lambda: self._conjugate_gradients.run(factor, system),
+            lambda: self._adasap.solve_system(system),
         )
+
+
+def _is_accurate(factor: PreconditionerFactor, operator: KernelOperator) -> Bool[Array, ""]:
+    """Whether conjugate gradients take less time than `ADASAP`."""
+    low_rank_variance = jnp.sum(jnp.square(factor.low_rank), axis=0)
+    remaining = jnp.mean(operator.kernel.evaluate_diag(operator.X) - low_rank_variance)
+    return remaining <= _MAX_REMAINING * jnp.mean(operator.noise())

@@ -199,7 +199,7 @@ def iterate_blocks(
         max_iterations=limit,
         tolerance=tolerance,
         can_check=k > 0,
-        progress=system.options.progress,
+        in_stretches=system.options.in_stretches,
     )
     solution = system.solution(join(end.value)[:, :k], end.norms, outcome)
     if num_probes:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.linear.progress import report
 from numpyro_scalegp.linear.solver import LoopOutcome, Solution, StopReason, System
+from numpyro_scalegp.programs import stretches
 
 
 class _Loop(NamedTuple):
@@ -31,7 +31,7 @@ def iterate(
     tolerance: float | Float[Array, ""],
     epochs_per_iteration: float = 1.0,
     can_check: bool = True,
-    progress: Int[Array, ""] | None = None,
+    in_stretches: bool = False,
 ) -> tuple[Any, LoopOutcome]:
     """Iterate until the residuals are within the tolerance, or no further progress is possible.
 
@@ -50,7 +50,7 @@ def iterate(
         tolerance: the size to reach.
         epochs_per_iteration: the cost of an iteration.
         can_check: whether there is a solution to compute residuals from.
-        progress: the number of a progress bar, which gets a report in every epoch.
+        in_stretches: whether `stretches.run` may stop between iterations, to report.
 
     Returns:
         The last state, and the outcome of the loop.
@@ -70,10 +70,10 @@ def iterate(
         dtype = loop.size.dtype
         return epochs_per_iteration * loop.iteration.astype(dtype) + loop.checks.astype(dtype)
 
-    def report_progress(loop: _Loop) -> None:
-        if progress is not None:
-            budget = epochs_per_iteration * jnp.asarray(max_iterations, float)
-            report(progress, epochs_of(loop), loop.size, budget, tolerance)
+    def measure(loop: _Loop) -> Float[Array, "4"]:
+        budget = epochs_per_iteration * jnp.asarray(max_iterations, float)
+        measures = epochs_of(loop), loop.size, budget, jnp.asarray(tolerance)
+        return jnp.stack([measure.astype(loop.size.dtype) for measure in measures])
 
     def body(loop: _Loop) -> _Loop:
         check = ends(loop) & can_check
@@ -81,7 +81,7 @@ def iterate(
         size = size_of(state)
         claimed, gained = loop.reference - loop.size, loop.reference - size
         stalled = gained <= jnp.maximum(0.5 * claimed, 0.0)
-        next_loop = _Loop(
+        return _Loop(
             state,
             loop.iteration + (~check & works).astype(int),
             loop.checks + check.astype(int),
@@ -90,15 +90,13 @@ def iterate(
             jnp.where(check, size, loop.reference),
             jnp.where(check, stalled, ~works),
         )
-        if progress is not None:
-            is_next = jnp.floor(epochs_of(next_loop)) > jnp.floor(epochs_of(loop))
-            jax.lax.cond(is_next, lambda: report_progress(next_loop), lambda: None)
-        return next_loop
 
     size, zero, false = size_of(state), jnp.zeros((), int), jnp.zeros((), bool)
     loop = _Loop(state, zero, zero, size, ~false, size, false)
-    report_progress(loop)
-    loop = jax.lax.while_loop(continues, body, loop)
+    if in_stretches:
+        loop = stretches.while_loop(continues, body, loop, measure)
+    else:
+        loop = jax.lax.while_loop(continues, body, loop)
     spent = loop.iteration >= max_iterations
     reason = jnp.where(spent, StopReason.BUDGET, StopReason.PRECISION)
     reason = jnp.where(loop.size <= tolerance, StopReason.CONVERGED, reason)
@@ -142,7 +140,7 @@ def descend(
         max_iterations=system.num_iterations(max_epochs, epochs_per_iteration),
         epochs_per_iteration=epochs_per_iteration,
         tolerance=tolerance,
-        progress=system.options.progress,
+        in_stretches=system.options.in_stretches,
     )
     return system.solution(state.value, norms(state), outcome)
 

@@ -1,35 +1,20 @@
 """A progress bar for a solve, from reports of the solver's loop."""
 
-import contextlib
-import itertools
 import math
-import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tqdm
-from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.linear.solver import Solution, StopReason
 
 # A bar appears once a solve takes longer than this, in seconds.
 _DELAY = 3.0
-# Solves of fewer rows have no bar: their programs compile without reports, and a compilation cache
-# can store them.
-_LEAST_ROWS = 1000
-
 # With a budget of at least this many epochs, only text is shown: a bar would not move.
 _MANY_EPOCHS = 1e5
-
-# A compiled program reports to the bar of the current call, by the number of the bar.
-_bars: dict[int, "_Bar"] = {}
-_numbers = itertools.count()
 
 _ENDS = {
     StopReason.CONVERGED: "converged",
@@ -39,66 +24,20 @@ _ENDS = {
 }
 
 
-def watched(
-    solve: Callable[[Int[Array, ""] | None], Solution], num_rows: int, *, progress_bar: bool
-) -> Solution:
+def watched(solve: Callable[[Callable[..., None]], Solution]) -> Solution:
     """Run a solve with a progress bar, which appears if it takes longer than a few seconds.
 
-    In the main thread Ctrl-C ends the solve at the next report, about an epoch later: without a
-    report a running XLA program does not react to it.
-
     Args:
-        solve: maps the number of the bar, for `Options.progress`, to the solution; it gets None
-            if there is no bar.
-        num_rows: number of rows of the system.
-        progress_bar: whether there may be a bar; then nothing may be traced.
+        solve: maps a function, which is to be called now and then with the number of epochs, the
+            largest relative residual, the budget of epochs and the tolerance, to the solution.
     """
-    if not progress_bar or num_rows < _LEAST_ROWS:
-        return solve(None)
-    number, bar = next(_numbers), _Bar()
-    _bars[number] = bar
+    bar = _Bar()
     try:
-        with _interrupts() as bar.is_interrupted:
-            solution = jax.block_until_ready(solve(jnp.asarray(number)))
+        solution = jax.block_until_ready(solve(bar.report))
         bar.finish(solution)
         return solution
-    except jax.errors.JaxRuntimeError:
-        if bar.was_interrupted:  # an exception of a callback comes back as one of XLA
-            raise KeyboardInterrupt from None
-        raise
     finally:
         bar.close()
-        del _bars[number]
-
-
-def report(
-    progress: Int[Array, ""],
-    epochs: Float[Array, ""],
-    size: Float[Array, ""],
-    budget: float | Float[Array, ""],
-    tolerance: float | Float[Array, ""],
-) -> None:
-    """Report to a bar from within a compiled loop.
-
-    Args:
-        progress: the number of the bar.
-        epochs: number of epochs so far.
-        size: the largest relative residual.
-        budget: maximum number of epochs.
-        tolerance: the relative residual to reach.
-    """
-    jax.debug.callback(_report, progress, epochs, size, budget, tolerance)
-
-
-def _report(number: ArrayLike, *values: ArrayLike) -> None:
-    bar = _bars.get(int(np.asarray(number)))
-    if bar is None:  # the last report may arrive after the solve
-        return
-    try:
-        bar.report(*(float(np.asarray(value)) for value in values))
-    except KeyboardInterrupt:
-        bar.was_interrupted = True
-        raise
 
 
 class _Report(NamedTuple):
@@ -111,15 +50,11 @@ class _Bar:
     """The reports of one solve, and the bar that shows them."""
 
     def __init__(self) -> None:
-        self.is_interrupted: Callable[[], bool] = lambda: False
-        self.was_interrupted = False
         self.reports: list[_Report] = []
         self.bar: tqdm.tqdm | None = None
         self.tolerance = 0.0
 
     def report(self, epochs: float, size: float, budget: float, tolerance: float) -> None:
-        if self.is_interrupted():
-            raise KeyboardInterrupt
         self.reports.append(_Report(time.monotonic(), epochs, size))
         self.tolerance = tolerance
         if self._seconds() < _DELAY:
@@ -177,31 +112,3 @@ class _Bar:
         """End the line of the bar, if there is one."""
         if self.bar is not None:
             self.bar.close()
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Detect Ctrl-C from other threads.
-
-    Python's handler runs in the main thread only, after the compiled program has ended.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: False
-        return
-    receiver, sender = socket.socketpair()
-    with receiver, sender:
-        receiver.setblocking(False)
-        sender.setblocking(False)
-
-        def is_interrupted() -> bool:
-            try:
-                return signal.SIGINT in receiver.recv(64)
-            except BlockingIOError:
-                return False
-
-        previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        try:
-            yield is_interrupted
-        finally:
-            signal.set_wakeup_fd(previous)

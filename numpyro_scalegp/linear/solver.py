@@ -18,6 +18,8 @@ from numpyro_scalegp.core.mesh import divided
 from numpyro_scalegp.linear.operator import AbstractOperator, KernelOperator
 from numpyro_scalegp.programs.compiled import compiled
 
+_OPERATORS = "one of `sgp.solvers` (`KernelOperator`)"
+
 
 class StopReason(enum.IntEnum):
     """Why a solver stopped: the values of `Solution.reason`."""
@@ -98,7 +100,6 @@ class AbstractSolver(eqx.Module):
         """The solver for a posterior, which needs one accurate solution: by default this solver."""
         return self
 
-    @compiled
     def solve(
         self,
         operator: KernelOperator,
@@ -107,7 +108,6 @@ class AbstractSolver(eqx.Module):
         guess: Float[Array, "*candidates n k"] | None = None,
         key: Key[Array, ""] | None = None,
         num_averaged: int = 0,
-        progress: Int[Array, ""] | None = None,
     ) -> Solution:
         """Solve H V = B.
 
@@ -121,7 +121,6 @@ class AbstractSolver(eqx.Module):
             num_averaged: number of last columns, such as an estimator's probe vectors, for which
                 the mean of their relative residuals must be within the tolerance; every other
                 column counts alone.
-            progress: the number of a progress bar, set by `GaussianProcess.condition`.
 
         Returns:
             A `Solution`. `converged` is False if a residual is above the tolerance, `reason` says
@@ -131,8 +130,24 @@ class AbstractSolver(eqx.Module):
             ValueError: if `B` or `guess` has the wrong shape, `num_averaged` is out of range, or
                 there is no `key` for a solver that needs one.
         """
-        options = Options(key, num_averaged, progress=progress)
+        chosen = self
+        if checks.is_concrete((operator, key)):
+            checks.instance("operator", operator, KernelOperator, _OPERATORS)
+            chosen = self.chosen(operator, key)
+        return chosen._solve(operator, B, guess, Options(key, num_averaged))
+
+    @compiled
+    def _solve(
+        self, operator: KernelOperator, B: Array, guess: Array | None, options: "Options"
+    ) -> Solution:
         return self.solve_system(prepare(operator, B, guess, options))
+
+    def chosen(self, operator: KernelOperator, key: Key[Array, ""] | None) -> "AbstractSolver":
+        """The solver that runs, for values that are known: by default this solver.
+
+        A solver that chooses between others does so here, for a program with one of them.
+        """
+        return self
 
     def solve_system(self, system: "System") -> Solution:
         """Solve a system that `prepare` made."""
@@ -149,6 +164,21 @@ class AbstractSolver(eqx.Module):
         `descend` is the loop for a solver that updates a solution and its residual, and
         `System.solution` makes the `Solution`.
         """
+
+
+class PreparedSolver(AbstractSolver):
+    """A solver with the result of its `init` for one operator."""
+
+    solver: AbstractSolver
+    setup: Any
+
+    def init(self, operator: KernelOperator, key: Key[Array, ""] | None) -> Any:
+        """Return what `init` of the solver returned."""
+        return self.setup
+
+    def run(self, setup: Any, system: "System") -> Solution:
+        """Solve a system with the same operator."""
+        return self.solver.run(setup, system)
 
 
 class Probes(eqx.Module):
@@ -169,7 +199,7 @@ class Options(eqx.Module):
     probes: Probes | None = None
     # Whether the averaged columns of a random solution need an independent second estimate.
     paired: bool = eqx.field(static=True, default=True)
-    progress: Int[Array, ""] | None = None  # the number of a progress bar that a loop reports to
+    in_stretches: bool = eqx.field(static=True, default=False)  # see `iterate`
 
 
 class Iterate(NamedTuple):
@@ -243,8 +273,7 @@ def prepare(
     options: Options,
 ) -> System:
     """Check and normalize each right-hand side, and compute the residual of the initial guess."""
-    expected = "one of `sgp.solvers` (`KernelOperator`)"
-    checks.instance("operator", operator, AbstractOperator, expected)
+    checks.instance("operator", operator, AbstractOperator, _OPERATORS)
     B = checks.as_float(B, "B")
     if B.ndim != 2 or B.shape[0] != operator.size:
         raise ValueError(f"`B` must have shape ({operator.size}, k), got {B.shape}.")

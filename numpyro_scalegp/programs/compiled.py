@@ -73,13 +73,20 @@ class Traced(eqx.Module):
         return eqx.combine(jax.tree.unflatten(self.structure, results), self.static_result)
 
 
-class _Trace(NamedTuple):
+class TracedCall(NamedTuple):
+    """A traced call of a function of pytrees."""
+
     closed: ClosedJaxpr
     leaves: list[Any]  # the arrays among the arguments
     structure: Any
     static_result: Any
 
+    def result(self, arrays: list[Any]) -> Any:
+        """The function's result, given its arrays."""
+        return eqx.combine(jax.tree.unflatten(self.structure, arrays), self.static_result)
+
     def with_program(self, program: Run) -> Traced:
+        """The call with a program that runs it."""
         return Traced(_constants(self.closed), program, self.structure, self.static_result)
 
 
@@ -171,7 +178,7 @@ def trace(function: Callable[..., Any], *args: Any) -> Traced:
     Unlike the result of `compiled`, the result can be transformed in any way; its derivative rules
     keep the function alive.
     """
-    traced = _trace(function, args, {})
+    traced = trace_call(function, args, {})
     return traced.with_program(_jitted(traced.closed.jaxpr))
 
 
@@ -183,7 +190,7 @@ def _trace_and_compile(
     donates: bool = False,
 ) -> Traced:
     """Trace a function, and compile it unless an equal program is cached."""
-    traced = _trace(function, args, kwargs)
+    traced = trace_call(function, args, kwargs)
     constants = _constants(traced.closed)
     if not _any_traced((*traced.leaves, *constants)):
         num_kept = len(jax.tree.leaves(eqx.filter(args[:1], eqx.is_array)))
@@ -201,10 +208,9 @@ def _trace_and_compile(
 def _returning_host_calls(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, list[host_calls.HostCall]]:
-        traced = _trace(function, args, kwargs)
+        traced = trace_call(function, args, kwargs)
         results, calls = host_calls.evaluated(traced.closed, traced.leaves)
-        arrays = jax.tree.unflatten(traced.structure, results)
-        return eqx.combine(arrays, traced.static_result), calls
+        return traced.result(results), calls
 
     return run
 
@@ -254,7 +260,10 @@ def _executable(
     return _executables.get(key, compile_program)
 
 
-def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trace:
+def trace_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TracedCall:
+    """Trace a call of a function without side effects."""
     arrays, static = eqx.partition((args, kwargs), eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     outputs: list[tuple[Any, Any]] = []
@@ -267,7 +276,7 @@ def _trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         outputs.append((result_structure, static_result))
         return results
 
-    return _Trace(jax.make_jaxpr(flat)(*leaves), leaves, *outputs[-1])
+    return TracedCall(jax.make_jaxpr(flat)(*leaves), leaves, *outputs[-1])
 
 
 def _jitted(jaxpr: Jaxpr, donated: range = range(0), options: dict[str, Any] | None = None) -> Any:

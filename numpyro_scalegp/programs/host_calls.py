@@ -87,7 +87,7 @@ def evaluated(closed: ClosedJaxpr, args: Sequence[Any]) -> Evaluated:
     for equation in closed.jaxpr.eqns:
         inputs = list(map(read, equation.invars))
         has_calls = _is_or_has_host_call(equation)
-        rule = _RULES.get(equation.primitive.name, _bound) if has_calls else _bound
+        rule = _RULES.get(equation.primitive.name, _unchanged) if has_calls else _unchanged
         with equation.ctx.manager:
             results, new_calls = rule(equation, inputs)
         calls += new_calls
@@ -95,11 +95,16 @@ def evaluated(closed: ClosedJaxpr, args: Sequence[Any]) -> Evaluated:
     return list(map(read, closed.jaxpr.outvars)), calls
 
 
-def _bound(equation: Any, inputs: list[Any]) -> Evaluated:
-    """Bind an equation as it is: calls in it keep their effect."""
+def bound(equation: Any, inputs: list[Any]) -> list[Any]:
+    """Bind the primitive of an equation to inputs, and return the list of its results."""
     primitive, params = equation.primitive, equation.params
     results = primitive.bind(*inputs, **primitive.get_bind_params(params))
-    return (results if primitive.multiple_results else [results]), []
+    return results if primitive.multiple_results else [results]
+
+
+def _unchanged(equation: Any, inputs: list[Any]) -> Evaluated:
+    """Calls inside of this equation keep their effect."""
+    return bound(equation, inputs), []
 
 
 def _of_host_call(equation: Any, inputs: list[Any]) -> Evaluated:
@@ -121,7 +126,7 @@ def _inlined(name: str) -> Callable[[Any, list[Any]], Evaluated]:
 
 def _of_checkpoint(equation: Any, inputs: list[Any]) -> Evaluated:
     # Within a derivative the equation keeps its values from being stored.
-    rule = _bound if equation.params["differentiated"] else _inlined("jaxpr")
+    rule = _unchanged if equation.params["differentiated"] else _inlined("jaxpr")
     return rule(equation, inputs)
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 from numpyro import handlers
+from numpyro.distributions import Distribution
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 from numpyro.primitives import _PYRO_STACK, Messenger, apply_stack
@@ -113,7 +114,7 @@ def _is_numeric_array(leaf: Any) -> bool:
 
 
 def _replace_tracers(tree: Any, value_of: Callable[[Any], Any]) -> Any:
-    """Replace the tracers in a tree, also within partial functions and handlers."""
+    """Replace the tracers in a tree, also within partial functions, handlers and distributions."""
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer):
@@ -123,15 +124,16 @@ def _replace_tracers(tree: Any, value_of: Callable[[Any], Any]) -> Any:
             if _are_identical(parts, new := _replace_tracers(parts, value_of)):
                 return leaf
             return functools.partial(new[0], *new[1], **new[2])
-        if isinstance(leaf, Messenger):
+        if isinstance(leaf, Messenger | Distribution):
             if _are_identical(vars(leaf), new := _replace_tracers(vars(leaf), value_of)):
                 return leaf
-            handler = copy.copy(leaf)
-            vars(handler).update(new)
-            return handler
+            replaced = copy.copy(leaf)
+            vars(replaced).update(new)
+            return replaced
         return leaf
 
-    return jax.tree.map(replace, tree)
+    # As a pytree, a distribution has its fields in an order that differs between processes.
+    return jax.tree.map(replace, tree, is_leaf=lambda node: isinstance(node, Distribution))
 
 
 def _are_identical(old: Any, new: Any) -> bool:

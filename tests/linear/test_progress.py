@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +15,10 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.integrated.iterative import iterative
 from numpyro_scalegp.linear import progress
 from numpyro_scalegp.linear.solver import solved
+from numpyro_scalegp.programs import stretches
 from numpyro_scalegp.solvers import StopReason
 
 N = 30
@@ -63,8 +64,9 @@ def process(solver: Any) -> Any:
 @pytest.fixture
 def at_once(monkeypatch):
     """Show bars for the smallest problems, and at the first report."""
-    monkeypatch.setattr(progress, "_LEAST_ROWS", 0)
+    monkeypatch.setattr(iterative, "_LEAST_ROWS", 0)
     monkeypatch.setattr(progress, "_DELAY", 0.0)
+    monkeypatch.setattr(stretches, "_SECONDS", 0.0)
 
 
 def shown(capsys) -> list[str]:
@@ -89,7 +91,6 @@ def test_every_solver_shows_a_bar_that_changes_no_number(name, at_once, capsys):
     assert f"(tolerance {tolerance:.2g}): converged, {epochs:.0f} epochs in 0 s" in last
     for value, expected in zip(jax.tree.leaves(posterior), jax.tree.leaves(silent), strict=True):
         np.testing.assert_array_equal(value, expected)
-    assert not progress._bars
 
 
 def test_a_second_bar_compiles_nothing(at_once, capsys, monkeypatch):
@@ -132,14 +133,18 @@ def test_no_bar_where_something_is_traced(at_once, capsys):
 
 
 def test_small_and_short_solves_are_silent(capsys, monkeypatch):
-    gp = process(SOLVERS["ap"])
-    traced = []
-    monkeypatch.setattr(progress.jax.debug, "callback", lambda *args: traced.append(args))
+    gp, runs, run = process(SOLVERS["ap"]), [], stretches.run
+
+    def counted(*args):
+        runs.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(stretches, "run", counted)
     gp.condition(Y)
-    assert not [args for args in traced if args[0] is progress._report]
-    monkeypatch.undo()
-    monkeypatch.setattr(progress, "_LEAST_ROWS", N)
+    assert not runs
+    monkeypatch.setattr(iterative, "_LEAST_ROWS", N)
     gp.condition(Y)
+    assert runs
     assert shown(capsys) == [""]
 
 
@@ -241,27 +246,10 @@ def test_an_interrupt_ends_the_solve_and_breaks_nothing(
         gp.condition(Y)
     assert 3 <= len(reports) < 100
     assert gp.state.posterior is None
-    assert not progress._bars
-    assert signal.set_wakeup_fd(-1) == -1  # what was set before
     monkeypatch.setattr(progress._Bar, "report", report)
     again: Any = process(SOLVERS["ap"]).condition(Y)
     assert again.diagnostics["converged"]
     assert "converged" in "".join(shown(capsys))
-
-
-def test_an_interrupt_is_seen_from_other_threads(interruptible):
-    """The callbacks of a larger program run there, while the main thread waits for its end."""
-    results = []
-    with pytest.raises(KeyboardInterrupt), progress._interrupts() as is_interrupted:
-        assert not is_interrupted()
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5.0)
-        finally:
-            thread = threading.Thread(target=lambda: results.append(is_interrupted()))
-            thread.start()
-            thread.join()
-    assert results == [True]
 
 
 def test_in_another_thread(at_once, capsys):

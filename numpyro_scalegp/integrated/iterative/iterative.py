@@ -1,6 +1,8 @@
 """The base class of the estimators that solve linear systems iteratively."""
 
 import abc
+import dataclasses
+import functools
 import math
 import zlib
 from typing import Any, ClassVar
@@ -8,7 +10,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, UInt
+from jaxtyping import Array, Float, Key, UInt
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.features.prior_draws import PriorDraws
@@ -44,10 +46,12 @@ from numpyro_scalegp.linear.solver import (
 )
 from numpyro_scalegp.numerics.derivatives import refuse_derivatives
 from numpyro_scalegp.processes.pathwise import PathwisePosterior
-from numpyro_scalegp.programs import functions
+from numpyro_scalegp.programs import functions, stretches
 from numpyro_scalegp.programs.comparison import begins_with
 from numpyro_scalegp.programs.compiled import compiled
 
+# Solves of fewer rows are one program, without a progress bar.
+_LEAST_ROWS = 1000
 _REFUSAL = (
     "the posterior of an iterative estimator has no derivatives with respect to hyperparameters or "
     "observations, only with respect to the new inputs: its solution is held fixed. "
@@ -280,13 +284,11 @@ class AbstractIterative(AbstractEstimator):
         H, residual = refuse_derivatives(_REFUSAL, (operator, y - mean_function(operator.X)))
         system = H, residual.astype(H.dtype), draws
         initial = self._start(system, state, start, getattr(solver, "tolerance", 0.0))
-        solution = watched(
-            lambda progress: self._solution(
-                solver, *system, solver_key, initial, checks.plain(max_epochs), progress
-            ),
-            operator.size,
-            progress_bar=progress_bar and checks.is_concrete((system, solver_key, initial)),
-        )
+        args = (*system, solver_key, initial, checks.plain(max_epochs))
+        if checks.is_concrete((system, solver_key, initial)):
+            solution = self._solution_on_host(solver, args, progress_bar=progress_bar)
+        else:
+            solution = self._solution(solver, *args)
         warn_unless_converged(solution)
         posterior = PathwisePosterior(
             kernel=operator.kernel,
@@ -302,6 +304,37 @@ class AbstractIterative(AbstractEstimator):
             state.keep(posterior)
         return posterior
 
+    def _solution_on_host(
+        self, solver: AbstractSolver, args: tuple[Any, ...], *, progress_bar: bool
+    ) -> Solution:
+        """`_solution` with all decisions on the host, and a progress bar."""
+        operator, target, draws, solver_key, start, max_epochs = args
+        if start is not None and start.is_solution:
+            return start.last
+        guess = None if start is None else start.candidates
+        chosen = solver.chosen(operator, solver_key)
+        options = Options(solver_key, draws.num_draws, max_epochs)
+        if operator.size < _LEAST_ROWS:
+            return self._solved(chosen, operator, target, draws, guess, options)
+        options = dataclasses.replace(options, in_stretches=True)
+        args = chosen, operator, target, draws, guess, options
+        run = functools.partial(stretches.run, self._solved, args)
+        return watched(run) if progress_bar else run(None)
+
+    @compiled
+    def _solved(
+        self,
+        solver: AbstractSolver,
+        operator: KernelOperator,
+        target: Float[Array, " n"],
+        draws: PriorDraws,
+        guess: Float[Array, "p n k"] | None,
+        options: Options,
+    ) -> Solution:
+        xi = draws.observations(operator.kernel, operator.X, operator.noise())
+        B = jnp.concatenate([target[:, None], xi.astype(operator.dtype)], axis=1)
+        return solver.solve_system(prepare(operator, B, guess, options))
+
     @compiled
     def _solution(
         self,
@@ -312,16 +345,10 @@ class AbstractIterative(AbstractEstimator):
         solver_key: Key[Array, ""],
         start: Start | None,
         max_epochs: int | float | None,
-        progress: Int[Array, ""] | None,
     ) -> Solution:
         """The solution of `start` if it solves this system, otherwise the result of a solve."""
-
-        def solve(guess: Array | None) -> Solution:
-            xi = draws.observations(operator.kernel, operator.X, operator.noise())
-            B = jnp.concatenate([target[:, None], xi.astype(operator.dtype)], axis=1)
-            options = Options(solver_key, draws.num_draws, max_epochs, progress=progress)
-            return solver.solve_system(prepare(operator, B, guess, options))
-
+        options = Options(solver_key, draws.num_draws, max_epochs)
+        solve = functools.partial(self._solved, solver, operator, target, draws, options=options)
         if start is None:
             return solve(None)
         return jax.lax.cond(start.is_solution, lambda: start.last, lambda: solve(start.candidates))

@@ -402,11 +402,11 @@ def test_draws_stay_where_rows_are_appended(dtype):
 @pytest.mark.parametrize("way", ["start", "memory", "posterior"])
 def test_appended_rows_start_at_zero(way, monkeypatch):
     starts = []
-    original = Pathwise._solution
+    original = Pathwise._start
 
     def recorded(self, *args):
-        starts.append(args[5])
-        return original(self, *args)
+        starts.append(original(self, *args))
+        return starts[-1]
 
     X_more, y_more = rows(MORE)
     gp = process()
@@ -418,7 +418,7 @@ def test_appended_rows_start_at_zero(way, monkeypatch):
         assert state.posterior is None
     else:
         state = gp.state
-    monkeypatch.setattr(Pathwise, "_solution", recorded)
+    monkeypatch.setattr(Pathwise, "_start", recorded)
     if way == "start":
         posterior: Any = alone(X_more).condition(y_more, start=before)
     else:
