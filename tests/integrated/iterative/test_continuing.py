@@ -401,7 +401,7 @@ def test_draws_stay_where_rows_are_appended(dtype):
 
 @pytest.mark.parametrize("way", ["start", "memory", "posterior"])
 def test_appended_rows_start_at_zero(way, monkeypatch):
-    starts = []
+    starts = list[Any]()
     original = Pathwise._start
 
     def recorded(self, *args):
