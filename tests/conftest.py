@@ -78,8 +78,6 @@ jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
 import numpyro_scalegp as sgp
 
-sgp.warn_in_jit(True)  # although compiled programs are stored
-
 
 def pytest_sessionfinish() -> None:
     """Remove the compiled programs of this process."""
@@ -125,6 +123,7 @@ def monkeypatch() -> Iterator[MonkeyPatch]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip long tests after the time TEST_UNTIL, in seconds since 1970."""
+    sgp.warn_in_jit(True)  # although compiled programs are stored
     until = float(os.environ.get("TEST_UNTIL", "inf"))
     long = {"slow", "monte_carlo", "one_interpreter"}
     if time.time() > until and long & {mark.name for mark in item.iter_markers()}:

@@ -8,18 +8,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.core.mesh import map_shares, mesh_of, sum_shares
 
 Rows = TypeVar("Rows")
 Result = TypeVar("Result")
 
-# Entries of the largest intermediate matrix of a chunk: 64 MiB in float32.
+# Entries of the largest intermediate matrix of a chunk on a CPU: 64 MiB in float32. On an
+# accelerator it may take a share of the memory.
 _MAX_ENTRIES = 2**24
+_SHARE = 1 / 400
 
 
 def rows_per_chunk(width: int) -> int:
     """How many rows of a `width`-column intermediate fit the memory budget, at least one."""
-    return max(1, _MAX_ENTRIES // max(1, width))
+    entries = memory_share(_SHARE, 4 * _MAX_ENTRIES) // 4
+    return max(1, entries // max(1, width))
 
 
 def map_rows(

@@ -76,7 +76,7 @@ def warn_in_jit(enabled: bool | None = None) -> None:
     """
     global _warns_in_jit
     if enabled is not None:
-        checks.instance("enabled", enabled, bool)
+        checks.instance("enabled", enabled, bool, "True, False or None")
     _warns_in_jit = enabled
 
 

@@ -1,12 +1,20 @@
 """Squared distances between rows, accurate in float32 for inputs far from the origin."""
 
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, ArrayLike, Float, Int, Num
 
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.numerics.rounding import at_least, at_most
+
+Result = TypeVar("Result")
 
 # Up to this many columns explicit differences cost no more than a matrix product.
 MAX_COLUMNS_OF_DIFFERENCES = 3
@@ -77,10 +85,57 @@ def squared_distances(
     ]
     # The same method for all members of a batch: otherwise `vmap` would compute all of them.
     method = _method(*map(largest_of_batch, errors))
-    distances = jax.lax.switch(method, _METHODS, X, Z, center, inverse, widest)
+    if (choices := _choices.get()) is not None:
+        choices.append(method)
+    if (chosen := _method_of_all.get()) is not None:
+        distances = _METHODS[chosen](X, Z, center, inverse, widest)
+    else:
+        distances = jax.lax.switch(method, _METHODS, X, Z, center, inverse, widest)
     # Set rounding errors below zero to zero, without changing the derivative. Here, after the
     # branches, this needs no further pass over the pairs: it is fused with the next operation.
     return distances - jax.lax.stop_gradient(jnp.minimum(distances, 0.0))
+
+
+def by_one_method(evaluate: Callable[[], Array], compute: Callable[[], Result]) -> Result:
+    """Compute with one method for all squared distances, chosen once and not for each block.
+
+    Args:
+        evaluate: evaluates a kernel at all rows, of which only the choices are computed.
+        compute: evaluates the kernel at blocks of these rows.
+
+    Returns:
+        The result of `compute` with the most accurate of the methods that are chosen.
+    """
+
+    def choices() -> list[Int[Array, ""]]:
+        token = _choices.set(choices := [])
+        try:
+            evaluate()
+        finally:
+            _choices.reset(token)
+        return choices
+
+    # Only what the choices need, which is no matrix of all pairs.
+    closed = jax.make_jaxpr(choices)()
+    if not closed.jaxpr.outvars:
+        return compute()
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    methods = jax.core.eval_jaxpr(jaxpr, closed.consts)
+
+    def computed_by(method: int) -> Result:
+        token = _method_of_all.set(method)
+        try:
+            return compute()
+        finally:
+            _method_of_all.reset(token)
+
+    branches = [functools.partial(computed_by, method) for method in range(len(_METHODS))]
+    return jax.lax.switch(functools.reduce(jnp.maximum, methods), branches)
+
+
+# Within `by_one_method`: the choices so far, and the method of all squared distances.
+_choices: ContextVar[list[Int[Array, ""]] | None] = ContextVar("_choices", default=None)
+_method_of_all: ContextVar[int | None] = ContextVar("_method_of_all", default=None)
 
 
 def _method(error: Float[Array, ""], reduced: Float[Array, ""]) -> Int[Array, ""]:

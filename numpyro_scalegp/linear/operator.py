@@ -9,13 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.core.mesh import AnyMesh, divided, filled, map_shares, mesh_of, sum_shares
+from numpyro_scalegp.kernels.distances import by_one_method
 from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
 from numpyro_scalegp.linear import products, ring
 from numpyro_scalegp.linear.products import kernel_matmul
 from numpyro_scalegp.programs.compiled import compiled_unless_traced
 
-_MEMORY_BUDGET = 2**28  # bytes
+# The bytes of kernel blocks on a CPU, or their share of an accelerator's memory.
+_MEMORY_BUDGET = 2**28
+_SHARE = 1 / 24
 
 
 class AbstractOperator(eqx.Module):
@@ -55,7 +59,8 @@ class KernelOperator(AbstractOperator):
         kernel: covariance function.
         X: inputs, shape (n, d).
         noise_variance: noise variance, shape () or (n,).
-        memory_budget: bytes that kernel blocks may take at a time.
+        memory_budget: bytes that kernel blocks may take at a time; None for 2**28 on a CPU, and a
+            24th of the memory of an accelerator.
 
     Raises:
         ValueError: if `X` is not a finite matrix, `noise_variance` has a wrong shape, or the budget
@@ -81,7 +86,7 @@ class KernelOperator(AbstractOperator):
         X: Float[ArrayLike, "n d"],
         noise_variance: Float[ArrayLike, "..."],
         *,
-        memory_budget: int = _MEMORY_BUDGET,
+        memory_budget: int | None = None,
     ) -> None:
         self.kernel = as_single("kernel", kernel)
         rows = checks.inputs("X", X)
@@ -90,6 +95,8 @@ class KernelOperator(AbstractOperator):
         self.noise_variance = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.shape("noise_variance", self.noise_variance, (), self.X.shape[:1])
         checks.positive("noise_variance", self.noise_variance, or_zero=True)
+        if memory_budget is None:
+            memory_budget = memory_share(_SHARE, _MEMORY_BUDGET)
         self.memory_budget = checks.count("memory_budget", memory_budget)
 
     @classmethod
@@ -98,7 +105,7 @@ class KernelOperator(AbstractOperator):
     ) -> "KernelOperator":
         """Build the operator from checked arguments."""
         self = object.__new__(cls)
-        X, memory_budget = divided(X, mesh_of(X)), _MEMORY_BUDGET
+        X, memory_budget = divided(X, mesh_of(X)), memory_share(_SHARE, _MEMORY_BUDGET)
         values = kernel, X, noise_variance, memory_budget
         for field, value in zip(dataclasses.fields(cls), values, strict=True):
             object.__setattr__(self, field.name, value)
@@ -171,7 +178,10 @@ class KernelOperator(AbstractOperator):
         """
         V = self._vectors("V", V, self.size)
         if (mesh := self.mesh) is None:
-            product = products.symmetric_matmul(self.kernel, self.X, V, self.block_size)
+            product = by_one_method(
+                lambda: self.kernel.evaluate(self.X, self.X),
+                lambda: products.symmetric_matmul(self.kernel, self.X, V, self.block_size),
+            )
         else:
             product = ring.symmetric_matmul(mesh, self.kernel, self.X, V, self.block_size)
         return product + self.noise()[:, None] * V
@@ -263,7 +273,10 @@ class KernelOperator(AbstractOperator):
         """The gradient of sum_c l_c'H r_c / 2, for vectors with a symmetric L R'."""
         sides = jax.lax.stop_gradient((L, R))
         if (mesh := self.mesh) is None:
-            derivatives = products.symmetric_gradient(self.kernel, self.X, sides, self.block_size)
+            derivatives = by_one_method(
+                lambda: self.kernel.evaluate(self.X, self.X),
+                lambda: products.symmetric_gradient(self.kernel, self.X, sides, self.block_size),
+            )
         else:
             derivatives = ring.symmetric_gradient(mesh, self.kernel, self.X, sides, self.block_size)
         dnoise = (0.5 * jnp.sum(L * R, axis=1)).astype(self.noise_variance.dtype)

@@ -10,6 +10,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.core.mesh import divided, mesh_of, stack_shares
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.pivoted_cholesky import pivoted_cholesky, randomly_pivoted_cholesky
@@ -17,9 +18,11 @@ from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.compiled import compiled_unless_traced
 
-# The default rank: its multiple of sqrt(n), and the bytes that L may take.
+# The default rank: its multiple of sqrt(n), and the bytes that L may take on a CPU, or the share of
+# an accelerator's memory.
 _RANKS = 10.0
 _MAX_BYTES = 2**28
+_SHARE = 1 / 16
 
 # Columns of A that are factorized at a time, in multiples of the rank.
 _RANKS_PER_CHUNK = 4
@@ -222,9 +225,8 @@ class RandomlyPivotedCholesky(AbstractPreconditioner):
 
 def _default_rank(operator: KernelOperator) -> int:
     n = operator.size
-    return max(
-        1, min(math.ceil(_RANKS * math.sqrt(n)), _MAX_BYTES // (n * operator.dtype.itemsize))
-    )
+    limit = memory_share(_SHARE, _MAX_BYTES) // (n * operator.dtype.itemsize)
+    return max(1, min(math.ceil(_RANKS * math.sqrt(n)), limit))
 
 
 class Nystrom(AbstractPreconditioner):

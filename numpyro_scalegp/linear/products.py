@@ -19,6 +19,8 @@ from numpyro_scalegp.numerics.linalg import matmul
 _COPIES = 4
 # On a CPU a block should fit into the caches; 500 to 640 rows were fastest in float32.
 _MAX_ROWS_ON_CPU = 640
+# Rows of several blocks are a multiple of the width of an accelerator's tiles.
+_TILE = 128
 # The most entries of a rectangular block that fit into a CPU's caches.
 _MAX_ENTRIES_ON_CPU = 2**19
 
@@ -27,8 +29,9 @@ def block_size(num_rows: int, memory_budget: int, itemsize: int) -> int:
     """Rows of the square blocks into which `num_rows` are split, within a budget of bytes."""
     rows = math.isqrt(memory_budget // (_COPIES * itemsize))
     if jax.default_backend() == "cpu":
-        rows = min(rows, _MAX_ROWS_ON_CPU)
-    return _even_share(num_rows, rows)
+        return _even_share(num_rows, min(rows, _MAX_ROWS_ON_CPU))
+    size = _even_share(num_rows, rows)
+    return -(-size // _TILE) * _TILE if num_rows > rows else size
 
 
 def _even_share(size: int, at_most: int) -> int:

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.linear.operator import AbstractOperator
 from numpyro_scalegp.linear.preconditioners import AbstractFactor
 from numpyro_scalegp.neighbors.prior_factor import PriorFactor
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.numerics.linalg import matmul, triangular_inverse
 
-# The number of coarse values in multiples of sqrt(n), and the bytes that their columns may take.
+# The number of coarse values in multiples of sqrt(n), and the bytes that their columns may take on
+# a CPU, or the share of an accelerator's memory.
 _COARSE = 0.5
 _MAX_BYTES = 2**28
+_SHARE = 1 / 16
 _COLUMNS_AT_A_TIME = 32
 
 
@@ -51,7 +54,7 @@ class LatentPrecision(AbstractOperator):
 def coarse_columns(factor: PriorFactor) -> Float[Array, "slots c"]:
     """The columns of L for the first values of the coarse-to-fine order, sqrt(n) / 2 of them."""
     n, size = len(factor.slots), factor.num_slots
-    limit = _MAX_BYTES // (size * factor.scale.dtype.itemsize)
+    limit = memory_share(_SHARE, _MAX_BYTES) // (size * factor.scale.dtype.itemsize)
     count = max(1, min(math.ceil(_COARSE * math.sqrt(n)), limit, n))
 
     def of_columns(columns: Array) -> Array:

@@ -82,7 +82,14 @@ class TracedCall(NamedTuple):
     static_result: Any
 
     def result(self, arrays: list[Any]) -> Any:
-        """The function's result, given its arrays."""
+        """The function's result, given its arrays, or numbers where the jaxpr has these."""
+        pairs = zip(arrays, self.closed.out_avals, strict=True)
+        arrays = [
+            value
+            if isinstance(value, jax.Array)
+            else jnp.asarray(value, None if aval.weak_type else aval.dtype)
+            for value, aval in pairs
+        ]
         return eqx.combine(jax.tree.unflatten(self.structure, arrays), self.static_result)
 
     def with_program(self, program: Run) -> Traced:

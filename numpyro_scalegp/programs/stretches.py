@@ -34,7 +34,7 @@ def while_loop(
     """`jax.lax.while_loop`, marked for `run`.
 
     Args:
-        continues: whether to go on, from a state.
+        continues: whether to continue, from a state.
         body: the next state.
         state: the initial state.
         measure: maps a state to what is reported: first the progress, which never decreases.
@@ -146,7 +146,7 @@ def _run_section(equations: list[Any], needed: set[Any], values: dict[Any, Any])
 
 
 def _run_loop(equation: Any, values: dict[Any, Any], report: Callable[..., None] | None) -> None:
-    """Add the values of a marked loop, whose last results are whether it goes on, and measures."""
+    """Add the values of a marked loop, whose last results are whether it continues, and measures."""
     closed = equation.params["jaxpr"]
     *inputs, limit = [_as_strong(_read(atom, values)) for atom in equation.invars]
     num_states = len(equation.outvars) - 2

@@ -179,24 +179,32 @@ def test_transformations_of_compiled_functions(x64):
     gradient = jax.jit(jax.grad(function))
     assert called(gradient, 2.0) == (2.0, [2.0])
     assert called(jax.grad(function), 2.0) == (2.0, [2.0])
-    both = jax.vmap(function)(jnp.array([0.5, 2.0]))
-    np.testing.assert_array_equal(both, [1.0, 4.0])
+    doubled = jax.vmap(function)(jnp.array([0.5, 2.0]))
+    np.testing.assert_array_equal(doubled, [1.0, 4.0])
 
 
 @pytest.mark.parametrize("enabled", (True, False, None))
 def test_within_a_users_program(enabled):
     """Without a setting, JAX's cache decides, whose folder the tests set."""
-    try:
-        sgp.warn_in_jit(enabled)
-        function = jax.jit(lambda x: checked(x) + float(bool(enabled)))
-        assert called(function, 2.0)[1] == ([2.0] if enabled else [])
-    finally:
-        sgp.warn_in_jit(True)
+    sgp.warn_in_jit(enabled)
+    function = jax.jit(lambda x: checked(x) + float(bool(enabled)))
+    assert called(function, 2.0)[1] == ([2.0] if enabled else [])
 
 
 def test_a_setting_is_true_false_or_none(unchecked):
     with pytest.raises(TypeError, match="`enabled` must be"):
         sgp.warn_in_jit(1)
+
+
+def test_results_that_are_constants():
+    @compiled
+    def function(x: Array) -> tuple[Array, Array, float]:
+        return jnp.zeros(()), checked(x), 1.5
+
+    zero, value, number = function(jnp.array(2.0))
+    assert isinstance(zero, jax.Array)
+    assert jax.typeof(zero) == jax.typeof(jnp.zeros(()))
+    assert (float(value), number) == (4.0, 1.5)
 
 
 def test_modules_whose_fields_change_nothing():

@@ -545,11 +545,11 @@ def test_the_start_is_the_one_of_separate_operations():
     with numpyro.handlers.substitute(data={"nothing": 0.0}):
         expected = make(loss).init(KEY, *data(), N // 2)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
-    for array, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+    for array, exact in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(array.dtype, jnp.inexact):
-            np.testing.assert_allclose(array, other, rtol=1e-8, atol=1e-10)
+            np.testing.assert_allclose(array, exact, rtol=1e-8, atol=1e-10)
         else:
-            assert jnp.array_equal(array, other)
+            assert jnp.array_equal(array, exact)
 
 
 def test_a_model_that_needs_values_of_its_arguments():
