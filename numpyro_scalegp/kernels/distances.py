@@ -108,7 +108,8 @@ def by_one_method(evaluate: Callable[[], Array], compute: Callable[[], Result]) 
     """
 
     def choices() -> list[Int[Array, ""]]:
-        token = _choices.set(choices := [])
+        choices = list[Int[Array, ""]]()
+        token = _choices.set(choices)
         try:
             evaluate()
         finally:

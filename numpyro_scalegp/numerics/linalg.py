@@ -135,7 +135,15 @@ def factorize(
         return step, factorize_on_platform(jittered)
 
     untried = (jnp.full((), -1, jnp.int32), jnp.zeros_like(K))
-    step, tril = jax.lax.while_loop(failed, attempt, untried)
+
+    def tried_in_loop() -> tuple[Array, Array]:
+        return jax.lax.while_loop(failed, attempt, untried)  # one copy of the factorization
+
+    def tried_before() -> tuple[Array, Array]:
+        # On an accelerator each condition takes a round trip to the host.
+        return jax.lax.while_loop(failed, attempt, attempt(untried))
+
+    step, tril = jax.lax.platform_dependent(cpu=tried_in_loop, default=tried_before)
     works = is_factor(tril)
     if warn:
         ratio, few = jnp.zeros((), K.dtype), jnp.zeros((), bool)

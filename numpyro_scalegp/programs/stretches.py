@@ -146,7 +146,7 @@ def _run_section(equations: list[Any], needed: set[Any], values: dict[Any, Any])
 
 
 def _run_loop(equation: Any, values: dict[Any, Any], report: Callable[..., None] | None) -> None:
-    """Add the values of a marked loop, whose last results are whether it continues, and measures."""
+    """Add the values of a marked loop, whose last results are `continues` and `measure`."""
     closed = equation.params["jaxpr"]
     *inputs, limit = [_as_strong(_read(atom, values)) for atom in equation.invars]
     num_states = len(equation.outvars) - 2

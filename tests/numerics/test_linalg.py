@@ -242,7 +242,13 @@ def test_jitter_where_a_matrix_is_singular_in_this_precision(transformation):
     np.testing.assert_allclose(factor.tril @ factor.tril.T, restored, atol=len(K) * eps)
 
 
-def test_jitter_grows_until_it_suffices(x64):
+@pytest.mark.parametrize("platform", ("cpu", "default"))
+def test_jitter_grows_until_it_suffices(platform, x64, monkeypatch):
+    """Also as on an accelerator, where the first attempt is before the loop."""
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *args, **functions: functions[platform](*args)
+    )
+    np.testing.assert_array_equal(linalg.factorize(4.0 * jnp.eye(3)).tril, 2.0 * jnp.eye(3))
     n = 12
     for size, step in ((5e0, 1), (5e1, 2), (5e2, 3), (5e3, 4)):
         K = jnp.eye(n).at[-1, -1].set(-size * jnp.finfo(float).eps)
