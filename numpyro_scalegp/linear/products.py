@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.core.chunks import map_rows, sum_rows
 from numpyro_scalegp.kernels.kernel import AbstractKernel
-from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.numerics.linalg import large_matmul
 
 # Arrays of the size of a block that exist at a time: the block, its distances and what the reverse
 # pass stores.
@@ -85,13 +85,13 @@ def symmetric_matmul(
 
     def diagonal(item: tuple[Array, Array]) -> Array:
         X, v = item
-        return matmul(v, kernel.evaluate_covariance(X).astype(V.dtype))
+        return large_matmul(v, kernel.evaluate_covariance(X).astype(V.dtype))
 
     def pair(product: Array, index: tuple[Array, Array]) -> tuple[Array, None]:
         i, j = index
         gram = kernel.evaluate(blocks.X[i], blocks.X[j]).astype(V.dtype)
-        product = product.at[i].add(matmul(vectors[j], gram.T))
-        return product.at[j].add(matmul(vectors[i], gram)), None
+        product = product.at[i].add(large_matmul(vectors[j], gram.T))
+        return product.at[j].add(large_matmul(vectors[i], gram)), None
 
     product = jax.lax.map(diagonal, (blocks.X, vectors))
     product, _ = jax.lax.scan(pair, product, blocks.pairs())
@@ -112,8 +112,8 @@ def mutual_matmul(
         i, j = index
         of_X, of_Z = products
         gram = kernel.evaluate(X.X[i], Z.X[j]).astype(V.dtype)
-        of_X = of_X.at[i].add(matmul(W[j], gram.T))
-        return (of_X, of_Z.at[j].add(matmul(V[i], gram))), None
+        of_X = of_X.at[i].add(large_matmul(W[j], gram.T))
+        return (of_X, of_Z.at[j].add(large_matmul(V[i], gram))), None
 
     zeros = jnp.zeros_like(V), jnp.zeros_like(W)
     (of_X, of_Z), _ = jax.lax.scan(pair, zeros, X.pairs_with(Z))
@@ -138,14 +138,14 @@ def symmetric_gradient(
             return eqx.combine(kernel, static).evaluate_covariance(X).astype(left.dtype)
 
         _, pullback = jax.vjp(covariance, parameters, X)
-        dkernel, dX = pullback(0.5 * matmul(lefts, rights.T))
+        dkernel, dX = pullback(0.5 * large_matmul(lefts, rights.T))
         return jax.tree.map(jnp.add, total, dkernel), dX
 
     def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
         total, total_X = totals
         i, j = index
         dkernel, dXi, dXj = _pulled_back(
-            kernel, (blocks.X[i], blocks.X[j]), matmul(left[i], right[j].T)
+            kernel, (blocks.X[i], blocks.X[j]), large_matmul(left[i], right[j].T)
         )
         total = jax.tree.map(jnp.add, total, dkernel)
         return (total, total_X.at[i].add(dXi).at[j].add(dXj)), None
@@ -168,7 +168,9 @@ def mutual_gradient(
 
     def of_pair(totals: tuple, index: tuple[Array, Array]) -> tuple[tuple, None]:
         i, j = index
-        dkernel, dXi, dZj = _pulled_back(kernel, (X.X[i], Z.X[j]), matmul(left[i], right[j].T))
+        dkernel, dXi, dZj = _pulled_back(
+            kernel, (X.X[i], Z.X[j]), large_matmul(left[i], right[j].T)
+        )
         total, dX, dZ = totals
         total = jax.tree.map(jnp.add, total, dkernel)
         return (total, dX.at[i].add(dXi), dZ.at[j].add(dZj)), None
@@ -223,7 +225,7 @@ def kernel_matmul(
 
     def block(rows: Array, columns: tuple[Array, Array]) -> Array:
         Z, V = columns
-        return matmul(kernel.evaluate(rows, Z).astype(V.dtype), V)
+        return large_matmul(kernel.evaluate(rows, Z).astype(V.dtype), V)
 
     def of_rows(rows: Array) -> Array:
         return sum_rows(functools.partial(block, rows), (Z, V), num_columns)

@@ -35,6 +35,9 @@ _MAX_LEAVES = 16
 
 # Products in full precision: TF32, the default for float32 on GPUs, has too few digits here.
 matmul = functools.partial(jnp.matmul, precision="highest")
+# Settings of `jax_default_matmul_precision` with the digits of float32, in several passes of the
+# tensor cores.
+_SEVERAL_PASSES = ("TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9")
 
 
 class Factor(NamedTuple):
@@ -244,6 +247,12 @@ def factorize_on_platform(K: Float[Array, "n n"]) -> Float[Array, "n n"]:
     if K.shape[0] > blocked.MAX_SIZE:
         return lapack.cholesky(K)
     return jax.lax.platform_dependent(K, cpu=blocked.cholesky, default=lapack.cholesky)
+
+
+def large_matmul(A: Float[Array, "n m"], B: Float[Array, "m k"]) -> Float[Array, "n k"]:
+    """`matmul`, in several passes of the tensor cores if JAX's precision of products says so."""
+    setting = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return jnp.matmul(A, B, precision=setting if setting in _SEVERAL_PASSES else "highest")
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:

@@ -373,3 +373,40 @@ def test_vectors_that_do_not_match(unchecked):
         H.columns_matmul(jnp.arange(2), jnp.ones((3, 3)))
     with pytest.raises(ValueError, match=r"`weights` must have shape \(3,\)"):
         H.quadratic_gradient(jnp.ones(2), vectors(N, 3))
+
+
+@pytest.mark.parametrize(
+    ("setting", "used"),
+    [
+        (None, "HIGHEST"),
+        ("bfloat16", "HIGHEST"),
+        ("tensorfloat32", "HIGHEST"),
+        ("TF32_TF32_F32_X3", "TF32_TF32_F32_X3"),
+        ("BF16_BF16_F32_X6", "BF16_BF16_F32_X6"),
+    ],
+)
+def test_passes_of_products_follow_the_setting_of_jax(setting, used):
+    """Only settings with the digits of float32; a TF32 product has three."""
+    H = KernelOperator(RBF(0.8), rows(), 0.3)
+    V = jnp.ones((len(H.X), 2))
+    with jax.default_matmul_precision(setting):
+        texts = (
+            str(jax.make_jaxpr(lambda H, V: H.matmul(V))(H, V)),
+            str(jax.make_jaxpr(lambda H, V: H.quadratic_gradient(jnp.ones(2), V))(H, V)),
+        )
+    for text in texts:
+        assert used in text
+        assert setting in (None, used) or setting not in text
+
+
+def test_several_passes_have_the_digits_of_float32():
+    rng = np.random.default_rng(0)
+    X, V = (rng.normal(size=(500, k)).astype(np.float32) for k in (5, 8))
+    with jax.enable_x64(True):
+        kernel = Matern32(np.float64(2.0))
+        exact = KernelOperator(kernel, X.astype(float), 0.1).matmul(jnp.asarray(V, float))
+    H = KernelOperator(Matern32(np.float32(2.0)), X, 0.1)
+    with jax.default_matmul_precision("BF16_BF16_F32_X6"):
+        product = jax.jit(lambda H, V: H.matmul(V))(H, V)
+    error = np.linalg.norm(product - np.asarray(exact)) / np.linalg.norm(exact)
+    assert 0 < error < 2e-6
