@@ -410,3 +410,24 @@ def test_several_passes_have_the_digits_of_float32():
         product = jax.jit(lambda H, V: H.matmul(V))(H, V)
     error = np.linalg.norm(product - np.asarray(exact)) / np.linalg.norm(exact)
     assert 0 < error < 2e-6
+
+
+def test_three_passes_of_tf32_have_the_digits_of_float32():
+    """Emulated: numbers are the sums of two with ten binary digits."""
+
+    def rounded(values):
+        bits = values.view(np.uint32) + np.uint32(0x1000)
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+    rng = np.random.default_rng(0)
+    X, V = (rng.normal(size=(2000, k)).astype(np.float32) for k in (5, 16))
+    K = np.asarray(Matern32(np.float32(2.0)).evaluate(*2 * [jnp.asarray(X)]))
+    exact = K.astype(float) @ V.astype(float)
+    large, large_V = rounded(K), rounded(V)
+    three = large @ rounded(V - large_V) + rounded(K - large) @ large_V + large @ large_V
+    errors = [
+        np.linalg.norm(product - exact) / np.linalg.norm(exact)
+        for product in (three, K @ V, large @ large_V)
+    ]
+    assert errors[0] < 1.2 * errors[1] < 1e-6
+    assert errors[2] > 100.0 * errors[0]
