@@ -17,6 +17,7 @@ from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
 from numpyro.primitives import Messenger
 
+from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.integrated.cholesky import Cholesky
 from numpyro_scalegp.integrated.estimator import AbstractEstimator
 from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
