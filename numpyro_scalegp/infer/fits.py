@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Int
-from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.svi import SVIState
 from numpyro.primitives import Messenger
@@ -24,13 +24,15 @@ from numpyro_scalegp.integrated.gaussian_process import GaussianProcess
 from numpyro_scalegp.integrated.iterative.hutchinson import Hutchinson
 from numpyro_scalegp.integrated.iterative.pathwise import Pathwise
 from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.likelihoods.elbo import AbstractParticleELBO, ModelAndGuide, elbo_terms
+from numpyro_scalegp.likelihoods.likelihood import summed
 from numpyro_scalegp.linear.alternating_projections import AlternatingProjections
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.programs.compiled import CompiledForLoop, compiled
 from numpyro_scalegp.sites.rows import unwrapped
 from numpyro_scalegp.tracing.first_run import initial_state
 from numpyro_scalegp.tracing.fitted_runs import trace_of
-from numpyro_scalegp.tracing.runs import is_observed
+from numpyro_scalegp.tracing.runs import is_observed, mutable_values, traced
 from numpyro_scalegp.tracing.starting_values import deviation, lengthscale_pairs, scaled_start
 
 # Initial values: the noise variance as a fraction of the observations' variance, lengthscales as a
@@ -51,6 +53,26 @@ def _iterative(gp: GaussianProcess) -> AbstractEstimator:
     except ValueError:
         kind = Hutchinson  # the kernel has no random features
     return kind(AlternatingProjections(max_epochs=5), num_probes=16, num_logdet_probes=0)
+
+
+class _JointDensity(AbstractParticleELBO):
+    """The log joint density at the values of an `AutoDelta`.
+
+    NumPyro's `Trace_ELBO` is the same, but adds sites in an order that differs between processes,
+    so that none finds the programs of another in a compilation cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, vectorize_particles=True)
+
+    def particle(self, key: Array, pair: ModelAndGuide) -> tuple[Float[Array, ""], dict[str, Any]]:
+        """The density, and the mutable state."""
+        (model_key, guide_key), (params, model, guide, args, kwargs) = jax.random.split(key), pair
+        of_guide = traced(guide, guide_key, params, args, kwargs)
+        params = {**params, **mutable_values(of_guide)}
+        of_model = traced(model, model_key, params, args, kwargs, replayed=of_guide)
+        mutable = {**mutable_values(of_guide), **mutable_values(of_model)}
+        return summed(elbo_terms(of_model, of_guide)), mutable
 
 
 class _ReplaceEstimators(Messenger):
@@ -105,7 +127,9 @@ class Fits:
         self.key, self.data, self.args, self.kwargs = key, _Data(X, y), args, kwargs
         self.model, self.learning_rate = model, learning_rate
         self.exact = _ReplaceEstimators(model, _exact)
-        self.svi = SVI(self.exact, AutoDelta(self.exact), optax.adam(learning_rate), Trace_ELBO())
+        self.svi = SVI(
+            self.exact, AutoDelta(self.exact), optax.adam(learning_rate), _JointDensity()
+        )
         # One program for each, not one for each operation.
         self._exact_steps = CompiledForLoop(self._steps)
         self._scores = CompiledForLoop(self._densities)
@@ -166,7 +190,7 @@ class Fits:
         rate = optax.cosine_decay_schedule(0.5 * self.learning_rate, num_steps)
         # The guide is set up for the same sites.
         model, data = _ReplaceEstimators(self.model, _iterative), self._subset(rows)
-        svi = SVI(model, self.svi.guide, optax.adam(rate), Trace_ELBO())
+        svi = SVI(model, self.svi.guide, optax.adam(rate), _JointDensity())
         state = self._initial_state(svi, data)
         state = state._replace(optim_state=CompiledForLoop(svi.optim.init)(start))
         step = CompiledForLoop(
