@@ -220,7 +220,7 @@ def standing_in(program: ClosedJaxpr) -> Callable[..., list[np.ndarray]]:
     run = compiled.executable(ClosedJaxpr(program.jaxpr, choices[0]), zeros)
 
     def now(*arrays: Any) -> list[np.ndarray]:
-        # Suppress warnings about covariances of random values, which come from callbacks.
+        # Suppress warnings about covariances of random values.
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             typed = [np.asarray(a, zero.dtype) for a, zero in zip(arrays, zeros, strict=True)]

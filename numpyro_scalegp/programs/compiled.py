@@ -244,8 +244,11 @@ def executable(
     returned = host_calls.returned(closed)
     if returned is None:
         return _executable(closed, leaves, donated, options)
-    run = _executable(returned.closed, leaves, donated, options)
-    return lambda _, *leaves: returned.call(run(returned.closed.consts, *leaves))
+    num_constants = len(closed.consts)  # which come first among its arguments
+    shifted = range(donated.start + num_constants, donated.stop + num_constants)
+    run = _executable(returned.closed, [*closed.consts, *leaves], shifted, options)
+    own_constants = returned.closed.consts
+    return lambda constants, *leaves: returned.call(run(own_constants, *constants, *leaves))
 
 
 def _executable(

@@ -34,7 +34,10 @@ Evaluated = tuple[list[Any], list[HostCall]]
 
 
 class Returned(NamedTuple):
-    """A jaxpr whose last results are the flags and values of host calls."""
+    """A jaxpr whose last results are the flags and values of host calls.
+
+    Its first arguments are the constants of the jaxpr that it was made from.
+    """
 
     closed: ClosedJaxpr
     structure: Any  # of the host calls
@@ -51,19 +54,16 @@ def returned(closed: ClosedJaxpr) -> Returned | None:
     """The jaxpr with its host calls as results, or None if there are none."""
     if not _has_host_calls(closed.jaxpr):
         return None
-    return Returned(_with_calls(closed), jax.tree.structure(_calls_of(closed)))
-
-
-def _with_calls(
-    closed: ClosedJaxpr, arrange: Callable[[list[HostCall]], list[HostCall]] = list
-) -> ClosedJaxpr:
-    """A jaxpr that returns its host calls, in an arrangement, after its results."""
+    num_constants = len(closed.consts)
 
     def run(*args: Any) -> list[Any]:
-        results, calls = evaluated(closed, args)
-        return [*results, *jax.tree.leaves(arrange(calls))]
+        constants, args = args[:num_constants], args[num_constants:]
+        results, calls = evaluated(ClosedJaxpr(closed.jaxpr, constants), args)
+        return [*results, *jax.tree.leaves(calls)]
 
-    return jax.make_jaxpr(run)(*_avals(closed))
+    variables = *closed.jaxpr.constvars, *closed.jaxpr.invars
+    traced = jax.make_jaxpr(run)(*(variable.aval for variable in variables))
+    return Returned(traced, jax.tree.structure(_calls_of(closed)))
 
 
 def _has_host_calls(jaxpr: Jaxpr) -> bool:
@@ -135,15 +135,16 @@ def _of_cond(equation: Any, inputs: list[Any]) -> Evaluated:
     branches = equation.params["branches"]
     of_each = list(map(_calls_of, branches))
 
-    def among_all(number: int, calls: list[HostCall]) -> list[HostCall]:
-        lists = [calls if i == number else _not_due(of_each[i]) for i in range(len(branches))]
-        return [call for calls in lists for call in calls]
+    def with_calls(number: int) -> ClosedJaxpr:
+        def run(*args: Any) -> list[Any]:
+            results, calls = evaluated(branches[number], args)
+            lists = [calls if i == number else _not_due(of_each[i]) for i in range(len(branches))]
+            return [*results, *jax.tree.leaves(lists)]
 
-    with_calls = tuple(
-        _with_calls(branch, functools.partial(among_all, number))
-        for number, branch in enumerate(branches)
-    )
-    outputs = equation.primitive.bind(*inputs, **{**equation.params, "branches": with_calls})
+        return jax.make_jaxpr(run)(*_avals(branches[number]))
+
+    with_all = tuple(map(with_calls, range(len(branches))))
+    outputs = equation.primitive.bind(*inputs, **{**equation.params, "branches": with_all})
     return _split(outputs, jax.tree.structure([call for calls in of_each for call in calls]))
 
 

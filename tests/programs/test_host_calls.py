@@ -15,7 +15,7 @@ from jaxtyping import Array
 import numpyro_scalegp as sgp
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.programs import host_calls
-from numpyro_scalegp.programs.compiled import compiled
+from numpyro_scalegp.programs.compiled import compiled, executable
 
 CALLS: list[float] = []
 
@@ -151,6 +151,20 @@ def test_constants_and_arguments_of_all_kinds(x64):
         np.testing.assert_array_equal(result["sum"], scale * matrix.sum(1))
         assert result["key"] == key
         assert [6.0] * int(scale > 0) == CALLS
+
+
+def test_other_constants_of_the_same_program(x64):
+    """As when a likelihood is evaluated with stand-ins for the arrays that it reads."""
+    matrix, zeros = jnp.arange(4.0).reshape(2, 2), [np.zeros(2)]
+    closed = jax.make_jaxpr(lambda x: matrix @ x + checked(jnp.sum(matrix)))(*zeros)
+    (constant,) = closed.consts
+    run = executable(closed, zeros)
+    for scale in (1.0, 2.0, -1.0):
+        CALLS.clear()
+        (result,) = run([scale * constant], np.ones(2))
+        expected = scale * (matrix.sum(1) + 2.0 * matrix.sum())
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
+        assert [6.0 * scale] * int(scale > 0) == CALLS
 
 
 def test_calls_read_what_is_current():
