@@ -469,7 +469,16 @@ ON_CPU = (
 NAMED = {run.name: run for run in ON_CPU}
 RUNS = (
     *ON_CPU,
-    NAMED["product"].on_gpu(2, methods=(*PRODUCTS, "300,000 rows")),
+    NAMED["product"].on_gpu(
+        2,
+        methods=(
+            *PRODUCTS,
+            "300,000 rows",
+            "1,000,000 rows",
+            "100,000 rows, in passes",
+            "1,000,000 rows, in passes",
+        ),
+    ),
     NAMED["neighbors-cost"].on_gpu(1),
     NAMED["neighbors-batches"].on_gpu(2),
     NAMED["features-cost"].on_gpu(1),
