@@ -120,8 +120,8 @@ def record_product(data, split, seed, method, *, columns=65, d=18):
     The timed calls alternate, so that noise of the machine disturbs all alike. The ratios are of
     minima: of the product to the product with K in memory, if K fits, and of the gradients of
     sum_c w_c v_c'H v_c and sum_c u_c'H v_c to the product. `memory` is the temporary memory of the
-    product, without arguments and result, in MiB. "In passes" is in three passes of TF32; `error` is
-    the relative difference of a product with 1,000 rows of K from float64.
+    product, without arguments and result, in MiB. "In passes" takes three passes of TF32;
+    `error` is the relative difference of a product with 1,000 rows of K from float64.
     """
     passes = "TF32_TF32_F32_X3" if "in passes" in method else None
     with jax.default_matmul_precision(passes):

@@ -479,6 +479,8 @@ RUNS = (
             "1,000,000 rows, in passes",
         ),
     ),
+    NAMED["pathwise-training"].on_gpu(1, data=("pol",)),
+    NAMED["truncation-training"].on_gpu(1, seeds=(0,)),
     NAMED["neighbors-cost"].on_gpu(1),
     NAMED["neighbors-batches"].on_gpu(2),
     NAMED["features-cost"].on_gpu(1),
