@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jaxtyping import Array, Bool
 
 from numpyro_scalegp.core.host import host_call
+from numpyro_scalegp.programs.equations import bound, evaluate
 
 
 class HostCall(eqx.Module):
@@ -56,14 +57,14 @@ def returned(closed: ClosedJaxpr) -> Returned | None:
         return None
     num_constants = len(closed.consts)
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: Any) -> Evaluated:
         constants, args = args[:num_constants], args[num_constants:]
-        results, calls = evaluated(ClosedJaxpr(closed.jaxpr, constants), args)
-        return [*results, *jax.tree.leaves(calls)]
+        return evaluated(ClosedJaxpr(closed.jaxpr, constants), args)
 
     variables = *closed.jaxpr.constvars, *closed.jaxpr.invars
-    traced = jax.make_jaxpr(run)(*(variable.aval for variable in variables))
-    return Returned(traced, jax.tree.structure(_calls_of(closed)))
+    traced = jax.make_jaxpr(run, return_shape=True)
+    with_calls, (_, calls) = traced(*(variable.aval for variable in variables))
+    return Returned(with_calls, jax.tree.structure(calls))
 
 
 def _has_host_calls(jaxpr: Jaxpr) -> bool:
@@ -77,29 +78,16 @@ def _is_or_has_host_call(equation: Any) -> bool:
 
 def evaluated(closed: ClosedJaxpr, args: Sequence[Any]) -> Evaluated:
     """The results of a jaxpr, and its host calls."""
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, args, strict=True))
     calls: list[HostCall] = []
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in closed.jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
+    def results(equation: Any, inputs: list[Any]) -> list[Any]:
         has_calls = _is_or_has_host_call(equation)
         rule = _RULES.get(equation.primitive.name, _unchanged) if has_calls else _unchanged
-        with equation.ctx.manager:
-            results, new_calls = rule(equation, inputs)
-        calls += new_calls
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, closed.jaxpr.outvars)), calls
+        outputs, new_calls = rule(equation, inputs)
+        calls.extend(new_calls)
+        return outputs
 
-
-def bound(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Bind the primitive of an equation to inputs, and return the list of its results."""
-    primitive, params = equation.primitive, equation.params
-    results = primitive.bind(*inputs, **primitive.get_bind_params(params))
-    return results if primitive.multiple_results else [results]
+    return evaluate(closed, args, results), calls
 
 
 def _unchanged(equation: Any, inputs: list[Any]) -> Evaluated:

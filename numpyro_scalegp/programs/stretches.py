@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core.host import as_numpy
 from numpyro_scalegp.programs.compiled import executable, trace_call
-from numpyro_scalegp.programs.host_calls import bound
+from numpyro_scalegp.programs.equations import add_results, bound, evaluate, read
 
 # The name of the function of a stretch, which marks its equation.
 _MARK = "stretch_of_a_loop"
@@ -77,7 +77,7 @@ def run(
         _run_loop(equations[place], values, report)
         begin = place + 1
     _run_section(equations[begin:], set(flat.jaxpr.outvars), values)
-    results = [_read(atom, values) for atom in flat.jaxpr.outvars]
+    results = [read(atom, values) for atom in flat.jaxpr.outvars]
     return traced.result(results)
 
 
@@ -96,24 +96,16 @@ def _has_mark(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _read(atom: Any, values: dict[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, Literal) else values[atom]
-
-
 def _inlined(closed: ClosedJaxpr, args: Any) -> list[Any]:
     """The results, without `jit` around marked loops."""
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, args, strict=True))
-    for equation in closed.jaxpr.eqns:
-        inputs = [_read(atom, values) for atom in equation.invars]
+
+    def results(equation: Any, inputs: list[Any]) -> list[Any]:
         is_around = equation.primitive.name == "jit" and not _is_marked(equation)
-        with equation.ctx.manager:
-            if is_around and _has_mark(equation.params["jaxpr"].jaxpr):
-                results = _inlined(equation.params["jaxpr"], inputs)
-            else:
-                results = bound(equation, inputs)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [_read(atom, values) for atom in closed.jaxpr.outvars]
+        if is_around and _has_mark(equation.params["jaxpr"].jaxpr):
+            return _inlined(equation.params["jaxpr"], inputs)
+        return bound(equation, inputs)
+
+    return evaluate(closed, args, results)
 
 
 def _read_by(equations: list[Any], jaxpr: Jaxpr) -> set[Any]:
@@ -133,10 +125,7 @@ def _run_section(equations: list[Any], needed: set[Any], values: dict[Any, Any])
 
     def compute(*args: Any) -> list[Any]:
         inside = dict(zip(inputs, args, strict=True))
-        for equation in equations:
-            with equation.ctx.manager:
-                results = bound(equation, [_read(atom, inside) for atom in equation.invars])
-            inside.update(zip(equation.outvars, results, strict=True))
+        add_results(equations, inside, bound)
         return [inside[variable] for variable in outputs]
 
     leaves = [values[variable] for variable in inputs]
@@ -148,7 +137,7 @@ def _run_section(equations: list[Any], needed: set[Any], values: dict[Any, Any])
 def _run_loop(equation: Any, values: dict[Any, Any], report: Callable[..., None] | None) -> None:
     """Add the values of a marked loop, whose last results are `continues` and `measure`."""
     closed = equation.params["jaxpr"]
-    *inputs, limit = [_as_strong(_read(atom, values)) for atom in equation.invars]
+    *inputs, limit = [_as_strong(read(atom, values)) for atom in equation.invars]
     num_states = len(equation.outvars) - 2
     fixed, state = inputs[: len(inputs) - num_states], inputs[len(inputs) - num_states :]
     program = executable(closed, [*inputs, limit])
