@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -178,9 +180,8 @@ class KernelOperator(AbstractOperator):
         """
         V = self._vectors("V", V, self.size)
         if (mesh := self.mesh) is None:
-            product = by_one_method(
-                lambda: self.kernel.evaluate(self.X, self.X),
-                lambda: products.symmetric_matmul(self.kernel, self.X, V, self.block_size),
+            product = self._by_one_method(
+                lambda: products.symmetric_matmul(self.kernel, self.X, V, self.block_size)
             )
         else:
             product = ring.symmetric_matmul(mesh, self.kernel, self.X, V, self.block_size)
@@ -217,6 +218,10 @@ class KernelOperator(AbstractOperator):
         mesh = self.mesh
         product = of_rows(self.X) if mesh is None else map_shares(mesh, of_rows, self.X)
         return product.at[index].add(self.noise()[index][:, None] * W)
+
+    def _by_one_method(self, compute: Callable[[], Any]) -> Any:
+        """See `by_one_method`, for blocks of K(X, X)."""
+        return by_one_method(lambda: self.kernel.evaluate(self.X, self.X), compute)
 
     def _vectors(self, name: str, value: Float[Array, "n k"], rows: int) -> Float[Array, "n k"]:
         columns = value.shape[1] if value.ndim == 2 else 1
@@ -273,9 +278,8 @@ class KernelOperator(AbstractOperator):
         """The gradient of sum_c l_c'H r_c / 2, for vectors with a symmetric L R'."""
         sides = jax.lax.stop_gradient((L, R))
         if (mesh := self.mesh) is None:
-            derivatives = by_one_method(
-                lambda: self.kernel.evaluate(self.X, self.X),
-                lambda: products.symmetric_gradient(self.kernel, self.X, sides, self.block_size),
+            derivatives = self._by_one_method(
+                lambda: products.symmetric_gradient(self.kernel, self.X, sides, self.block_size)
             )
         else:
             derivatives = ring.symmetric_gradient(mesh, self.kernel, self.X, sides, self.block_size)

@@ -431,3 +431,22 @@ def test_three_passes_of_tf32_have_the_digits_of_float32():
     ]
     assert errors[0] < 1.2 * errors[1] < 1e-6
     assert errors[2] > 100.0 * errors[0]
+
+
+@pytest.mark.parametrize("widths", [(1.0,) * 6, (1000.0, 1000.0, *(1.0,) * 4), (1000.0,) * 6])
+def test_blocks_share_the_method_that_all_rows_need(widths):
+    """By a product, by differences of the widest columns, and by differences of all columns."""
+    X = np.random.default_rng(0).normal(size=(30, 6)) * np.array(widths)
+    X = np.concatenate([X, X + 0.1, X[:3]]).astype(np.float32)
+    V = np.random.default_rng(1).normal(size=(len(X), 2)).astype(np.float32)
+    H = KernelOperator(Matern32(np.float32(1.0)), X, 0.1, memory_budget=4 * 4 * 10**2)
+    assert H.block_size < len(X) / 4
+    product = H.matmul(jnp.asarray(V))
+    gradient = H.quadratic_gradient(jnp.ones(2), jnp.asarray(V)).kernel.lengthscale
+    with jax.enable_x64(True):
+        exact = KernelOperator(Matern32(np.float64(1.0)), X.astype(float), 0.1)
+        V = jnp.asarray(V, float)
+        expected = exact.matmul(V), exact.quadratic_gradient(jnp.ones(2), V).kernel.lengthscale
+    np.testing.assert_allclose(product, expected[0], rtol=1e-4, atol=1e-4)
+    # As accurate as the gradient of a dense matrix in float32, whose terms cancel.
+    np.testing.assert_allclose(gradient, expected[1], atol=1e-3)
