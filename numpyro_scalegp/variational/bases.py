@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import batches, checks
@@ -141,15 +141,26 @@ def growing_bases(
     if grows:
         # The same positions in each mini-batch. The first rows would be neighbors in sorted data,
         # since `sgp.plate` sorts its indices.
-        new = X[stratified_indices(jax.random.key(0), len(X), min(growth, len(X)))]
+        positions = stratified_indices(jax.random.key(0), len(X), min(growth, len(X)))
+        new = X[positions[_evenly_spread_order(len(positions))]]
         size = state["size"]
         largest = max(sizes, key=lambda key: sizes[key])
         # Rows beyond the end of a basis are dropped.
         last = jnp.maximum(size - len(new) + jnp.arange(len(new)), 0)
         repeated = (size >= len(new)) & jnp.all(state[largest].at[last].get(mode="clip") == new)
         skipped = repeated | ~jnp.all(finite)
-        positions = jnp.where(skipped, sizes[largest], size) + jnp.arange(len(new))
+        slots = jnp.where(skipped, sizes[largest], size) + jnp.arange(len(new))
         for key in sizes:
-            state[key] = state[key].at[positions].set(new, mode="drop")
+            state[key] = state[key].at[slots].set(new, mode="drop")
         state["size"] = jnp.minimum(size + jnp.where(skipped, 0, len(new)), sizes[largest])
     return {key: Basis(state[key], jnp.arange(size) < state["size"]) for key, size in sizes.items()}
+
+
+def _evenly_spread_order(size: int) -> Int[np.ndarray, " size"]:
+    """A permutation whose first elements are spread over the range, however many are taken.
+
+    A small basis has room only for the first few of the new points, which must not be from the
+    beginning of sorted data.
+    """
+    fractions = np.arange(size) * (np.sqrt(5.0) - 1.0) / 2.0 % 1.0
+    return np.argsort(np.argsort(fractions))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Int, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.integrated.finite_rkhs.log_determinant import (
@@ -27,6 +27,7 @@ class Saddle(NamedTuple):
     W: Float[Array, "d d"]  # lower triangular, A^-1 = W'W
     multiplier: Float[Array, "d d"]  # -penalty sqrt(d) B, symmetric
     penalty: Float[Array, ""]
+    num_batches: Int[Array, ""]
 
 
 class Minimax(AbstractStateful):
@@ -41,7 +42,8 @@ class Minimax(AbstractStateful):
 
     A step updates A with one half of a batch and then B with the other half, and the gradient of
     the hyperparameters uses A and B from before the batch, so that products of estimates are
-    unbiased. Projections enforce |B| <= 1 and A >= noise I. If B reaches its limit, the penalty is
+    unbiased. The halves are drawn at random from neighboring pairs of rows, so that batches may
+    come in any order, such as the ascending order of `sgp.plate`. Projections enforce |B| <= 1 and A >= noise I. If B reaches its limit, the penalty is
     too small to hold A at F, and is increased.
 
     The gradient of log|F| is <Q, dF_batch> with Q = penalty sqrt(d) W'BW, A^-1 = W'W. In a steady
@@ -83,10 +85,10 @@ class Minimax(AbstractStateful):
         """The state with A = F and the optimal B for it."""
         eye = jnp.eye(F.shape[0], dtype=F.dtype)
         penalty = jnp.asarray(self.penalty, F.dtype)
-        return Saddle(W, eye, penalty)
+        return Saddle(W, eye, penalty, jnp.asarray(num_batches, jnp.int32))
 
     def advance(self, batch: Batch, state: Saddle, spread: Float[ArrayLike, ""] = 0.0) -> Saddle:
-        """A descent step of A with the first half of the batch, an ascent step of B with the rest.
+        """A descent step of A with one half of the batch, an ascent step of B with the other half.
 
         Raises:
             ValueError: if the batch has a single row.
@@ -94,8 +96,8 @@ class Minimax(AbstractStateful):
         num, d = batch.features.shape
         if num < 2:
             raise ValueError("`Minimax` needs two rows or more in a batch, which it splits in two.")
-        first = batch._replace(features=batch.features[: num // 2])
-        second = batch._replace(features=batch.features[num // 2 :])
+        key = jax.random.fold_in(jax.random.key(0), state.num_batches)
+        first, second = (batch._replace(features=half) for half in _halves(key, batch.features))
         eye = jnp.eye(d, dtype=state.W.dtype)
 
         # Half batches have twice the spread. Both step sizes are reduced by the same factor.
@@ -112,7 +114,8 @@ class Minimax(AbstractStateful):
         radius = state.penalty * math.sqrt(d)
         length = jnp.linalg.norm(multiplier)
         penalty = jnp.where(length > radius, 1.0 + self.growth, 1.0) * state.penalty
-        return Saddle(W, multiplier * jnp.minimum(1.0, radius / length), penalty)
+        multiplier *= jnp.minimum(1.0, radius / length)
+        return Saddle(W, multiplier, penalty, state.num_batches + 1)
 
     def estimate(self, batch: Batch, state: Saddle) -> Float[Array, ""]:
         """log|A| - penalty sqrt(d) <B, W F W' - I>."""
@@ -124,6 +127,25 @@ class Minimax(AbstractStateful):
     def trace(self, batch: Batch, state: Saddle) -> Float[Array, ""]:
         """tr(Q F) with Q = penalty sqrt(d) W'BW, the derivative of the estimate."""
         return jnp.sum(state.multiplier * batch.whitened_gram(state.W))
+
+
+def _halves(
+    key: Key[Array, ""], rows: Float[Array, "b d"]
+) -> tuple[Float[Array, "b_1 d"], Float[Array, "b_2 d"]]:
+    """One row of each pair of neighbors, drawn at random, and the other rows.
+
+    Each half represents the batch in any order of the rows, and halves of a stratified batch are
+    both stratified. If b is odd, a row at a random place, with no partner, is in the second half.
+    """
+    num = len(rows)
+    start, side = jax.random.split(key)
+    if num % 2:
+        rows = jnp.roll(rows, jax.random.randint(start, (), 0, num), axis=0)
+    pairs = rows[: num - num % 2].reshape(num // 2, 2, -1)
+    takes_first = jax.random.bernoulli(side, shape=(num // 2, 1))
+    first = jnp.where(takes_first, pairs[:, 0], pairs[:, 1])
+    second = jnp.where(takes_first, pairs[:, 1], pairs[:, 0])
+    return first, jnp.concatenate([second, rows[num - num % 2 :]])
 
 
 def _at_least_noise(

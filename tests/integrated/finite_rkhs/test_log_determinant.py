@@ -9,8 +9,10 @@ import numpy as np
 import numpyro
 import pytest
 from jaxtyping import Array
+from numpyro.infer import Trace_ELBO
 
 import numpyro_scalegp as sgp
+from numpyro_scalegp.integrated.finite_rkhs import minimax
 from numpyro_scalegp.integrated.finite_rkhs.compositional import RunningAverage
 from numpyro_scalegp.integrated.finite_rkhs.log_determinant import Batch
 from numpyro_scalegp.integrated.finite_rkhs.minimax import Saddle
@@ -60,7 +62,7 @@ def state_of(kind: str) -> tuple[Any, Any]:
         return Variational(), Whitening(W, num_batches)
     if kind == "Compositional":
         return Compositional(), RunningAverage(jnp.linalg.inv(W.T @ W), W, num_batches)
-    return Minimax(), Saddle(W, 0.5 * jnp.eye(D) + W + W.T, jnp.array(1.0))
+    return Minimax(), Saddle(W, 0.5 * jnp.eye(D) + W + W.T, jnp.array(1.0), num_batches)
 
 
 @pytest.mark.parametrize("kind", ["Variational", "Compositional", "Minimax"])
@@ -70,6 +72,78 @@ def test_gradients_of_batches_are_unbiased(kind, x64):
 
 def test_the_same_check_detects_the_bias_of_mini_batches(x64):
     assert errors(MiniBatch(), None, num=500) > 10.0
+
+
+def in_order(kind: str) -> np.ndarray:
+    """Rows of five columns whose order tells their size."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(2000, 5)) @ rng.normal(size=(5, 5))
+    if kind == "sorted by length":
+        return X[np.argsort(np.sum(X**2, axis=1))]
+    return np.concatenate([X[:1000] * [3, 1, 1, 1, 1], X[1000:] * [1, 1, 1, 1, 3]])
+
+
+def gradients_relative_to_exact(logdet: Any, X: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of d log|F| / d gain over mini-batches of `sgp.plate`, and its standard error."""
+    (n, d), noise = X.shape, 0.3
+    params = {"gain": jnp.ones(d)}
+
+    def model() -> None:
+        gain = numpyro.param("gain", jnp.ones(d))
+        rows = sgp.plate("rows", n, 32)
+        prior = sgp.FeatureSpaceGP(
+            lambda X: X * gain,
+            rows.take(jnp.array(X)),
+            noise,
+            jnp.zeros(d),
+            num_data=n,
+            logdet=logdet,
+        )
+        numpyro.sample("y", prior, obs=jnp.zeros(32))
+
+    def loss(params: Any, mutable: Any, key: Array) -> Any:
+        result = Trace_ELBO().loss_with_mutable_state(
+            key, {**params, **mutable}, model, lambda: None
+        )
+        return result["loss"], result["mutable_state"]
+
+    def step(mutable: Any, key: Array) -> tuple[Any, Array]:
+        gradient, mutable = jax.grad(loss, has_aux=True)(params, mutable, key)
+        return mutable, gradient["gain"]
+
+    with numpyro.handlers.seed(rng_seed=0), numpyro.handlers.trace() as trace:
+        model()
+    mutable = {name: site["value"] for name, site in trace.items() if site["type"] == "mutable"}
+    _, draws = jax.lax.scan(step, mutable, jax.random.split(KEY, 12_000))
+    exact = 1.0 - noise * np.diag(np.linalg.inv(X.T @ X + noise * np.eye(d)))
+    means = np.asarray(draws[2000:] / exact).reshape(100, -1, d).mean(axis=1)
+    return means.mean(axis=0), means.std(axis=0) / np.sqrt(len(means))
+
+
+@pytest.mark.parametrize("order", ["sorted by length", "two regimes"])
+@pytest.mark.parametrize("logdet", [Variational(), Compositional(), Minimax()])
+def test_ordered_rows_of_a_plate_leave_no_bias(logdet, order, x64):
+    mean, error = gradients_relative_to_exact(logdet, in_order(order))
+    # The step sizes leave errors in single directions, of about a hundredth.
+    assert np.all(np.abs(mean - 1.0) < 4.0 * error + 0.01)
+
+
+@pytest.mark.filterwarnings("ignore:the matrix A of:RuntimeWarning")
+def test_the_same_check_detects_halves_in_the_order_of_the_rows(x64, monkeypatch):
+    in_two = lambda key, rows: (rows[: len(rows) // 2], rows[len(rows) // 2 :])  # noqa: E731
+    monkeypatch.setattr(minimax, "_halves", in_two)
+    mean, error = gradients_relative_to_exact(Minimax(), in_order("sorted by length"))
+    assert np.any(np.abs(mean - 1.0) > 0.3 + 4.0 * error)
+
+
+@pytest.mark.parametrize("num", [2, 7, 8])
+def test_halves_are_drawn_evenly(num):
+    draw = jax.vmap(lambda key: minimax._halves(key, jnp.arange(float(num))[:, None]))
+    first, second = draw(jax.random.split(KEY, 4000))
+    together = jnp.sort(jnp.concatenate([first, second], axis=1)[..., 0], axis=1)
+    np.testing.assert_array_equal(together, jnp.broadcast_to(jnp.arange(num), together.shape))
+    frequencies = jnp.mean(jnp.any(first == jnp.arange(num), axis=1), axis=0)
+    np.testing.assert_allclose(frequencies, (num // 2) / num, atol=4 * 0.5 / np.sqrt(4000))
 
 
 @pytest.mark.parametrize("logdet", [Variational(), Minimax(), Minimax(penalty=0.3)])
@@ -86,7 +160,7 @@ def test_steps_with_all_rows_find_the_exact_value_and_gradient(logdet, x64):
     start = logdet.start(jnp.linalg.inv(far_off().T @ far_off()))
     assert jnp.abs(log_prob(at, start) - exact(*at, X, y)) > 1.0
     if isinstance(logdet, Minimax):  # A and B each use half of the rows; here both use all
-        batch = Batch(jnp.concatenate([batch.features, batch.features]), at[1], N)
+        batch = Batch(jnp.repeat(batch.features, 2, axis=0), at[1], N)
     advance = lambda _, state: logdet.advance(batch, state)  # noqa: E731
     state = jax.jit(lambda state: jax.lax.fori_loop(0, 6000, advance, state))(start)
     value, gradient = jax.value_and_grad(log_prob)(at, state)

@@ -292,6 +292,18 @@ def test_bases_grow_until_they_are_full():
     assert len(np.unique(bases[-1]["mean"])) == 20
 
 
+def test_a_small_basis_is_from_all_over_sorted_rows():
+    guide = AutoDecoupledGP(learned, mean_size=200, cov_size=6, growth=100, num_columns=4)
+    svi = SVI(learned, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
+    X = jnp.linspace(0.0, 1.0, 200)[:, None]
+    state = svi.init(KEY, X, jnp.sin(6.0 * X[:, 0]), 200)
+    basis = state.mutable_state["f_auto_bases"]
+    assert int(basis["size"]) == 100
+    for points in (basis["cov"], basis["mean"][:100]):
+        gaps = np.diff(np.sort(np.concatenate([[0.0], points[:, 0], [1.0]])))
+        assert gaps.max() < 2.0 / (len(points) - 1)
+
+
 def test_residual_points_grow():
     guide = AutoHybridGP(learned, num_inducing=4, num_residual=20, growth=5)
     svi, states, X, y = stream(guide, 6)
