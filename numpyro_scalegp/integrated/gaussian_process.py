@@ -12,7 +12,6 @@ import numpy as np
 import numpyro
 from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.distributions import constraints
-from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.integrated.cholesky import Cholesky
@@ -36,6 +35,7 @@ from numpyro_scalegp.processes.posterior import AbstractConditioned
 from numpyro_scalegp.programs import functions
 from numpyro_scalegp.programs.functions import is_of_rows
 from numpyro_scalegp.sites.collapsed import GaussianNoise
+from numpyro_scalegp.sites.mutable_state import state_site
 from numpyro_scalegp.sites.rows import RowsDistribution
 
 
@@ -160,7 +160,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
                 f"`state` is for one Gaussian process, got a batch of shape {self.batch_shape}: "
                 "leave it out, or write a separate site, with its own state, for each member."
             )
-        self.state = state = mutable(name, SolverState())
+        self.state = state = state_site(name, SolverState())
         # NumPyro collects the state before it first calls `log_prob`.
         self._shown()._each(
             lambda member: member.estimator.prepare(state, member.operator, self.key)

@@ -9,10 +9,10 @@ from numpyro.infer import SVI
 from numpyro.infer.svi import SVIState
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.core.mutable_state import if_finite
 from numpyro_scalegp.integrated.finite_rkhs.feature_space import FeatureSpaceGP
 from numpyro_scalegp.integrated.finite_rkhs.log_determinant import AbstractStateful, Batch
 from numpyro_scalegp.integrated.finite_rkhs.state import LogDeterminantState, first_state
+from numpyro_scalegp.sites.mutable_state import if_finite
 from numpyro_scalegp.tracing.runs import Trace, traced
 
 

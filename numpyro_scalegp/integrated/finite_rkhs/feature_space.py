@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
-from numpyro.primitives import mutable
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.features.feature_map import AbstractFeatures
@@ -20,6 +19,7 @@ from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.processes.feature import FeaturePosterior
 from numpyro_scalegp.programs.functions import constant_function
 from numpyro_scalegp.sites.collapsed import GaussianNoise
+from numpyro_scalegp.sites.mutable_state import state_site
 
 
 class FeatureSpaceGP(GaussianNoise):
@@ -145,7 +145,7 @@ class FeatureSpaceGP(GaussianNoise):
             # Not in `log_prob`, since NumPyro collects mutable sites before it calls that. Each run
             # gets a copy of the site's dictionary. With all rows, `log_prob` evaluates the
             # features, which `condition` only needs in chunks.
-            site = mutable(stateful.name, {})
+            site = state_site(stateful.name, {})
             if num < num_data:
                 self.state = updated_state(stateful, self.batch, site)
             elif not site:

@@ -43,8 +43,8 @@ class Minimax(AbstractStateful):
     A step updates A with one half of a batch and then B with the other half, and the gradient of
     the hyperparameters uses A and B from before the batch, so that products of estimates are
     unbiased. The halves are drawn at random from neighboring pairs of rows, so that batches may
-    come in any order, such as the ascending order of `sgp.plate`. Projections enforce |B| <= 1 and A >= noise I. If B reaches its limit, the penalty is
-    too small to hold A at F, and is increased.
+    come in any order, such as the ascending order of `sgp.plate`. Projections enforce |B| <= 1 and
+    A >= noise I. If B reaches its limit, the penalty is too small to hold A at F, and is increased.
 
     The gradient of log|F| is <Q, dF_batch> with Q = penalty sqrt(d) W'BW, A^-1 = W'W. In a steady
     state without active projections, tr(E[Q] F) = d, as for Q = F^-1; in single directions, E[Q]

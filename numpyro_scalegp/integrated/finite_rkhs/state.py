@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core.host import call_where
-from numpyro_scalegp.core.mutable_state import if_finite
 from numpyro_scalegp.integrated.finite_rkhs.log_determinant import AbstractStateful, Batch
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.compiled import compiled
+from numpyro_scalegp.sites.mutable_state import if_finite
 
 # Running means are over about 1,000 batches, or over an epoch if that has more.
 _WINDOW = 1000

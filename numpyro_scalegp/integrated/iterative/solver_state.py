@@ -8,13 +8,13 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, UInt
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.mesh import divided
-from numpyro_scalegp.core.mutable_state import refuse_batches
 from numpyro_scalegp.features.prior_draws import PriorDraws, rows_stay
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.solver import Solution, solved
 from numpyro_scalegp.processes.pathwise import PathwisePosterior
 from numpyro_scalegp.programs.comparison import begins_with, is_of_kind, is_same
+from numpyro_scalegp.sites.mutable_state import refuse_batches
 
 
 class Records(NamedTuple):

@@ -214,6 +214,37 @@ def test_the_running_average_converges_to_the_mean(x64):
     np.testing.assert_allclose(state.average, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("decay", [0.1, lambda count: 0.1])
+def test_a_weight_that_is_given_is_used_as_it_is(decay, x64):
+    X, _ = data()
+    batch = Batch(features(jnp.zeros(D), X[:BATCH]), jnp.array(0.5), N)
+    logdet = Compositional(decay=decay)
+    state = logdet.start(jnp.eye(D), num_batches=63)
+    with pytest.warns(RuntimeWarning, match="`decay` below 0.98 makes A.-1 too large.* 5.5"):
+        after = logdet.advance(batch, state, spread=10.0)
+    np.testing.assert_allclose(after.average, 0.1 * jnp.eye(D) + 0.9 * batch.gram())
+    after = logdet.advance(batch, state, spread=0.2)  # no warning
+    np.testing.assert_allclose(after.average, 0.1 * jnp.eye(D) + 0.9 * batch.gram())
+    after = Compositional().advance(batch, state, spread=10.0)  # as many batches as needed
+    np.testing.assert_allclose(after.average, 0.98 * jnp.eye(D) + 0.02 * batch.gram())
+
+
+def test_too_short_an_average_warns_in_training(x64):
+    X, y = data()
+
+    def model() -> None:
+        scale = numpyro.param("scale", 1.0)
+        rows = sgp.plate("rows", N, BATCH)
+        phi = lambda X: scale * features(jnp.zeros(D), X)  # noqa: E731
+        logdet = Compositional(decay=0.1)
+        prior = sgp.FeatureSpaceGP(phi, rows.take(X), 0.3, jnp.zeros(D), num_data=N, logdet=logdet)
+        numpyro.sample("y", prior, obs=rows.take(y))
+
+    svi = numpyro.infer.SVI(model, lambda: None, numpyro.optim.Adam(1e-3), Trace_ELBO())
+    with pytest.warns(RuntimeWarning, match="`Compositional` averages over too few"):
+        svi.run(KEY, 80, progress_bar=False)
+
+
 def test_minimax_enforces_its_constraints(x64):
     X, _ = data()
     Phi = features(jnp.zeros(D), X[:BATCH])

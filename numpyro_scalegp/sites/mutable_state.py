@@ -4,6 +4,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpyro import handlers, primitives
+
+
+def state_site(name: str, start: Any) -> Any:
+    """The contents of a mutable site, or `start` at first.
+
+    Raises:
+        ValueError: if the model has another site of that name before it.
+    """
+    for handler in primitives._PYRO_STACK:
+        if isinstance(handler, handlers.trace) and name in handler.trace:
+            kind = handler.trace[name]["type"]
+            raise ValueError(
+                f"the state `{name}` has the name of another site, of type {kind!r}: give it a "
+                "name that no other site has."
+            )
+    return primitives.mutable(name, start)
 
 
 def if_finite(new: Any, old: Any) -> Any:
