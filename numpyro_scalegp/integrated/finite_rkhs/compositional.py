@@ -95,9 +95,10 @@ class Compositional(AbstractStateful):
 
 def _warn(advised: ArrayLike, bias: ArrayLike) -> None:
     warnings.warn(
-        "`Compositional` averages over too few mini-batches: for the spread between them, a weight "
-        f"`decay` below {np.asarray(advised).item():.3g} makes A^-1 too large, here by a factor of about "
-        f"{1.0 + np.asarray(bias).item():.2g}. Leave `decay` out, or use larger mini-batches.",
+        "`Compositional` averages over too few mini-batches: for the spread between them, a "
+        f"weight `decay` below {np.asarray(advised).item():.3g} makes A^-1 too large, here by a "
+        f"factor of about {1.0 + np.asarray(bias).item():.2g}. Leave `decay` out, or use larger "
+        "mini-batches.",
         RuntimeWarning,
         stacklevel=1,
     )
