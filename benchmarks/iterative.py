@@ -182,22 +182,38 @@ def interleaved_seconds(tasks, repeats):
     return {name: [times[name] for times in rounds] for name in tasks}
 
 
-@jax.enable_x64(True)
 def record_epochs(
-    data, split, seed, method, *, solver="ap", steps=30, n=1000, max_epochs=10_000, **options
+    data,
+    split,
+    seed,
+    method,
+    *,
+    solver="ap",
+    steps=30,
+    n=1000,
+    max_epochs=10_000,
+    dtype="float64",
+    **options,
 ):
     """Solver epochs to tolerance, summed over steps, for an estimator and an initial guess.
 
     A method is the estimator, "standard" or "pathwise", and the initial guess: "cold" (zero),
     "warm" (the best multiple of the last solution) or "extrapolated" (the best combination of the
-    last two). `curve` has the sums after each step. In float64.
+    last two). `curve` has the sums after each step, `noise` the last noise standard deviation.
     """
+    with jax.enable_x64(dtype == "float64"):
+        return epochs_of_training(
+            data, split, seed, method, solver, steps, n, {"max_epochs": max_epochs, **options}
+        )
+
+
+def epochs_of_training(data, split, seed, method, solver, steps, n, options):
+    """See `record_epochs`."""
     X, y, *_ = load(data, split, n)
     kind, start = method.split(", ")
     family = sgp.estimators.Pathwise if kind == "pathwise" else sgp.estimators.Hutchinson
     number = 2 if start == "extrapolated" else 1
-    inner = make_solver(solver, max_epochs=max_epochs, **options)
-    estimator = family(inner, num_logdet_probes=0, num_solutions=number)
+    estimator = family(make_solver(solver, **options), num_logdet_probes=0, num_solutions=number)
     cold = start == "cold"
     state, _, elapsed = train(X, y, estimator, steps, cold=cold, seed=seed)
     history = state.mutable_state["solver"].history()
@@ -207,6 +223,7 @@ def record_epochs(
         "epochs": float(curve[-1]),
         "above": int(np.sum(~np.asarray(history["converged"]))),
         "seconds": elapsed,
+        "noise": float(jnp.sqrt(state.mutable_state["solver"].memory.noise_variance)),
         "curve": curve.tolist(),
     }
 

@@ -135,12 +135,22 @@ FIRST_CALLS = tuple(
 SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
 
 
-def starts(name: str, minutes: float, **options: Any) -> Run:
+def starts(
+    name: str,
+    minutes: float,
+    methods: tuple[str, ...] = STARTS,
+    splits: tuple[int, ...] = SPLITS,
+    **options: Any,
+) -> Run:
     """A run of `record_epochs`: what warm starts save of a solver's epochs."""
     return Run(
-        name, "iterative", minutes, ("pol", "elevators"), STARTS, SPLITS, options=options,
+        name, "iterative", minutes, ("pol", "elevators"), methods, splits, options=options,
         function="record_epochs",
     )  # fmt: skip
+
+
+# Training on all observations, as the experiments of Lin et al. (2024).
+ALL_ROWS: dict[str, Any] = {"splits": (0,), "steps": 100, "n": None, "dtype": "float32"}
 
 
 ON_CPU = (
@@ -199,6 +209,11 @@ ON_CPU = (
     starts("warm-starts-sgd", 6, solver="sgd", batch_size=250),
     starts("warm-starts-cg", 3, solver="cg", rank=0, group_size=1),
     starts("warm-starts-block-cg", 2, solver="cg"),
+    starts("estimators-block-cg", 60, solver="cg", max_epochs=200, **ALL_ROWS),
+    starts("estimators-ap", 90, STARTS[1:3] + STARTS[4:], max_epochs=100, **ALL_ROWS),
+    starts(
+        "estimators-sgd", 90, STARTS[1:3] + STARTS[4:], solver="sgd", max_epochs=100, **ALL_ROWS
+    ),
     Run(
         "pathwise-training", "iterative", 15, LARGE, ("pathwise, warm",),
         function="record_training",
