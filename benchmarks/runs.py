@@ -209,11 +209,8 @@ ON_CPU = (
     starts("warm-starts-sgd", 6, solver="sgd", batch_size=250),
     starts("warm-starts-cg", 3, solver="cg", rank=0, group_size=1),
     starts("warm-starts-block-cg", 2, solver="cg"),
-    starts("estimators-block-cg", 60, solver="cg", max_epochs=200, **ALL_ROWS),
-    starts("estimators-ap", 90, STARTS[1:3] + STARTS[4:], max_epochs=100, **ALL_ROWS),
-    starts(
-        "estimators-sgd", 90, STARTS[1:3] + STARTS[4:], solver="sgd", max_epochs=100, **ALL_ROWS
-    ),
+    starts("estimators-block-cg", 60, STARTS[::-1], solver="cg", max_epochs=200, **ALL_ROWS),
+    starts("estimators-ap", 90, STARTS[:3:-1] + STARTS[2:0:-1], max_epochs=100, **ALL_ROWS),
     Run(
         "pathwise-training", "iterative", 15, LARGE, ("pathwise, warm",),
         function="record_training",

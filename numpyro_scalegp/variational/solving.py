@@ -78,13 +78,12 @@ class NewtonStep(NamedTuple):
     # From the prior, up to a constant, after the given fraction of the step.
     divergence: Callable[[Array], Array]
     solve: tuple[Array, Array, Array]  # residual, iterations and convergence
-    scale: Float[Array, ""] | float = 1.0  # the parameter is this times the weights
+    # Maps weights to the guide's parameters for them, by short names.
+    parameters: Callable[[Array], dict[str, Array]]
 
 
 class AbstractSolvingGuide(AbstractGPGuide):
     """Guides that set the weights of their mean to the optimum; see `solve_mean`."""
-
-    weights_name: ClassVar[str]  # of the parameter that holds the weights
 
     @abc.abstractmethod
     def newton_step(self, start: Linearized, **options: Any) -> NewtonStep:
@@ -139,7 +138,8 @@ class AbstractSolvingGuide(AbstractGPGuide):
             step = self.newton_step(start, **options)
             length = likelihood.step_length((mean, step.mean), variance, step.divergence)
             new = jnp.where(length == 1.0, step.new, step.old + length * (step.new - step.old))
-            params = {**params, self.param_name(site, self.weights_name): new * step.scale}
+            values = {self.param_name(site, k): v for k, v in step.parameters(new).items()}
+            params = {**params, **values}
         return params, step.solve
 
     def _site_and_likelihood(
@@ -171,6 +171,8 @@ class AbstractSolvingGuide(AbstractGPGuide):
 
 class AbstractDecoupledGuide(AbstractSolvingGuide):
     """Guides with a large basis for the mean; see `solve_mean`."""
+
+    weights_name: ClassVar[str]  # of the parameter that holds the weights
 
     def __init__(
         self, model: Model, site: str | None, *, rest: Rest, num_columns: int | None, prefix: str
@@ -276,8 +278,16 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
             values = (0.5 * before + offset[1]) + length * (0.5 * change)
             return jnp.sum((old + length * step) * values)
 
-        scale = prior_scale(site, points)
-        return NewtonStep(old, new, start.mean + at_rows, divergence, tuple(solved), scale)
+        parameters = functools.partial(self.parameters_of, start)
+        return NewtonStep(old, new, start.mean + at_rows, divergence, tuple(solved), parameters)
+
+    def parameters_of(
+        self, start: Linearized, weights: Float[Array, "*batch M"]
+    ) -> dict[str, Float[Array, "..."]]:
+        """The parameters, by short names, for weights of the large basis."""
+        with self._parameters(start.params, None):
+            basis, _ = self.basis(start.site, start.family)
+        return {self.weights_name: weights * prior_scale(start.site, basis.points)}
 
 
 def _solve(

@@ -1,8 +1,9 @@
 """A variational family with one basis for its mean and one for its covariance."""
 
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
-from numpyro.distributions import constraints
+from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.distributions.kl import kl_divergence
 
 from numpyro_scalegp.core import batches, checks
@@ -11,15 +12,18 @@ from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.numerics.linalg import matmul
-from numpyro_scalegp.processes.expansion import ExpansionPosterior, KernelFunctions
+from numpyro_scalegp.processes.expansion import (
+    ExpansionPosterior,
+    KernelFunctions,
+    WhitenedNormal,
+    inducing_whitening,
+)
 from numpyro_scalegp.processes.whitening import Whitening
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.sites.family import AbstractVariationalGP
 from numpyro_scalegp.variational.latent import LatentGP
 from numpyro_scalegp.variational.same import same_prior
-
-# The initial diagonal of L; each covariance point reduces the prior variance by about its square.
-_SMALL_SCALE = 1e-2
+from numpyro_scalegp.variational.sparse.sparse import unexplained_part
 
 
 def squared_norm(
@@ -108,7 +112,9 @@ class DecoupledGP(AbstractVariationalGP):
         mean_weights: a, shape (M_p,), or (*batch, M_p) for independent functions.
         cov_points: Q, shape (M_q, d); without any (M_q = 0), the optimal mean is kernel ridge
             regression.
-        cov_scale_tril: L, lower triangular, shape (*batch, M_q, M_q).
+        cov_scale_tril: L, shape (*batch, M_q, M_q); it need not be triangular.
+        unexplained_scale: factor on the variance that the values at the covariance points leave
+            unexplained, in the training objective, as in `SparseGP`; shape `batch`.
         num_columns: number of columns of K(P, P) that the KL divergence draws; None for all.
         key: a typed JAX key for the columns.
 
@@ -135,6 +141,7 @@ class DecoupledGP(AbstractVariationalGP):
         "mean_weights": constraints.real_vector,
         "cov_points": constraints.real_matrix,
         "cov_scale_tril": constraints.real_matrix,
+        "unexplained_scale": constraints.positive,
     }
     reparametrized_params = list(arg_constraints)
     pytree_data_fields = ("kernel", "X", *arg_constraints, "key")
@@ -151,6 +158,7 @@ class DecoupledGP(AbstractVariationalGP):
         *,
         num_columns: int | None = None,
         key: Key[Array, ""] | None = None,
+        unexplained_scale: Float[ArrayLike, "*batch"] | None = None,
         validate_args: bool | None = None,
     ) -> None:
         self.kernel = as_single("kernel", kernel)
@@ -172,7 +180,32 @@ class DecoupledGP(AbstractVariationalGP):
         checks.finite("cov_scale_tril", self.cov_scale_tril)
         self.num_columns = checks.count_or_none("num_columns", num_columns)
         self.key = key if key is None else checks.as_key(key)
+        self.unexplained_scale = unexplained_part(unexplained_scale, batch)
         super().__init__(batch, (self.X.shape[0],), validate_args=validate_args)
+
+    def split_marginals(self) -> tuple[Float[Array, "*batch n"], ...]:
+        """The mean, the variance from the values at the covariance points, and the rest at X.
+
+        The rest is conditional on these values, as for inducing points, in O(M_q^3) more.
+        """
+        if not len(self.cov_points):
+            return self.marginals()
+        whitening = inducing_whitening(self.kernel, self.cov_points, None)
+
+        def scale_of(L: Float[Array, "M_q M_q"]) -> Float[Array, "M_q M_q"]:
+            G = matmul(L.T, whitening.factor)
+            precision = matmul(G.T, G) + jnp.eye(len(L), dtype=G.dtype)
+            return linalg.inverse_cholesky(precision, warn=False).T
+
+        scale = batches.mapped(scale_of, 2)(self.cov_scale_tril)
+        coupled = ExpansionPosterior.of_inducing_values(
+            self.kernel,
+            self.cov_points,
+            WhitenedNormal(jnp.zeros(scale.shape[:-1], scale.dtype), scale),
+            further=KernelFunctions(self.mean_points, self.mean_weights),
+            whitening=whitening,
+        )
+        return coupled.split_marginals(self.X)
 
     def posterior(self) -> ExpansionPosterior:
         """The approximate posterior, with moments and joint samples at any inputs."""
@@ -183,14 +216,6 @@ class DecoupledGP(AbstractVariationalGP):
             projection=self.cov_scale_tril,
             further=KernelFunctions(self.mean_points, self.mean_weights),
         )
-
-
-def small_scale_tril(
-    cov_points: Float[Array, "M_q d"], batch_shape: tuple[int, ...]
-) -> Float[Array, "*batch M_q M_q"]:
-    """The initial L, not zero, where the objective's gradient with respect to L is zero."""
-    start = _SMALL_SCALE * jnp.eye(len(cov_points), dtype=cov_points.dtype)
-    return jnp.broadcast_to(start, (*batch_shape, *start.shape))
 
 
 @kl_divergence.register(DecoupledGP, LatentGP)
@@ -204,3 +229,53 @@ def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
         q.kernel, q.mean_points, q.mean_weights, num_columns=q.num_columns, key=q.key
     )
     return same_prior(q, p) * 0.5 * (norm + covariance)
+
+
+# Adam moves all parameters at about the same rate, and the noise of pseudo-observations decreases
+# from the prior's scale to hundredths: in units of two, in half of the steps.
+_LOG_SCALE_UNIT = 2.0
+
+
+class _NoiseTril(constraints.ParameterFreeConstraint):
+    """Like `constraints.lower_cholesky`, with square matrices as unconstrained values."""
+
+    event_dim = 2
+
+    def __call__(self, x: Array) -> Array:
+        return constraints.lower_cholesky(x)
+
+
+noise_tril = _NoiseTril()
+
+
+class _FromSquare(transforms.ParameterFreeTransform):
+    """Maps A to D (I + N): N is strictly below the diagonal, and D = exp(unit * diag(A)).
+
+    The rows scale with D, so that one rate of learning suits noise of any size.
+    """
+
+    domain = constraints.real_matrix
+    codomain = noise_tril
+
+    def __call__(self, x: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
+        D = jnp.exp(_LOG_SCALE_UNIT * jnp.diagonal(x, axis1=-2, axis2=-1))
+        return D[..., None] * (jnp.tril(x, -1) + jnp.eye(x.shape[-1], dtype=x.dtype))
+
+    def _inverse(self, y: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
+        D = jnp.diagonal(y, axis1=-2, axis2=-1)
+        diagonal = jnp.eye(y.shape[-1], dtype=y.dtype) * (jnp.log(D) / _LOG_SCALE_UNIT)[..., None]
+        return jnp.tril(y, -1) / D[..., None] + diagonal
+
+
+@biject_to.register(_NoiseTril)
+def _(constraint: _NoiseTril) -> _FromSquare:
+    return _FromSquare()
+
+
+def scale_of_pseudo_observations(
+    noise_tril: Float[Array, "*batch M_q M_q"],
+) -> Float[Array, "*batch M_q M_q"]:
+    """L = E^-T, with which the covariance is conditional on observations of noise E E' at Q."""
+    eye = jnp.eye(noise_tril.shape[-1], dtype=noise_tril.dtype)
+    eye = jnp.broadcast_to(eye, noise_tril.shape)
+    return solve_triangular(noise_tril, eye, lower=True, trans=1)

@@ -1,5 +1,6 @@
 """The guide for a Gaussian process with one basis for its mean and one for its covariance."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,19 +10,32 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.tracing.sites import GPSite, Model
 from numpyro_scalegp.variational.bases import Basis, hold_categories
-from numpyro_scalegp.variational.decoupled.decoupled import DecoupledGP, small_scale_tril
+from numpyro_scalegp.variational.decoupled.coordinates import MeanCoordinates
+from numpyro_scalegp.variational.decoupled.decoupled import (
+    DecoupledGP,
+    noise_tril,
+    scale_of_pseudo_observations,
+)
 from numpyro_scalegp.variational.guide import Rest
-from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, prior_scale
+from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, Linearized, prior_scale
+from numpyro_scalegp.variational.sparse.guide import declare_unexplained_scale
+from numpyro_scalegp.variational.sparse.sparse import whitened_loc
 
 
 class AutoDecoupledGP(AbstractDecoupledGuide):
     """A guide with a `DecoupledGP` at one GP site: many points for mean, few for covariance.
 
-    Its parameters are `{site}_{prefix}_mean_weights` and `..._cov_scale_tril`, both in units of one
-    over the prior standard deviation, and the points `..._mean_points` and `..._cov_points`. If the
-    points are not given, the two sets of points grow: each mini-batch adds inputs to both until
+    The covariance is the prior's, conditional on noisy pseudo-observations at the covariance
+    points, whose noise has the covariance E E'; E is the parameter `{site}_{prefix}_cov_noise_tril`
+    in units of the prior standard deviation. `..._mean_weights` and `..._loc` are coordinates of
+    the weights of the mean in which gradient steps converge faster: `..._loc` is the whitened mean
+    at the covariance points, and the former are residual weights. (Without covariance points or
+    with `train_mean=False`, `..._mean_weights` are the weights in units of one over the prior
+    standard deviation.) The points are `..._mean_points` and `..._cov_points`. If they are not
+    given, the two sets of points grow: each mini-batch adds inputs to both until
     they are full, with zero weights and without recompilation. The mutable site
     `{site}_{prefix}_bases` then holds these inputs, and the parameters are shifts of them,
     `..._mean_shift` and `..._cov_shift`, in place of points: give
@@ -47,7 +61,9 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
 
     References:
         Cheng and Boots (2017), algorithm 1. A step costs
-        O(b (d M_p + M_q^2) + d M_p num_columns + M_q^3) for a mini-batch of b observations.
+        O(b (d M_p + M_q^2) + M_p (d num_columns + M_q^2) + M_q^3) for a mini-batch of b
+        observations. Salimbeni et al. (2018), Orthogonally Decoupled Variational Gaussian
+        Processes, for a mean in two parts.
 
     Example:
         >>> import numpyro
@@ -123,20 +139,50 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         """The decoupled GP, initially near the prior; see `AbstractGPGuide.family`."""
         bases = self._bases(site, training=training)
         (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
+        scale, param = prior_scale(site, P), functools.partial(self.param, site)
         w, _ = self._weights(site)
-        L = jnp.tril(self.param(site, "cov_scale_tril", small_scale_tril(Q, site.batch_shape)))
         if not self.train_mean:
             P, w = jax.lax.stop_gradient((P, w))
-        scale = prior_scale(site, P)
+        if self._in_coordinates(Q):
+            loc = param(
+                "loc", jnp.zeros((*site.batch_shape, len(Q)), Q.dtype), constraint=whitened_loc
+            )
+            residual = jnp.where(mean_active, w, 0.0)
+            weights = self._coordinates(site, bases).weights(
+                residual, jnp.where(cov_active, loc, 0.0)
+            )
+        else:
+            weights = w / scale
+        eye = jnp.broadcast_to(jnp.eye(len(Q), dtype=Q.dtype), (*site.batch_shape, len(Q), len(Q)))
+        E = scale * param("cov_noise_tril", eye, constraint=noise_tril)
         return DecoupledGP(
             site.kernel,
             site.X,
             P,
-            jnp.where(mean_active, w, 0.0) / scale,
+            jnp.where(mean_active, weights, 0.0),
             Q,
-            jnp.where(cov_active[:, None], L, 0.0) / scale,
+            jnp.where(cov_active[:, None], scale_of_pseudo_observations(E), 0.0),
             **self.columns(len(P)),
+            unexplained_scale=declare_unexplained_scale(param, site) if training else None,
         )
+
+    def _in_coordinates(self, cov_points: Float[Array, "M_q d"]) -> bool:
+        """Whether the parameters of the mean are `MeanCoordinates` of its weights."""
+        return self.train_mean and len(cov_points) > 0
+
+    def _coordinates(self, site: GPSite, bases: dict[str, Basis]) -> MeanCoordinates:
+        return MeanCoordinates.at(as_single("kernel", site.kernel), bases["mean"], bases["cov"])
+
+    def parameters_of(
+        self, start: Linearized, weights: Float[Array, "*batch M"]
+    ) -> dict[str, Float[Array, "..."]]:
+        """The parameters, by short names, for weights of the mean."""
+        with self._parameters(start.params, None):
+            bases = self._bases(start.site, training=False)
+        if not self._in_coordinates(bases["cov"].points):
+            return super().parameters_of(start, weights)
+        coordinates = self._coordinates(start.site, bases)
+        return {"mean_weights": weights * coordinates.deviation, "loc": coordinates.loc(weights)}
 
     def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         """The mean's points and their weights."""

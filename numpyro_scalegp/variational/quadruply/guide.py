@@ -71,7 +71,6 @@ class AutoChevronGP(AbstractSolvingGuide):
     """
 
     prior = WeightSpaceGP
-    weights_name = "loc"
 
     def __init__(
         self,
@@ -147,7 +146,8 @@ class AutoChevronGP(AbstractSolvingGuide):
             return 0.5 * quadratic_form(prior, old + length * step)
 
         solved = residual, jnp.zeros((), int), residual <= _TOLERANCE
-        return NewtonStep(old, new, start.mean + projected(prior, step), divergence, solved)
+        mean = start.mean + projected(prior, step)
+        return NewtonStep(old, new, mean, divergence, solved, lambda loc: {"loc": loc})
 
     @model_keywords_first(lambda guide, *_: (guide.model, 2))
     def solve_diagonal(

@@ -8,10 +8,17 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 from jaxtyping import Array
+from numpyro.distributions import biject_to
 from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
-from numpyro_scalegp.variational.decoupled.decoupled import squared_norm
+from numpyro_scalegp.variational.bases import Basis
+from numpyro_scalegp.variational.decoupled.coordinates import MeanCoordinates
+from numpyro_scalegp.variational.decoupled.decoupled import (
+    noise_tril,
+    scale_of_pseudo_observations,
+    squared_norm,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -163,3 +170,58 @@ def test_squared_norm():
     np.testing.assert_allclose(squared_norm(p["kernel"], p["R"], p["a"]), expected)
     with pytest.raises(ValueError, match="`key` must be given"):
         squared_norm(p["kernel"], p["R"], p["a"], num_columns=3)
+
+
+def test_the_variance_is_split_as_for_inducing_points():
+    p = arguments()
+    k, X, Z = p["kernel"], p["X"], p["Z"]
+    q = decoupled({**p, "tril": jnp.stack([p["tril"], 3.0 * p["tril"].T]), "a": jnp.ones((2, 9))})
+    mean, inside, unexplained = q.split_marginals()
+    expected = k.diag(X) - jnp.diagonal(k(X, Z) @ jnp.linalg.solve(k(Z, Z), k(Z, X)))
+    np.testing.assert_allclose(unexplained, jnp.broadcast_to(expected, (2, 30)), atol=1e-9)
+    np.testing.assert_allclose(inside + unexplained, q.variance, rtol=1e-7)
+    np.testing.assert_allclose(mean, q.mean, rtol=1e-12)
+    nothing = sgp.DecoupledGP(k, X, p["R"], p["a"], X[:0], jnp.zeros((0, 0)))
+    assert len(nothing.split_marginals()) == 2
+
+
+def test_the_covariance_of_pseudo_observations():
+    p = arguments()
+    E, k, X, Z = p["tril"], p["kernel"], p["X"], p["Z"]
+    q = decoupled({**p, "tril": scale_of_pseudo_observations(E)})
+    expected = k(X, X) - k(X, Z) @ jnp.linalg.solve(k(Z, Z) + E @ E.T, k(Z, X))
+    np.testing.assert_allclose(q.posterior().covariance(X), expected, atol=1e-9)
+    transform = biject_to(noise_tril)
+    E = jnp.tril(E).at[jnp.diag_indices(6)].set(jnp.linspace(0.01, 2.0, 6))
+    np.testing.assert_allclose(transform(transform.inv(E)), E, rtol=1e-12)
+
+
+def test_coordinates_whiten_the_mean():
+    """Prior draws of a have about independent coordinates, and the map back is exact."""
+    rng = np.random.default_rng(0)
+    k, P, Q = sgp.kernels.RBF(0.7, 1.7), jnp.array(rng.normal(size=(60, 2))), 8
+    everything = jnp.ones(60, bool)
+    bases = Basis(P, everything), Basis(P[:Q] + 0.05, everything[:Q])
+    c = MeanCoordinates.at(k, *bases)
+    a = jnp.array(rng.normal(size=(3, 60)))
+    np.testing.assert_allclose(c.weights(a * c.deviation, c.loc(a)), a, rtol=1e-9, atol=1e-9)
+    # m is the mean at Q, whitened, for any w.
+    R = jnp.linalg.cholesky(k(bases[1].points, bases[1].points))
+    m, w = jnp.array(rng.normal(size=Q)), jnp.array(0.01 * rng.normal(size=60))
+    at_Q = jnp.linalg.solve(R, k(bases[1].points, P) @ c.weights(w, m))
+    shrinkage = jnp.linalg.inv(jnp.eye(Q) + (c.features / c.deviation**2) @ c.features.T)
+    np.testing.assert_allclose(at_Q, m + shrinkage @ (c.loc(w / c.deviation) - m), atol=1e-5)
+    # The Hessian a'K a / 2 is far better conditioned than in the weights.
+    linear = jax.jacobian(lambda z: c.weights(z[:60], z[60:]))(jnp.zeros(60 + Q))
+    values = jnp.linalg.eigvalsh(linear.T @ k(P, P) @ linear)
+    assert values[-1] < 0.1 * jnp.linalg.eigvalsh(k(P, P))[-1]
+
+
+def test_points_not_in_use_do_not_enter_coordinates():
+    rng = np.random.default_rng(0)
+    k, P = sgp.kernels.RBF(0.7), jnp.array(rng.normal(size=(12, 2)))
+    used, few = jnp.arange(12) < 7, jnp.arange(4) < 3
+    c = MeanCoordinates.at(k, Basis(P, used), Basis(P[:4], few))
+    smaller = MeanCoordinates.at(k, Basis(P[:7], used[:7]), Basis(P[:3], few[:3]))
+    w, m = jnp.array(rng.normal(size=12)) * used, jnp.array(rng.normal(size=4)) * few
+    np.testing.assert_allclose(c.weights(w, m)[:7], smaller.weights(w[:7], m[:3]), rtol=1e-9)

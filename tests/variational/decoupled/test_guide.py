@@ -184,14 +184,14 @@ def test_decoupled_optimum_is_the_exact_posterior(x64):
     guide = AutoDecoupledGP(fixed, mean_points=X, cov_points=X, num_columns=None)
     svi = SVI(fixed, guide, optax.adam(0.0), sgp.infer.QuadratureELBO(2))
     params = guide.solve_mean(svi.get_params(svi.init(KEY, X, y)), X, y, tolerance=1e-7).params
-    # The optimal B is diagonal: one over the noise variance.
-    scale = jnp.eye(12) * jnp.sqrt(1.3 / NOISE)
-    posterior = guide.posterior({**params, "f_auto_cov_scale_tril": scale}, X, y)
+    # The optimal pseudo-observations have the noise of the data, in units of the prior scale.
+    noise = jnp.eye(12) * jnp.sqrt(NOISE / 1.3)
+    posterior = guide.posterior({**params, "f_auto_cov_noise_tril": noise}, X, y)
     exact = sgp.GaussianProcess(KERNEL, X, NOISE).condition(y)
     Xs = jnp.linspace(-2.5, 2.5, 9)[:, None]
     np.testing.assert_allclose(posterior.mean(Xs), exact.mean(Xs), atol=1e-4)
     np.testing.assert_allclose(posterior.variance(Xs), exact.variance(Xs), atol=1e-4)
-    bound = -svi.loss.loss(KEY, {**params, "f_auto_cov_scale_tril": scale}, fixed, guide, X, y)
+    bound = -svi.loss.loss(KEY, {**params, "f_auto_cov_noise_tril": noise}, fixed, guide, X, y)
     log_prob = sgp.GaussianProcess(KERNEL, X, NOISE).log_prob(y)
     np.testing.assert_allclose(bound, log_prob, atol=1e-4)
 
@@ -259,6 +259,37 @@ def test_replace_params_wants_an_optax_optimizer():
     state = svi.init(KEY, X, y)
     with pytest.raises(ValueError, match="`svi` must have an optax optimizer"):
         sgp.infer.replace_params(svi, state, svi.get_params(state))
+
+
+# Gradient steps alone
+
+
+def test_gradients_train_both_bases(x64):
+    """Without a solve, the bound is at least that of a sparse GP with the points of the covariance.
+
+    The first version of the guide left its covariance near the prior.
+    """
+    rng = np.random.default_rng(0)
+    X = jnp.array(rng.uniform(-4.0, 4.0, size=(300, 1)))
+    y = jnp.sinc(X[:, 0]) + 0.1 * jnp.array(rng.normal(size=300))
+
+    def model(X: Array, y: Array) -> None:
+        lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 0.5))
+        noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale), X))
+        with numpyro.plate("rows", 300):
+            numpyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    few, many = (jnp.linspace(-4.0, 4.0, size)[:, None] for size in (5, 30))
+    bounds = []
+    for guide in (
+        AutoSparseGP(model, rest=AutoDelta, inducing_points=few),
+        AutoDecoupledGP(model, rest=AutoDelta, mean_points=many, cov_points=few, num_columns=8),
+    ):
+        schedule = optax.cosine_decay_schedule(0.03, 1500)
+        svi = SVI(model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO())
+        bounds.append(-np.mean(svi.run(KEY, 1500, X, y, progress_bar=False).losses[-100:]))
+    assert bounds[1] > bounds[0] + 5.0
 
 
 # Growth
@@ -363,24 +394,30 @@ def test_a_bad_row_does_not_grow_the_bases():
     assert all(np.all(np.isfinite(bases[key])) for key in ("mean", "cov"))
 
 
-def test_growth_does_not_change_the_posterior():
-    guide = AutoDecoupledGP(learned, mean_size=20, cov_size=20, growth=5, num_columns=4)
+@pytest.mark.parametrize("train_mean", [True, False])
+def test_growth_hardly_changes_the_posterior(train_mean):
+    guide = AutoDecoupledGP(
+        learned, mean_size=20, cov_size=20, growth=5, num_columns=4, train_mean=train_mean
+    )
     svi, states, X, y = stream(guide, 3)
     Xs = jnp.linspace(-2.0, 2.0, 7)[:, None]
-    params: dict[str, Any] = svi.get_params(states[-1])
+    params: dict[str, Any] = {**svi.get_params(states[-1]), **states[-1].mutable_state}
 
-    def moments(bases: dict[str, Any]) -> tuple[Array, Array]:
+    def moments(params: dict[str, Any], size: int) -> tuple[Array, Array]:
+        bases = {**params["f_auto_bases"], "size": size}
         posterior = guide.posterior({**params, "f_auto_bases": bases}, X, y)
         return posterior.mean(Xs), posterior.variance(Xs)
 
-    bases = states[-1].mutable_state["f_auto_bases"]
-    grown = {**bases, "size": bases["size"] + 5}
-    (mean, variance), (new_mean, new_variance) = moments(bases), moments(grown)
-    np.testing.assert_array_equal(mean, new_mean)
-    np.testing.assert_allclose(variance, new_variance, atol=1e-3)
-    assert np.any(variance != new_variance)
+    (mean, variance), (new_mean, new_variance) = moments(params, 15), moments(params, 20)
+    np.testing.assert_allclose(mean, new_mean, atol=0.01 if train_mean else 0.0)
+    # The noise of new pseudo-observations is as large as the prior variance.
+    assert np.all(new_variance <= variance + 1e-5)
+    assert np.any(new_variance < variance)
+    # Weights from a solve stay as they are.
+    solved = guide.solve_mean(params, X, y, len(X)).params
+    np.testing.assert_allclose(moments(solved, 15)[0], moments(solved, 20)[0], atol=2e-4)
     # Computing the posterior does not grow the bases.
-    assert int(bases["size"]) == 15
+    assert int(params["f_auto_bases"]["size"]) == 15
 
 
 def test_solves_with_a_basis_that_is_not_full(x64):
