@@ -10,11 +10,13 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.tracing.sites import GPSite, Model
 from numpyro_scalegp.variational.bases import Basis, InitialPoints, hold_categories, spread_rows
+from numpyro_scalegp.variational.decoupled.coordinates import MeanCoordinates
 from numpyro_scalegp.variational.guide import Rest
 from numpyro_scalegp.variational.hybrid.hybrid import HybridGP
-from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, prior_scale
+from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, Linearized, prior_scale
 from numpyro_scalegp.variational.sparse.guide import declare_unexplained_scale
 from numpyro_scalegp.variational.sparse.sparse import declare_whitened, initial_inducing_points
 
@@ -23,9 +25,11 @@ class AutoHybridGP(AbstractDecoupledGuide):
     """A guide with a `HybridGP` at one GP site: a sparse GP plus many points for the mean.
 
     Its parameters are the parameters of `AutoSparseGP`, so that a fit of that guide can initialize
-    them, `{site}_{prefix}_residual_points` and, in units of one over the prior standard deviation,
-    `..._residual_weights`. `solve_mean` sets the weights to their optimum; gradient steps, on
-    mini-batches or a stream, converge slowly.
+    them, `{site}_{prefix}_residual_points` and `..._residual_weights`. Gradients train the latter
+    in coordinates that hardly change the mean at the inducing points; with `train_residual=False`
+    they are the weights in units of one over the prior standard deviation. `solve_mean` sets the
+    weights to their optimum, and their mean at the inducing points, whitened, as
+    `..._residual_loc`.
 
     With `growth`, each mini-batch adds inputs to the residual points until there are
     `num_residual`, as in `AutoDecoupledGP`, and the parameter `..._residual_shift` shifts these:
@@ -42,7 +46,7 @@ class AutoHybridGP(AbstractDecoupledGuide):
         residual_points: the residual points, shape (M_r, d), such as random rows of the data.
         growth: largest number of points that a mini-batch adds; None for no growth.
         train_residual: whether gradients train the residual points and weights. If not, only
-            `solve_mean` changes the weights.
+            `solve_mean` changes the weights, and there is no `..._residual_loc`.
         num_columns: number of columns of the residual points' covariance matrix that each step
             draws for the KL divergence; None for all.
 
@@ -51,8 +55,9 @@ class AutoHybridGP(AbstractDecoupledGuide):
             and `growth` are given.
 
     References:
-        Cheng and Boots (2017), appendix A.3. A step costs O(b (M^2 + d M_r) + M^3) for a mini-batch
-        of b observations.
+        Cheng and Boots (2017), appendix A.3; Salimbeni et al. (2018), Orthogonally Decoupled
+        Variational Gaussian Processes. A step costs O(b (M^2 + d M_r) + M_r M^2 + M^3) for a
+        mini-batch of b observations.
 
     Example:
         >>> import numpyro
@@ -125,23 +130,52 @@ class AutoHybridGP(AbstractDecoupledGuide):
 
     def family(self, site: GPSite, *, training: bool = True) -> HybridGP:
         """The sparse GP with residual points; see `AbstractGPGuide.family`."""
-        (R, active), w = self._residual(site, training=training)
-        if not self.train_residual:
-            R, w = jax.lax.stop_gradient((R, w))
+        basis, w = self._residual(site, training=training)
         param = functools.partial(self.param, site)
+        Z, loc, scale_tril = declare_whitened(
+            param, self.inducing_points, site.rows, site.kernel, site.batch_shape
+        )
+        weights = jnp.where(basis.active, w, 0.0)
+        if self.train_residual:
+            at_Z = param("residual_loc", jnp.zeros_like(loc))
+            coordinates = self._coordinates(site, basis, Z)
+            weights = coordinates.weights(weights, jax.lax.stop_gradient(at_Z))
+            weights = jnp.where(basis.active, weights, 0.0)
+        else:
+            basis, weights = jax.lax.stop_gradient((basis, weights))
+            weights = weights / prior_scale(site, basis.points)
         scale = declare_unexplained_scale(param, site) if training else None
         return HybridGP(
             site.kernel,
             site.X,
-            *declare_whitened(
-                param, self.inducing_points, site.rows, site.kernel, site.batch_shape
-            ),
-            R,
-            jnp.where(active, w, 0.0) / prior_scale(site, R),
-            **self.columns(len(R)),
+            Z,
+            loc,
+            scale_tril,
+            basis.points,
+            weights,
+            **self.columns(len(basis.points)),
             jitter=self.jitter,
             unexplained_scale=scale,
         )
+
+    def _coordinates(self, site: GPSite, basis: Basis, Z: Float[Array, "M d"]) -> MeanCoordinates:
+        cov = Basis(Z, jnp.ones(len(Z), bool))
+        return MeanCoordinates.at(as_single("kernel", site.kernel), basis, cov)
+
+    def parameters_of(
+        self, start: Linearized, weights: Float[Array, "*batch M_r"]
+    ) -> dict[str, Float[Array, "..."]]:
+        """The parameters, by short names, for weights of the residual points."""
+        if not self.train_residual:
+            return super().parameters_of(start, weights)
+        with self._parameters(start.params, None):
+            basis, _ = self._residual(start.site, training=False)
+        coordinates = self._coordinates(start.site, basis, start.family.inducing_points)
+        residual_loc = coordinates.loc(weights)
+        return {
+            "residual_weights": weights * coordinates.deviation,
+            "residual_loc": residual_loc,
+        }
 
     def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         """The residual points and their weights."""

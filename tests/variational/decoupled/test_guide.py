@@ -344,8 +344,9 @@ def test_residual_points_grow():
     grown = {**params, "f_auto_bases": {**bases[-1], "size": bases[0]["size"]}}
     more = {**params, "f_auto_bases": bases[-1]}
     means = [guide.posterior(values, X, y).mean(X) for values in (params, grown, more)]
-    for mean in means[1:]:  # inactive points do not change the mean
-        np.testing.assert_allclose(means[0], mean, atol=1e-7)
+    # Inactive points do not change the mean, and added ones hardly do.
+    np.testing.assert_allclose(means[0], means[1], atol=1e-7)
+    np.testing.assert_allclose(means[0], means[2], atol=0.02)
     # The solve sets the weights of active points, and leaves the others at zero.
     solved = guide.solve_mean(params, X, y, size=len(X)).params
     assert np.all(solved["f_auto_residual_weights"][5:] == 0.0)
