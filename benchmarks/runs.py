@@ -284,6 +284,12 @@ ON_CPU = (
     ),
     Run("decoupled", "decoupled", 8, LARGE, ("hybrid, 4,000 more points",), SPLITS),
     Run(
+        "decoupled-gradients", "decoupled", 2, ("pol", "elevators", "bike", "kin40k"),
+        ("sparse, 128 points", "sparse, 512 points", "decoupled, 4,096 points more",
+         "hybrid, 4,096 points more"),
+        SPLITS, function="record_gradients",
+    ),
+    Run(
         "decoupled-subset", "decoupled", 5, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
         options={"subset": 1000, "steps": 800, "num_residual": 6000},
     ),
