@@ -289,6 +289,12 @@ def record_stream(data, split, seed, method, *, steps, num_residual, solve_every
             stream_model, rest=hyperparameter_guide, inducing_points=points
         )
         curve = follow(loaded, stream_model, guide, steps, num_held)
+    elif method == "gradients alone":
+        hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
+        guide = sgp.guides.AutoDecoupledGP(
+            stream_model, rest=hyperparameter_guide, mean_size=num_residual
+        )
+        curve = follow(loaded, stream_model, guide, steps, num_held)
     else:
         pinned = numpyro.handlers.condition(stream_model, data=hyper)
         guide = sgp.guides.AutoHybridGP(

@@ -1,5 +1,6 @@
 """A variational family with one basis for its mean and one for its covariance."""
 
+import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
@@ -258,13 +259,24 @@ class _FromSquare(transforms.ParameterFreeTransform):
     codomain = noise_tril
 
     def __call__(self, x: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
-        D = jnp.exp(_LOG_SCALE_UNIT * jnp.diagonal(x, axis1=-2, axis2=-1))
-        return D[..., None] * (jnp.tril(x, -1) + jnp.eye(x.shape[-1], dtype=x.dtype))
+        return _scaled_rows(x)
 
     def _inverse(self, y: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
-        D = jnp.diagonal(y, axis1=-2, axis2=-1)
-        diagonal = jnp.eye(y.shape[-1], dtype=y.dtype) * (jnp.log(D) / _LOG_SCALE_UNIT)[..., None]
-        return jnp.tril(y, -1) / D[..., None] + diagonal
+        return _unscaled_rows(y)
+
+
+# Compiled, since NumPyro initializes parameters outside of compiled code.
+@jax.jit
+def _scaled_rows(x: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
+    D = jnp.exp(_LOG_SCALE_UNIT * jnp.diagonal(x, axis1=-2, axis2=-1))
+    return D[..., None] * (jnp.tril(x, -1) + jnp.eye(x.shape[-1], dtype=x.dtype))
+
+
+@jax.jit
+def _unscaled_rows(y: Float[Array, "*batch M M"]) -> Float[Array, "*batch M M"]:
+    D = jnp.diagonal(y, axis1=-2, axis2=-1)
+    diagonal = jnp.eye(y.shape[-1], dtype=y.dtype) * (jnp.log(D) / _LOG_SCALE_UNIT)[..., None]
+    return jnp.tril(y, -1) / D[..., None] + diagonal
 
 
 @biject_to.register(_NoiseTril)
@@ -272,6 +284,7 @@ def _(constraint: _NoiseTril) -> _FromSquare:
     return _FromSquare()
 
 
+@jax.jit
 def scale_of_pseudo_observations(
     noise_tril: Float[Array, "*batch M_q M_q"],
 ) -> Float[Array, "*batch M_q M_q"]:
