@@ -25,15 +25,15 @@ from sparse import score, score_of
 import numpyro_scalegp as sgp
 
 
-def model(X, y=None):
-    """The model of the page: Matern-3/2 with a lengthscale for each input."""
+def model(X, y=None, kernel=sgp.kernels.Matern32):
+    """The model of the page, with a lengthscale for each input."""
     lengthscale = numpyro.sample(
         "lengthscale", dist.LogNormal(1.0, 1.0).expand([X.shape[1]]).to_event(1)
     )
     variance = numpyro.sample("variance", dist.LogNormal(0.0, 1.0))
     noise = numpyro.sample("noise", dist.LogNormal(-1.0, 1.0))
-    kernel = sgp.kernels.Matern32(lengthscale, variance)
-    gp = sgp.GaussianProcess(kernel, X, noise**2, estimator=sgp.estimators.Pathwise())
+    prior = kernel(lengthscale, variance), X, noise**2
+    gp = sgp.GaussianProcess(*prior, estimator=sgp.estimators.Pathwise())
     numpyro.sample("y", gp, obs=y)
 
 
@@ -49,7 +49,7 @@ QUICK = {"num_refinements": 0, "subset_size": 1000, "num_subsets": 1}
 
 
 @functools.cache
-def fit(name, split, seed, rows, quick):
+def fit(name, split, seed, rows, quick, model=model):
     """The record of one data set and split with this package."""
     data = load(name, split, rows)
     arrays = data.X_train, data.y_train, data.X_test, data.y_test

@@ -161,6 +161,12 @@ ON_CPU = (
         ("pol",),
         ("sparse", "gpytorch", "road-quick", "road"),
     ),
+    Run(
+        "kernels", "time_against_error", 15, ("pol",),
+        tuple(f"{inference}, {kernel}" for inference in ("exact GP", "sparse GP", "GPyTorch")
+              for kernel in ("RBF", "Matern-3/2")),
+        SPLITS, function="record_kernels", peers=("gpytorch",),
+    ),
     Run("gpytorch-svgp", "sparse", 10, (*LARGE, *LARGER), ("gpytorch",), SPLITS),
     Run("road", "road", 20, LARGE, ("road-quick", "road"), SPLITS),
     Run("road-large", "road", 30, LARGER, ("road-quick", "road"), SPLITS),
@@ -257,13 +263,29 @@ ON_CPU = (
         "finite-rkhs-bias", "feature_space", 2, ("made up",), EIGENVALUES,
         seeds=(0, 1, 2, 3, 4, 5), function="record_bias",
     ),
-    Run("finite-rkhs", "feature_space", 15, (*LARGE[1:], "kin40k"), TREATMENTS, seeds=(0, 1, 2)),
-    Run("finite-rkhs-minimax", "feature_space", 4, (*LARGE[1:], "kin40k"), ("minimax",)),
+    Run("finite-rkhs", "feature_space", 25, (*LARGE, *LARGER), TREATMENTS, seeds=(0, 1, 2)),
+    Run(
+        "finite-rkhs-64", "feature_space", 4, (*LARGE[1:], "kin40k"),
+        ("variational", "compositional"), seeds=(0, 1, 2), options={"batch_size": 64},
+    ),
+    Run(
+        "finite-rkhs-decay", "feature_space", 2, (*LARGE[1:], "kin40k"), ("compositional-0.1",),
+        seeds=(0, 1, 2),
+    ),
+    Run(
+        "finite-rkhs-minimax", "feature_space", 4, (*LARGE[1:], "kin40k"), ("minimax",),
+        seeds=(0, 1, 2),
+    ),
     Run("many-features", "quadruply_stochastic", 10, LARGE, ("10,000 features",), SPLITS),
     Run(
         "many-features-kin40k", "quadruply_stochastic", 5, ("kin40k",), ("10,000 features",),
         SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
                          "dense_rate": 1e-3, "start_rows": 0},
+    ),
+    Run(
+        "many-features-rank", "quadruply_stochastic", 9, ("kin40k",), ("10,000 features",),
+        SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
+                         "dense_rate": 1e-3, "start_rows": 0, "rank": 10},
     ),
     Run(
         "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),

@@ -74,13 +74,13 @@ def hyperparameters(d):
     )
 
 
-def model(X, y, batch_size):
+def model(X, y, batch_size, kernel=sgp.kernels.RBF):
     """A GP regression with a Gaussian likelihood, mini-batched in the model."""
     n, d = X.shape
     lengthscale, variance, noise = hyperparameters(d)
     rows = sgp.plate("rows", n, batch_size)
     X_batch, y_batch = rows.take(X, y)
-    f = numpyro.sample("f", sgp.LatentGP(sgp.kernels.RBF(lengthscale, variance), X_batch))
+    f = numpyro.sample("f", sgp.LatentGP(kernel(lengthscale, variance), X_batch))
     with rows:
         numpyro.sample("y", dist.Normal(f, noise), obs=y_batch)
 
@@ -142,6 +142,7 @@ class GPyTorch:
     """GPyTorch's SVGP with a Cholesky variational distribution."""
 
     distribution = "CholeskyVariationalDistribution"
+    is_matern = False
 
     def __init__(self, data, points, batch_size, total_steps, learning_rate):
         import gpytorch
@@ -154,6 +155,7 @@ class GPyTorch:
         self.y = torch.tensor(data.y_train, dtype=torch.float32, device=self.device)
         d = self.X.shape[1]
         distribution = getattr(gpytorch.variational, self.distribution)
+        is_matern = self.is_matern
 
         class Model(gpytorch.models.ApproximateGP):
             def __init__(self, points):
@@ -164,9 +166,9 @@ class GPyTorch:
                 )
                 super().__init__(strategy)
                 self.mean_module = gpytorch.means.ZeroMean()
-                self.covar_module = gpytorch.kernels.ScaleKernel(
-                    gpytorch.kernels.RBFKernel(ard_num_dims=d)
-                )
+                matern = functools.partial(gpytorch.kernels.MaternKernel, nu=1.5)
+                kernel = matern if is_matern else gpytorch.kernels.RBFKernel
+                self.covar_module = gpytorch.kernels.ScaleKernel(kernel(ard_num_dims=d))
 
             def forward(self, x):
                 return gpytorch.distributions.MultivariateNormal(

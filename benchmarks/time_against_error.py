@@ -1,13 +1,15 @@
 """Test error against seconds of training, for the figure of README.
 
-    python benchmarks/evidence.py time-against-error
+    python benchmarks/evidence.py time-against-error kernels
 
 The sparse GP with Adam and GPyTorch's SVGP are from benchmarks/sparse.py, with 512 inducing points
 and 50 epochs, scored eight times during training; seconds include k-means and compilation but not
 scoring. The exact GP is from benchmarks/road.py, with its defaults and with shorter settings: one
-point in the figure each, after hyperparameters and solve.
+point in the figure each, after hyperparameters and solve. The run `kernels` has the sparse GPs and
+the exact GP, with its defaults, each with an RBF and with a Matern-3/2 kernel.
 """
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -41,6 +43,34 @@ def record(data, split, seed, method):
         seconds += time.perf_counter() - start
         curve.append([seconds, *fit.score()])
     return {"seconds": seconds, "rmse": curve[-1][1], "nll": curve[-1][2], "curve": curve}
+
+
+def record_kernels(data, split, seed, method):
+    """Seconds, RMSE and NLL of a method such as "exact GP, RBF": inference and kernel."""
+    inference, name = method.split(", ")
+    kernel = {"RBF": sgp.kernels.RBF, "Matern-3/2": sgp.kernels.Matern32}[name]
+    if inference == "exact GP":
+        model = functools.partial(road.model, kernel=kernel)
+        return road.fit(data, split, seed, None, quick=False, model=model)
+    loaded = sgp.datasets.load_uci(data, split=split)
+    X = jnp.asarray(loaded.X_train, jnp.float32)
+    total = sparse.EPOCHS * -(-len(X) // sparse.BATCH_SIZE)
+    start = time.perf_counter()
+    points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, sparse.NUM_INDUCING)
+    arguments = loaded, points, sparse.BATCH_SIZE, total, sparse.LEARNING_RATE
+    if inference == "GPyTorch":
+        kind = sparse.GPyTorch if name == "RBF" else GPyTorchMatern
+        fit = kind(*arguments)
+    else:
+        fit = sparse.Ours(*arguments, functools.partial(sparse.model, kernel=kernel))
+    fit.run(total - 1)
+    return {"seconds": time.perf_counter() - start, **fit.score()._asdict()}
+
+
+class GPyTorchMatern(sparse.GPyTorch):
+    """GPyTorch's sparse GP with a Matern-3/2 kernel."""
+
+    is_matern = True
 
 
 LABELS = {
