@@ -2,19 +2,19 @@
 
     python benchmarks/evidence.py finite-rkhs finite-rkhs-minimax finite-rkhs-rbf
     python benchmarks/evidence.py finite-rkhs-16 finite-rkhs-64 finite-rkhs-128  # batch sizes
-    python benchmarks/evidence.py finite-rkhs-decay  # the paper's weight 0.9 of each batch
+    python benchmarks/evidence.py finite-rkhs-decay  # the old average has the weight of the paper
     python benchmarks/evidence.py finite-rkhs-steps finite-rkhs-bias
 
-All but the last two have the setting of Shoham and Avron (2025): two layers of 128 rectified linear units
-with a linear kernel on top, or an RBF kernel by random Fourier features (`rbf`). Each treatment of
-the log-determinant trains with Adam, with a learning rate of 0.01 (b / 32)^(1/2) for a batch size b
-and cosine decay. The exact negative log marginal likelihood per training observation and the test
-errors, in standardized units, are stored for the last step and for the epoch with the best
-likelihood, which is computed after each epoch. `sparse` is a sparse GP with the linear kernel and b
-inducing points, whose hyperparameters are scored in the same way (with a learning rate of 0.002,
-since it fails at 0.01). These runs need SCALEGP_DATA. `finite-rkhs-steps` times a step for several
-b and d. `finite-rkhs-bias` measures the eigenvalues of E[A^-1] F in the steady state, for feature
-vectors of similar and of very different norms.
+All but the last two have the setting of Shoham and Avron (2025): two layers of 128 rectified linear
+units with a linear kernel on top, or an RBF kernel by random Fourier features (`rbf`). Each
+treatment of the log-determinant trains with Adam, with a learning rate of 0.01 (b / 32)^(1/2) for a
+batch size b and cosine decay. The exact negative log marginal likelihood per training observation
+and the test errors, in standardized units, are stored for the last step and for the epoch with the
+best likelihood, which is computed after each epoch. `sparse` is a sparse GP with the linear kernel
+and b inducing points, whose hyperparameters are scored in the same way (with a learning rate of
+0.002, since it fails at 0.01). These runs need SCALEGP_DATA. `finite-rkhs-steps` times a step for
+several b and d. `finite-rkhs-bias` measures the eigenvalues of E[A^-1] F in the steady state, for
+feature vectors of similar and of very different norms.
 """
 
 import functools
