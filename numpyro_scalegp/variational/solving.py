@@ -316,5 +316,5 @@ def _solve(
 
 def prior_scale(site: GPSite, points: Float[Array, "M d"]) -> Float[Array, ""]:
     """The prior standard deviation: times it, weights are as for a kernel of unit variance."""
-    variance = site.kernel.each(lambda kernel, X: kernel.evaluate_diag(X), points[:1])
+    variance = site.kernel.each(lambda kernel, X: kernel.evaluate_diag(X), points)
     return jnp.sqrt(jnp.mean(variance))
