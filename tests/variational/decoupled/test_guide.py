@@ -265,7 +265,7 @@ def test_replace_params_wants_an_optax_optimizer():
 
 
 def test_gradients_train_both_bases(x64):
-    """Without a solve, the bound is at least that of a sparse GP with the points of the covariance.
+    """Without a solve, the bound exceeds a sparse GP's with the points of the covariance.
 
     The first version of the guide left its covariance near the prior.
     """
