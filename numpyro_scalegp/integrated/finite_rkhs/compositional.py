@@ -22,8 +22,9 @@ from numpyro_scalegp.numerics.linalg import inverse_cholesky
 # The weight of the old average where the user gives none.
 _DECAY = 0.9
 
-# The first number of batches for which the spread between them is known well enough to warn.
-_FIRST_CHECK = 64
+# The numbers of batches at which to warn: the first one at which the spread between them is known
+# well enough, and a later one.
+_CHECKS = (64, 4096)
 
 
 class RunningAverage(NamedTuple):
@@ -86,7 +87,7 @@ class Compositional(AbstractStateful):
         if self.decay is None:
             rate = largest
         else:
-            due = (count >= _FIRST_CHECK) & (count & (count - 1) == 0)
+            due = jnp.any(count == jnp.array(_CHECKS))
             call_where(due & (rate > largest), _warn, 1.0 - largest, 0.5 * rate * spread)
         new = jnp.maximum(1.0 / count, rate).astype(state.average.dtype)
         average = (1.0 - new) * state.average + new * batch.gram()
