@@ -269,6 +269,10 @@ ON_CPU = (
         ("variational", "compositional"), seeds=(0, 1, 2), options={"batch_size": 64},
     ),
     Run(
+        "finite-rkhs-epochs", "feature_space", 9, ("kin40k",), ("variational", "compositional"),
+        seeds=(0, 1, 2), options={"epochs": 300},
+    ),
+    Run(
         "finite-rkhs-decay", "feature_space", 2, (*LARGE[1:], "kin40k"), ("compositional-0.1",),
         seeds=(0, 1, 2),
     ),

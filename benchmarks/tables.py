@@ -272,6 +272,7 @@ LABELS = {
         "finite-rkhs-16": "16 observations",
         "finite-rkhs": "32 observations",
         "finite-rkhs-64": "64 observations",
+        "finite-rkhs-epochs": "300 epochs",
         "finite-rkhs-128": "128 observations",
         "features-cost": "two CPU cores",
         "features-cost-gpu": "H200",
