@@ -1,5 +1,7 @@
 """A variational family with one basis for its mean and one for its covariance."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
@@ -192,9 +194,10 @@ class DecoupledGP(AbstractVariationalGP):
         if not len(self.cov_points):
             return self.marginals()
         whitening = inducing_whitening(self.kernel, self.cov_points, None)
+        R = cast(Array, whitening.factor)
 
         def scale_of(L: Float[Array, "M_q M_q"]) -> Float[Array, "M_q M_q"]:
-            G = matmul(L.T, whitening.factor)
+            G = matmul(L.T, R)
             precision = matmul(G.T, G) + jnp.eye(len(L), dtype=G.dtype)
             return linalg.inverse_cholesky(precision, warn=False).T
 

@@ -185,6 +185,23 @@ def test_the_variance_is_split_as_for_inducing_points():
     assert len(nothing.split_marginals()) == 2
 
 
+def test_the_parts_of_the_variance_have_exact_gradients():
+    p, rng = arguments(), np.random.default_rng(1)
+    weights = jnp.array(rng.normal(size=(3, 30)))
+
+    def value(lengthscale: Array, tril: Array, points: Array) -> Array:
+        kernel = sgp.kernels.RBF(lengthscale, 1.7)
+        q = decoupled({**p, "kernel": kernel, "tril": tril, "Z": points})
+        return jnp.sum(weights * jnp.stack(q.split_marginals()))
+
+    at = jnp.array(0.8), p["tril"], p["Z"]
+    steps = [jnp.array(rng.normal(size=jnp.shape(argument))) for argument in at]
+    gradients = jax.grad(value, argnums=(0, 1, 2))(*at)
+    slope = sum(jnp.sum(g * step) for g, step in zip(gradients, steps, strict=True))
+    beyond = [[a + h * step for a, step in zip(at, steps, strict=True)] for h in (1e-5, -1e-5)]
+    np.testing.assert_allclose(slope, (value(*beyond[0]) - value(*beyond[1])) / 2e-5, rtol=1e-5)
+
+
 def test_the_covariance_of_pseudo_observations():
     p = arguments()
     E, k, X, Z = p["tril"], p["kernel"], p["X"], p["Z"]
