@@ -19,6 +19,7 @@ from numpyro_scalegp.programs.compiled import compiled_unless_traced
 from numpyro_scalegp.tracing.keywords import model_keywords_first, of_model
 from numpyro_scalegp.tracing.sites import GPSite, Model, WithoutSite
 from numpyro_scalegp.variational.bases import Basis, growing_bases, hold_categories
+from numpyro_scalegp.variational.coordinates import MeanCoordinates
 from numpyro_scalegp.variational.guide import AbstractGPGuide, Rest, set_up
 from numpyro_scalegp.variational.representer_weights import RepresenterWeights, representer_weights
 
@@ -172,7 +173,8 @@ class AbstractSolvingGuide(AbstractGPGuide):
 class AbstractDecoupledGuide(AbstractSolvingGuide):
     """Guides with a large basis for the mean; see `solve_mean`."""
 
-    weights_name: ClassVar[str]  # of the parameter that holds the weights
+    weights_name: ClassVar[str]  # of the parameter that holds the weights, or their coordinates
+    loc_name: ClassVar[str]  # of the parameter that holds their mean at the few points
 
     def __init__(
         self, model: Model, site: str | None, *, rest: Rest, num_columns: int | None, prefix: str
@@ -202,6 +204,10 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
     @abc.abstractmethod
     def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         """The points whose weights `solve_mean` sets, and these weights."""
+
+    @abc.abstractmethod
+    def coordinates(self, site: GPSite, family: Any) -> MeanCoordinates | None:
+        """The coordinates of the weights that gradients train; None for the weights themselves."""
 
     def fixed_mean(self, family: Any, X: Float[Array, "n d"]) -> Float[Array, "*batch n"]:
         """The terms of the mean at X that `solve_mean` leaves unchanged."""
@@ -261,6 +267,7 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
         site = start.site
         with self._parameters(start.params, None):
             basis, old = self.basis(site, start.family)
+            coordinates = self.coordinates(site, start.family)
         offset = [self.fixed_mean(start.family, inputs) for inputs in (site.X, basis.points)]
         solve = functools.partial(_solve, site, basis, options)
         systems = start.targets, start.precision, old, *offset
@@ -278,16 +285,13 @@ class AbstractDecoupledGuide(AbstractSolvingGuide):
             values = (0.5 * before + offset[1]) + length * (0.5 * change)
             return jnp.sum((old + length * step) * values)
 
-        parameters = functools.partial(self.parameters_of, start)
-        return NewtonStep(old, new, start.mean + at_rows, divergence, tuple(solved), parameters)
+        def parameters(weights: Array) -> dict[str, Array]:
+            if coordinates is None:
+                return {self.weights_name: weights * prior_scale(site, points)}
+            residual = weights * coordinates.deviation
+            return {self.weights_name: residual, self.loc_name: coordinates.loc(weights)}
 
-    def parameters_of(
-        self, start: Linearized, weights: Float[Array, "*batch M"]
-    ) -> dict[str, Float[Array, "..."]]:
-        """The parameters, by short names, for weights of the large basis."""
-        with self._parameters(start.params, None):
-            basis, _ = self.basis(start.site, start.family)
-        return {self.weights_name: weights * prior_scale(start.site, basis.points)}
+        return NewtonStep(old, new, start.mean + at_rows, divergence, tuple(solved), parameters)
 
 
 def _solve(

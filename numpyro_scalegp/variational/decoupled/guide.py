@@ -10,17 +10,16 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.tracing.sites import GPSite, Model
 from numpyro_scalegp.variational.bases import Basis, hold_categories
-from numpyro_scalegp.variational.decoupled.coordinates import MeanCoordinates
+from numpyro_scalegp.variational.coordinates import MeanCoordinates
 from numpyro_scalegp.variational.decoupled.decoupled import (
     DecoupledGP,
     noise_tril,
     scale_of_pseudo_observations,
 )
 from numpyro_scalegp.variational.guide import Rest
-from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, Linearized, prior_scale
+from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, prior_scale
 from numpyro_scalegp.variational.sparse.guide import declare_unexplained_scale
 from numpyro_scalegp.variational.sparse.sparse import whitened_loc
 
@@ -35,11 +34,11 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
     at the covariance points, and the former are residual weights. (Without covariance points or
     with `train_mean=False`, `..._mean_weights` are the weights in units of one over the prior
     standard deviation.) The points are `..._mean_points` and `..._cov_points`. If they are not
-    given, the two sets of points grow: each mini-batch adds inputs to both until
-    they are full, with zero weights and without recompilation. The mutable site
-    `{site}_{prefix}_bases` then holds these inputs, and the parameters are shifts of them,
-    `..._mean_shift` and `..._cov_shift`, in place of points: give
-    `{**svi.get_params(state), **state.mutable_state}` as `params` to `posterior` and other methods.
+    given, the two sets of points grow: each mini-batch adds inputs to both until they are full,
+    with zero weights and without recompilation. The mutable site `{site}_{prefix}_bases` then holds
+    these inputs, and the parameters are shifts of them, `..._mean_shift` and `..._cov_shift`, in
+    place of points: give `{**svi.get_params(state), **state.mutable_state}` as `params` to
+    `posterior` and other methods.
 
     `model`, `site`, `rest` and `prefix` are as in `AutoSparseGP`.
 
@@ -77,7 +76,7 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         >>> guide = sgp.guides.AutoDecoupledGP(model, mean_size=400, cov_size=20)
     """
 
-    weights_name = "mean_weights"
+    weights_name, loc_name = "mean_weights", "loc"
 
     def __init__(
         self,
@@ -140,49 +139,36 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
         bases = self._bases(site, training=training)
         (P, mean_active), (Q, cov_active) = bases["mean"], bases["cov"]
         scale, param = prior_scale(site, P), functools.partial(self.param, site)
-        w, _ = self._weights(site)
+        w = jnp.where(mean_active, self._weights(site)[0], 0.0)
         if not self.train_mean:
             P, w = jax.lax.stop_gradient((P, w))
-        if self._in_coordinates(Q):
-            loc = param(
-                "loc", jnp.zeros((*site.batch_shape, len(Q)), Q.dtype), constraint=whitened_loc
-            )
-            residual = jnp.where(mean_active, w, 0.0)
-            weights = self._coordinates(site, bases).weights(
-                residual, jnp.where(cov_active, loc, 0.0)
-            )
-        else:
+        coordinates = self._coordinates(site, bases)
+        if coordinates is None:
             weights = w / scale
+        else:
+            start = jnp.zeros((*site.batch_shape, len(Q)), Q.dtype)
+            weights = coordinates.weights(w, param("loc", start, constraint=whitened_loc))
         eye = jnp.broadcast_to(jnp.eye(len(Q), dtype=Q.dtype), (*site.batch_shape, len(Q), len(Q)))
         E = scale * param("cov_noise_tril", eye, constraint=noise_tril)
         return DecoupledGP(
             site.kernel,
             site.X,
             P,
-            jnp.where(mean_active, weights, 0.0),
+            weights,
             Q,
             jnp.where(cov_active[:, None], scale_of_pseudo_observations(E), 0.0),
             **self.columns(len(P)),
             unexplained_scale=declare_unexplained_scale(param, site) if training else None,
         )
 
-    def _in_coordinates(self, cov_points: Float[Array, "M_q d"]) -> bool:
-        """Whether the parameters of the mean are `MeanCoordinates` of its weights."""
-        return self.train_mean and len(cov_points) > 0
+    def _coordinates(self, site: GPSite, bases: dict[str, Basis]) -> MeanCoordinates | None:
+        if not self.train_mean or len(bases["cov"].points) == 0:
+            return None
+        return MeanCoordinates.at(site.kernel, bases["mean"], bases["cov"])
 
-    def _coordinates(self, site: GPSite, bases: dict[str, Basis]) -> MeanCoordinates:
-        return MeanCoordinates.at(as_single("kernel", site.kernel), bases["mean"], bases["cov"])
-
-    def parameters_of(
-        self, start: Linearized, weights: Float[Array, "*batch M"]
-    ) -> dict[str, Float[Array, "..."]]:
-        """The parameters, by short names, for weights of the mean."""
-        with self._parameters(start.params, None):
-            bases = self._bases(start.site, training=False)
-        if not self._in_coordinates(bases["cov"].points):
-            return super().parameters_of(start, weights)
-        coordinates = self._coordinates(start.site, bases)
-        return {"mean_weights": weights * coordinates.deviation, "loc": coordinates.loc(weights)}
+    def coordinates(self, site: GPSite, family: Any) -> MeanCoordinates | None:
+        """Coordinates by the covariance points; see `AbstractDecoupledGuide.coordinates`."""
+        return self._coordinates(site, self._bases(site, training=False))
 
     def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         """The mean's points and their weights."""

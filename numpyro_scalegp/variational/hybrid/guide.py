@@ -10,13 +10,12 @@ from jaxtyping import Array, ArrayLike, Float
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_scalegp.core import checks
-from numpyro_scalegp.kernels.kernel import as_single
 from numpyro_scalegp.tracing.sites import GPSite, Model
 from numpyro_scalegp.variational.bases import Basis, InitialPoints, hold_categories, spread_rows
-from numpyro_scalegp.variational.decoupled.coordinates import MeanCoordinates
+from numpyro_scalegp.variational.coordinates import MeanCoordinates
 from numpyro_scalegp.variational.guide import Rest
 from numpyro_scalegp.variational.hybrid.hybrid import HybridGP
-from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, Linearized, prior_scale
+from numpyro_scalegp.variational.solving import AbstractDecoupledGuide, prior_scale
 from numpyro_scalegp.variational.sparse.guide import declare_unexplained_scale
 from numpyro_scalegp.variational.sparse.sparse import declare_whitened, initial_inducing_points
 
@@ -71,7 +70,7 @@ class AutoHybridGP(AbstractDecoupledGuide):
         >>> guide = sgp.guides.AutoHybridGP(model, num_inducing=20, num_residual=200)
     """
 
-    weights_name = "residual_weights"
+    weights_name, loc_name = "residual_weights", "residual_loc"
 
     def __init__(
         self,
@@ -136,14 +135,13 @@ class AutoHybridGP(AbstractDecoupledGuide):
             param, self.inducing_points, site.rows, site.kernel, site.batch_shape
         )
         weights = jnp.where(basis.active, w, 0.0)
-        if self.train_residual:
-            at_Z = param("residual_loc", jnp.zeros_like(loc))
-            coordinates = self._coordinates(site, basis, Z)
-            weights = coordinates.weights(weights, jax.lax.stop_gradient(at_Z))
-            weights = jnp.where(basis.active, weights, 0.0)
-        else:
+        coordinates = self._coordinates(site, basis, Z)
+        if coordinates is None:
             basis, weights = jax.lax.stop_gradient((basis, weights))
             weights = weights / prior_scale(site, basis.points)
+        else:
+            residual_loc = param("residual_loc", jnp.zeros_like(loc))
+            weights = coordinates.weights(weights, jax.lax.stop_gradient(residual_loc))
         scale = declare_unexplained_scale(param, site) if training else None
         return HybridGP(
             site.kernel,
@@ -158,24 +156,17 @@ class AutoHybridGP(AbstractDecoupledGuide):
             unexplained_scale=scale,
         )
 
-    def _coordinates(self, site: GPSite, basis: Basis, Z: Float[Array, "M d"]) -> MeanCoordinates:
-        cov = Basis(Z, jnp.ones(len(Z), bool))
-        return MeanCoordinates.at(as_single("kernel", site.kernel), basis, cov)
-
-    def parameters_of(
-        self, start: Linearized, weights: Float[Array, "*batch M_r"]
-    ) -> dict[str, Float[Array, "..."]]:
-        """The parameters, by short names, for weights of the residual points."""
+    def _coordinates(
+        self, site: GPSite, basis: Basis, Z: Float[Array, "M d"]
+    ) -> MeanCoordinates | None:
         if not self.train_residual:
-            return super().parameters_of(start, weights)
-        with self._parameters(start.params, None):
-            basis, _ = self._residual(start.site, training=False)
-        coordinates = self._coordinates(start.site, basis, start.family.inducing_points)
-        residual_loc = coordinates.loc(weights)
-        return {
-            "residual_weights": weights * coordinates.deviation,
-            "residual_loc": residual_loc,
-        }
+            return None
+        return MeanCoordinates.at(site.kernel, basis, Basis(Z, jnp.ones(len(Z), bool)))
+
+    def coordinates(self, site: GPSite, family: Any) -> MeanCoordinates | None:
+        """Coordinates by the inducing points; see `AbstractDecoupledGuide.coordinates`."""
+        basis, _ = self._residual(site, training=False)
+        return self._coordinates(site, basis, family.inducing_points)
 
     def basis(self, site: GPSite, family: Any) -> tuple[Basis, Float[Array, "*batch M"]]:
         """The residual points and their weights."""

@@ -13,7 +13,7 @@ from numpyro.distributions.kl import kl_divergence
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.variational.bases import Basis
-from numpyro_scalegp.variational.decoupled.coordinates import MeanCoordinates
+from numpyro_scalegp.variational.coordinates import MeanCoordinates
 from numpyro_scalegp.variational.decoupled.decoupled import (
     noise_tril,
     scale_of_pseudo_observations,

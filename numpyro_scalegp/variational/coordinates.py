@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from numpyro_scalegp.kernels.kernel import AbstractKernel
+from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.compiled import compiled
@@ -41,7 +41,7 @@ class MeanCoordinates(NamedTuple):
     @classmethod
     def at(cls, kernel: AbstractKernel, mean: Basis, cov: Basis) -> "MeanCoordinates":
         """The coordinates for two bases, in O(M_p M_q^2 + M_q^3)."""
-        return _coordinates(kernel, mean, cov)
+        return _coordinates(as_single("kernel", kernel), mean, cov)
 
     def weights(
         self, residual: Float[Array, "*batch M_p"], loc: Float[Array, "*batch M_q"]
