@@ -154,39 +154,24 @@ def record_gradients(data, split, seed, method, *, steps=1000, num_cov=128):
     have the same points for the covariance at the start.
     """
     loaded = sgp.datasets.load_uci(data, split)
-    X, y = (jnp.asarray(a, jnp.float32) for a in (loaded.X_train, loaded.y_train))
+    X = jnp.asarray(loaded.X_train, jnp.float32)
     began = time.perf_counter()
     kind, size = method.split(", ", 1)[0], number_in(method)
-    points = sgp.features.kmeans_points(
-        jax.random.key(1 + seed), X, size if kind == "sparse" else num_cov
-    )
-    rows = np.random.default_rng(seed).permutation(len(X))[:size]
-    guide = {
-        "sparse": lambda: sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=points),
-        "decoupled": lambda: sgp.guides.AutoDecoupledGP(
-            model, rest=AutoDelta, mean_points=X[rows], cov_points=points
+    num_points = size if kind == "sparse" else num_cov
+    points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, num_points)
+    mean_points = X[np.random.default_rng(seed).permutation(len(X))[:size]]
+    guides = {
+        "decoupled": functools.partial(
+            sgp.guides.AutoDecoupledGP, mean_points=mean_points, cov_points=points
         ),
-        "hybrid": lambda: sgp.guides.AutoHybridGP(
-            model, rest=AutoDelta, inducing_points=points, residual_points=X[rows]
+        "hybrid": functools.partial(
+            sgp.guides.AutoHybridGP, inducing_points=points, residual_points=mean_points
         ),
-    }[kind]()
-    schedule = optax.cosine_decay_schedule(LEARNING_RATE, steps)
-    svi = SVI(model, guide, optax.adam(schedule), sgp.infer.QuadratureELBO())
-    state = jax.jit(svi.init, static_argnums=3)(jax.random.key(seed), X, y, 1024)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train(state, X, y):
-        step = lambda _, state: svi.update(state, X, y, 1024)[0]  # noqa: E731
-        return jax.lax.fori_loop(0, steps, step, state)
-
-    params = svi.get_params(jax.block_until_ready(train(state, X, y)))
+    }
+    fit = Ours(loaded, points, 1024, steps, LEARNING_RATE, guide=guides.get(kind))
+    fit.run(steps - 1)
     seconds = time.perf_counter() - began
-    posterior = guide.posterior(params, X, y, 1024)
-    Xs = jnp.asarray(loaded.X_test, jnp.float32)
-    mean, variance = posterior.mean(Xs), posterior.variance(Xs)
-    variance += guide.median(params)["noise"] ** 2
-    scores = score(np.asarray(mean), np.asarray(variance), loaded.y_test)
-    return {**scores._asdict(), "seconds": seconds}
+    return {**fit.score()._asdict(), "seconds": seconds}
 
 
 def record_steps(data, split, seed, method, *, rows=100_000, repeats=4):
@@ -282,18 +267,13 @@ def record_stream(data, split, seed, method, *, steps, num_residual, solve_every
     """The record of a unit: nMSE and seconds at half of the batches, and at the end."""
     loaded, X, hyper = first_fit(data, split)
     kmeans = functools.partial(sgp.features.kmeans_points, jax.random.key(1), X)
+    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
     if method.startswith("coupled"):
-        hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
         points = kmeans(number_in(method))
-        guide = sgp.guides.AutoSparseGP(
-            stream_model, rest=hyperparameter_guide, inducing_points=points
-        )
+        guide = sgp.guides.AutoSparseGP(stream_model, rest=rest, inducing_points=points)
         curve = follow(loaded, stream_model, guide, steps, num_held)
     elif method == "gradients alone":
-        hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
-        guide = sgp.guides.AutoDecoupledGP(
-            stream_model, rest=hyperparameter_guide, mean_size=num_residual
-        )
+        guide = sgp.guides.AutoDecoupledGP(stream_model, rest=rest, mean_size=num_residual)
         curve = follow(loaded, stream_model, guide, steps, num_held)
     else:
         pinned = numpyro.handlers.condition(stream_model, data=hyper)

@@ -91,7 +91,15 @@ class Ours:
     natural = False
 
     def __init__(
-        self, data, points, batch_size, total_steps, learning_rate, model=model, noise=None
+        self,
+        data,
+        points,
+        batch_size,
+        total_steps,
+        learning_rate,
+        model=model,
+        noise=None,
+        guide=None,
     ):
         self.noise = noise
         self.X, self.y = (
@@ -99,9 +107,10 @@ class Ours:
             jnp.asarray(data.y_train, jnp.float32),
         )
         self.batch_size, self.test, self.points = batch_size, data, points
-        self.guide = sgp.guides.AutoSparseGP(
-            model, rest=AutoDelta, inducing_points=points, natural=self.natural
+        guide = guide or functools.partial(
+            sgp.guides.AutoSparseGP, inducing_points=points, natural=self.natural
         )
+        self.guide = guide(model, rest=AutoDelta)
         optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, total_steps))
         if self.natural:
             optimizer = sgp.infer.natural_gradients(optimizer)

@@ -26,7 +26,7 @@ from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.sites.family import AbstractVariationalGP
 from numpyro_scalegp.variational.latent import LatentGP
 from numpyro_scalegp.variational.same import same_prior
-from numpyro_scalegp.variational.sparse.sparse import unexplained_part
+from numpyro_scalegp.variational.sparse.sparse import ScaleTril, unexplained_part
 
 
 def squared_norm(
@@ -240,13 +240,8 @@ def _kl_decoupled_latent(q: DecoupledGP, p: LatentGP) -> Float[Array, "*batch"]:
 _LOG_SCALE_UNIT = 2.0
 
 
-class _NoiseTril(constraints.ParameterFreeConstraint):
-    """Like `constraints.lower_cholesky`, with square matrices as unconstrained values."""
-
-    event_dim = 2
-
-    def __call__(self, x: Array) -> Array:
-        return constraints.lower_cholesky(x)
+class _NoiseTril(ScaleTril):
+    """Another constraint to the same matrices, whose unconstrained values are by rows."""
 
 
 noise_tril = _NoiseTril()

@@ -188,16 +188,17 @@ class _WhitenedLoc(constraints.ParameterFreeConstraint):
         return constraints.real_vector(x)
 
 
-class _ScaleTril(constraints.ParameterFreeConstraint):
+class ScaleTril(constraints.ParameterFreeConstraint):
     """Like `constraints.lower_cholesky`, with square matrices as unconstrained values."""
 
     event_dim = 2
 
     def __call__(self, x: Array) -> Array:
+        """Whether matrices are lower triangular with a positive diagonal."""
         return constraints.lower_cholesky(x)
 
 
-whitened_loc, _scale_tril = _WhitenedLoc(), _ScaleTril()
+whitened_loc, _scale_tril = _WhitenedLoc(), ScaleTril()
 
 
 class _FromSquare(transforms.ParameterFreeTransform):
@@ -242,8 +243,8 @@ def _(constraint: _WhitenedLoc) -> transforms.IndependentTransform:
     return transforms.IndependentTransform(transforms.AffineTransform(0.0, _LOC_UNIT), 1)
 
 
-@biject_to.register(_ScaleTril)
-def _(constraint: _ScaleTril) -> _FromSquare:
+@biject_to.register(ScaleTril)
+def _(constraint: ScaleTril) -> _FromSquare:
     return _FromSquare()
 
 

@@ -335,8 +335,11 @@ def test_a_small_basis_is_from_all_over_sorted_rows():
         assert gaps.max() < 2.0 / (len(points) - 1)
 
 
-def test_residual_points_grow():
-    guide = AutoHybridGP(learned, num_inducing=4, num_residual=20, growth=5)
+@pytest.mark.parametrize("train_residual", [True, False])
+def test_residual_points_grow(train_residual):
+    guide = AutoHybridGP(
+        learned, num_inducing=4, num_residual=20, growth=5, train_residual=train_residual
+    )
     svi, states, X, y = stream(guide, 6)
     bases = [state.mutable_state["f_auto_bases"] for state in states]
     assert [int(basis["size"]) for basis in bases] == [5, 10, 15, 20, 20, 20]
@@ -346,7 +349,7 @@ def test_residual_points_grow():
     means = [guide.posterior(values, X, y).mean(X) for values in (params, grown, more)]
     # Inactive points do not change the mean, and added ones hardly do.
     np.testing.assert_allclose(means[0], means[1], atol=1e-7)
-    np.testing.assert_allclose(means[0], means[2], atol=0.02)
+    np.testing.assert_allclose(means[0], means[2], atol=0.02 if train_residual else 1e-7)
     # The solve sets the weights of active points, and leaves the others at zero.
     solved = guide.solve_mean(params, X, y, size=len(X)).params
     assert np.all(solved["f_auto_residual_weights"][5:] == 0.0)
