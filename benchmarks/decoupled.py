@@ -267,13 +267,17 @@ def record_stream(data, split, seed, method, *, steps, num_residual, solve_every
     """The record of a unit: nMSE and seconds at half of the batches, and at the end."""
     loaded, X, hyper = first_fit(data, split)
     kmeans = functools.partial(sgp.features.kmeans_points, jax.random.key(1), X)
-    rest = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
+    hyperparameter_guide = functools.partial(AutoDelta, init_loc_fn=init_to_value(values=hyper))
     if method.startswith("coupled"):
         points = kmeans(number_in(method))
-        guide = sgp.guides.AutoSparseGP(stream_model, rest=rest, inducing_points=points)
+        guide = sgp.guides.AutoSparseGP(
+            stream_model, rest=hyperparameter_guide, inducing_points=points
+        )
         curve = follow(loaded, stream_model, guide, steps, num_held)
     elif method == "gradients alone":
-        guide = sgp.guides.AutoDecoupledGP(stream_model, rest=rest, mean_size=num_residual)
+        guide = sgp.guides.AutoDecoupledGP(
+            stream_model, rest=hyperparameter_guide, mean_size=num_residual
+        )
         curve = follow(loaded, stream_model, guide, steps, num_held)
     else:
         pinned = numpyro.handlers.condition(stream_model, data=hyper)

@@ -35,10 +35,12 @@ class AutoDecoupledGP(AbstractDecoupledGuide):
     with `train_mean=False`, `..._mean_weights` are the weights in units of one over the prior
     standard deviation.) The points are `..._mean_points` and `..._cov_points`. If they are not
     given, the two sets of points grow: each mini-batch adds inputs to both until they are full,
-    with zero weights and without recompilation. The mutable site `{site}_{prefix}_bases` then holds
-    these inputs, and the parameters are shifts of them, `..._mean_shift` and `..._cov_shift`, in
-    place of points: give `{**svi.get_params(state), **state.mutable_state}` as `params` to
-    `posterior` and other methods.
+    with zero weights and without recompilation. Where gradients train the mean, its other weights
+    change a little, unless they are from a solve; an added covariance point starts with noise of
+    the prior variance, which reduces the variance near it. The mutable site `{site}_{prefix}_bases`
+    then holds these inputs, and the parameters are shifts of them, `..._mean_shift` and
+    `..._cov_shift`, in place of points: give `{**svi.get_params(state), **state.mutable_state}` as
+    `params` to `posterior` and other methods.
 
     `model`, `site`, `rest` and `prefix` are as in `AutoSparseGP`.
 
