@@ -581,7 +581,8 @@ WORDS = {
     "pymc": {
         "`pm.find_MAP`", "`pm.sample`", "`pm.Minibatch` with `total_size`", "an `InferenceData`",
     },
-    "hsgp": {"`Predictive` at new `x`", "the weights `beta`", "a rule for `ell` and `m`"},
+    "hsgp": {"`Predictive` at new `x`", "the weights `beta`", "a rule for `ell` and `m`",
+             "a term of a model"},
     "tinygp": {"`gp.numpyro_dist()`", "`gp.sample(key, shape=)`"},
     "prophet": {
         '`growth="flat"`', "`holidays=`, `holidays_prior_scale`",
