@@ -122,6 +122,10 @@ KERNELS: list[tuple[str, Callable[[float], AbstractKernel]]] = [
     ),
     ("periodic_ard", lambda s: sgp.kernels.Periodic(_ard(s), 2.0 * _ard(1.0), 0.6)),
     ("multiscale", lambda s: sgp.kernels.MultiscaleRBF(jnp.array([s, 2.0]), 1.5)),
+    (
+        "orthogonal_additive",
+        lambda s: sgp.kernels.OrthogonalAdditive(_ard(s), [0.5, 1.0, 0.4], 0.2, 0.9),
+    ),
     ("constant", lambda s: sgp.kernels.Constant(s)),
     ("linear", lambda s: sgp.kernels.Linear(s, bias=0.3)),
     ("coregion", lambda s: sgp.kernels.Coregion(_loadings(s), jnp.array([0.5, s, 0.1])).on((2,))),

@@ -7,6 +7,7 @@ from numpyro_scalegp.infer.predictive import Draws, Predictive
 from numpyro_scalegp.infer.priors import lengthscale_prior, variance_prior
 from numpyro_scalegp.infer.quadrature import QuadratureELBO
 from numpyro_scalegp.infer.refinement import RefinedHyperparameters, refine_hyperparameters
+from numpyro_scalegp.infer.shares import variance_shares
 from numpyro_scalegp.infer.whitening import WhitenReparam
 from numpyro_scalegp.integrated.finite_rkhs.diagnostics import (
     LogDeterminantDiagnostics,
@@ -42,4 +43,5 @@ __all__ = [
     "row_adagrad",
     "row_adam",
     "variance_prior",
+    "variance_shares",
 ]

@@ -8,6 +8,7 @@ from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.kernels.matern import Matern, Matern12, Matern32, Matern52
 from numpyro_scalegp.kernels.multiscale import MultiscaleRBF
 from numpyro_scalegp.kernels.nonstationary import FeatureMapped, Linear
+from numpyro_scalegp.kernels.orthogonal import OrthogonalAdditive
 from numpyro_scalegp.kernels.periodic import Periodic
 from numpyro_scalegp.kernels.sphere import OnSphere
 from numpyro_scalegp.kernels.state_space import AbstractStateSpace, LinearSDE
@@ -35,6 +36,7 @@ __all__ = [
     "Matern52",
     "MultiscaleRBF",
     "OnSphere",
+    "OrthogonalAdditive",
     "Periodic",
     "RationalQuadratic",
     "Wendland",

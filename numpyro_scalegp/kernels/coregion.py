@@ -12,7 +12,7 @@ from numpyro_scalegp.numerics.linalg import matmul
 
 def long_format(X: Float[Array, "n d"], num_outputs: int) -> Float[Array, "n_times_p d_and_one"]:
     """Repeat each row of X for every output, with the output's index as the last column."""
-    outputs = jnp.tile(jnp.arange(num_outputs, dtype=X.dtype), len(X))
+    outputs = jnp.tile(jnp.arange(num_outputs, dtype=X.dtype), X.shape[0])
     return jnp.concatenate([jnp.repeat(X, num_outputs, axis=0), outputs[:, None]], axis=1)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import batches, checks
+from numpyro_scalegp.core import batches, checks, summary
 from numpyro_scalegp.kernels.spectrum import AbstractSpectrum, Origin, Waves
 from numpyro_scalegp.kernels.state_space import (
     AbstractStateSpace,
@@ -435,6 +435,9 @@ class Sum(AbstractComposite):
     right: AbstractKernel
     active: tuple[bool, bool] = eqx.field(static=True, default=(True, True))
 
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self._terms))
+
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Add up the active terms' matrices."""
         return functools.reduce(operator.add, [kernel.evaluate(X, Z) for kernel in self._terms])
@@ -516,6 +519,9 @@ class Product(AbstractComposite):
     left: AbstractKernel
     right: AbstractKernel
 
+    def __repr__(self) -> str:
+        return " * ".join(map(_as_factor, (self.left, self.right)))
+
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Multiply both kernels' matrices entry by entry."""
         return self.left.evaluate(X, Z) * self.right.evaluate(X, Z)
@@ -582,6 +588,9 @@ class Scaled(AbstractComposite):
     def __check_init__(self) -> None:
         checks.positive("scale", self.scale)
 
+    def __repr__(self) -> str:
+        return f"{summary.shown(self.scale)} * {_as_factor(self.kernel)}"
+
     def evaluate(self, X: Float[Array, "n d"], Z: Float[Array, "m d"]) -> Float[Array, "n m"]:
         """Scale the kernel's matrix."""
         return self.scale * self.kernel.evaluate(X, Z)
@@ -631,6 +640,11 @@ class ActiveDims(AbstractMapped, AbstractComposite):
             )
         if len(set(self.dims)) < len(self.dims):
             raise ValueError(f"`dims` must name each column once, got {self.dims}.")
+
+    def __repr__(self) -> str:
+        is_composed = isinstance(self.kernel, Sum | Product | Scaled)
+        kernel = f"({self.kernel!r})" if is_composed else repr(self.kernel)
+        return f"{kernel}.on({self.dims})"
 
     def _inputs_of_parts(self, X: Float[Array, "... n d"]) -> Float[Array, "... n k"]:
         if max(self.dims) >= X.shape[-1]:
@@ -698,3 +712,8 @@ def _as_dims(dims: Any) -> tuple[int, ...]:
             f"`dims` must be a sequence of integers such as (0, 3), got {dims!r}: column indices, "
             "not a mask (for which write `np.flatnonzero(mask)`)."
         ) from None
+
+
+def _as_factor(kernel: AbstractKernel) -> str:
+    """A kernel as a factor of a product: sums in parentheses."""
+    return f"({kernel!r})" if isinstance(kernel, Sum) else repr(kernel)

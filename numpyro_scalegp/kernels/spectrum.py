@@ -4,11 +4,11 @@ import abc
 import math
 from typing import NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.summary import OneLine
 from numpyro_scalegp.numerics.trigonometry import cos_sin_of_turns, turns_of
 
 Origin = Float[Array, " d"] | None
@@ -22,7 +22,7 @@ class Waves(NamedTuple):
     active: Bool[Array, " num"]  # for a component, which waves belong to it
 
 
-class AbstractSpectrum(eqx.Module):
+class AbstractSpectrum(OneLine):
     """The random features of a kernel, and the frequencies of a stationary one."""
 
     @abc.abstractmethod

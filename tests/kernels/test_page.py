@@ -42,6 +42,7 @@ KERNELS: dict[str, list[AbstractKernel]] = {
         K.WithDerivatives(K.Matern52(1.0)),
         K.WithDerivatives(K.FeatureMapped(K.MultiscaleRBF(1.0), lambda X: X[:, [0, 0]])),
     ],
+    "OrthogonalAdditive": [K.OrthogonalAdditive(1.0, jnp.ones(3))],
     "FeatureMapped": [
         K.FeatureMapped(K.RBF(1.0), jnp.tanh),
         K.FeatureMapped(K.MultiscaleRBF(1.0), jnp.tanh),

@@ -43,7 +43,7 @@ def leaves(unit):
                     radius=57.3,
                     great_circle=great_circle,
                 ),
-                lambda X: jnp.array([180.0, 90.0]) * jnp.tanh(X[:, [0, -1]] / unit),
+                lambda X: jnp.array([180.0, 90.0], jnp.float32) * jnp.tanh(X[:, [0, -1]] / unit),
             ),
             length,
             st.booleans(),
@@ -81,6 +81,13 @@ def leaves(unit):
             st.builds(kind, scale, st.just(-(2.0**13) * unit)).map(lambda kernel: kernel.on((0,)))
             for kind in (kernels.Wiener, kernels.IntegratedWiener)
         ),
+        st.builds(
+            lambda length, variance: kernels.OrthogonalAdditive(
+                length, variance * jnp.array([0.5, 1.0, 0.3], jnp.float32), 0.0, unit
+            ),
+            length,
+            scale,
+        ),
         st.builds(kernels.MultiscaleRBF, length, scale).map(
             lambda kernel: FeatureMapped(kernel, kernels.MultiscaleRBF.with_unit_scales)
         ),
@@ -111,7 +118,8 @@ def problems(draw):
 def grams(kernel, X):
     """K(X, X) in float32 and in float64, of the same hyperparameters."""
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), kernel)
-    return np.asarray(kernel(X, X), np.float64), np.asarray(wide(X.astype(np.float64), X))
+    X_wide = X.astype(np.float64)
+    return np.asarray(kernel(X, X), np.float64), np.asarray(wide(X_wide, X_wide))
 
 
 def scales(kernel, X):
@@ -176,6 +184,7 @@ def test_every_kernel_is_drawn():
         "Cosine",
         "Wiener",
         "IntegratedWiener",
+        "OrthogonalAdditive",
     }
     made |= {"Coregion", "WithDerivatives"}  # of categories, tested separately
     registered = {type(factory(1.0)) for name, factory in KERNELS if not name.startswith("own")}

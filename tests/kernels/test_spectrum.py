@@ -15,7 +15,7 @@ NUM_KEYS = 4000
 # Kernels of categories have exact features, or another kernel's features, tested separately.
 WITHOUT = (
     "wendland", "wendland_twice_smooth", "great_circle", "gneiting", "multiscale", "own",
-    "coregion", "derivatives", "wiener", "integrated_wiener",
+    "coregion", "derivatives", "wiener", "integrated_wiener", "orthogonal_additive",
 )  # fmt: skip
 WITH_FEATURES = [(name, kernel) for name, kernel in KERNELS if name not in WITHOUT]
 compiled = functools.partial(jax.jit, static_argnums=3)
