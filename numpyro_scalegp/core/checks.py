@@ -201,7 +201,7 @@ def shape(name: str, value: Any, *allowed: tuple[int, ...], why: str = "") -> No
         )
 
 
-def call_hook(owner: Any, hook: str, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+def call_hook(owner: Any, hook: str, shape: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
     """Call a method that users implement, and raise unless the result has the expected shape."""
     value = getattr(owner, hook)(*args, **kwargs)
     if jnp.shape(value) != shape:

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, PyTree
 
 from numpyro_scalegp.core import checks
@@ -44,13 +45,14 @@ def map_rows(
             each device would gather them.
 
     Returns:
-        The results for all rows, leading axis n. The function is compiled once for all chunks.
+        The results for all rows, leading axis n. The function is compiled once for all chunks. A
+        program for any number of rows, as in an export, has one chunk.
     """
     checks.count("chunk_size", chunk_size)
     if share and (mesh := mesh_of(X)) is not None:
         return map_shares(mesh, lambda rows: map_rows(function, rows, chunk_size), X)
     n = jax.tree.leaves(X)[0].shape[0]
-    if n <= chunk_size:
+    if is_symbolic_dim(n) or n <= chunk_size:
         return function(X)
     num_chunks = -(-n // chunk_size)
 

@@ -36,7 +36,7 @@ def largest_of_batch(value: Num[Array, ""] | Bool[Array, ""]) -> Array:
 
 
 @largest_of_batch.def_vmap
-def _(_axis_size: int, _in_batched: list[bool], value: Array) -> tuple[Array, bool]:
+def _(_axis_size: Any, _in_batched: list[bool], value: Array) -> tuple[Array, bool]:
     return largest_of_batch(jnp.max(value)), False
 
 

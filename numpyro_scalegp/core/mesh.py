@@ -273,22 +273,10 @@ def shard_rows(mesh: Mesh, array: Any, /, *more_arrays: Any) -> Any:
     """
     checks.instance("mesh", mesh, Mesh, "a mesh of devices, made by `jax.make_mesh`")
     arrays = tables.as_arrays((array, *more_arrays), "array")
-    counts = _rows_of_processes(arrays) if mesh.is_multi_process else [_num_rows(arrays)]
+    counts = _rows_of_processes(arrays) if mesh.is_multi_process else [tables.num_rows(arrays)]
     automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     placed = jax.tree.map(_place_on(automatic, counts), arrays)
     return placed if more_arrays else placed[0]
-
-
-def _num_rows(arrays: Any) -> int:
-    """The number of rows that all arrays have."""
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
-    if () in shapes:
-        raise ValueError("all arrays must have rows as their leading axis, got a single number.")
-    if len({shape[:1] for shape in shapes}) > 1:
-        raise ValueError(
-            f"all arrays must have the same number of rows as their leading axis, got {shapes}."
-        )
-    return shapes[0][0] if shapes else 0
 
 
 def _rows_of_processes(arrays: Any) -> list[int]:
@@ -299,7 +287,7 @@ def _rows_of_processes(arrays: Any) -> list[int]:
     """
     num, refusal = 0, ""
     try:
-        num = _num_rows(arrays)
+        num = tables.num_rows(arrays)
     except ValueError as error:
         refusal = str(error)
     kinds = [] if refusal else [_kind(leaf) for leaf in jax.tree.leaves(arrays)]

@@ -40,3 +40,15 @@ def as_arrays(tree: Any, name: str) -> Any:
         return array
 
     return jax.tree.map(convert, tree, is_leaf=is_table)
+
+
+def num_rows(arrays: Any) -> int:
+    """The number of rows that all arrays have."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(arrays)]
+    if () in shapes:
+        raise ValueError("all arrays must have rows as their leading axis, got a single number.")
+    if len({shape[:1] for shape in shapes}) > 1:
+        raise ValueError(
+            f"all arrays must have the same number of rows as their leading axis, got {shapes}."
+        )
+    return shapes[0][0] if shapes else 0
