@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, ArrayLike, Float, Int, Num
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Num
 
 from numpyro_scalegp.core.host import largest_of_batch
 from numpyro_scalegp.numerics.linalg import matmul
@@ -78,10 +78,11 @@ def squared_distances(
     squares = [jnp.square(jax.lax.stop_gradient(rows)) for rows in centered]
     widths = sum(jnp.max(square, axis=0, initial=0.0) for square in squares)
     widest = jax.lax.top_k(widths, MAX_COLUMNS_OF_DIFFERENCES)[1]
+    is_narrow = ~_is_in(widest, d)
     eps = jnp.finfo(centered[0].dtype).eps
     errors = [
         eps * sum(jnp.max(jnp.sum(square, axis=1), initial=0.0) for square in pair)
-        for pair in (squares, [square.at[:, widest].set(0.0) for square in squares])
+        for pair in (squares, [jnp.where(is_narrow, square, 0.0) for square in squares])
     ]
     # The same method for all members of a batch: otherwise `vmap` would compute all of them.
     method = _method(*map(largest_of_batch, errors))
@@ -172,7 +173,13 @@ def _mixed(
 ) -> Float[Array, "n m"]:
     """The widest columns by differences, the others by a product."""
     wide = _few_columns(X[:, widest], Z[:, widest], center[:, widest], inverse[widest])
-    return wide + _by_product(X, Z, center, inverse.at[widest].set(0.0), widest)
+    narrow = jnp.where(_is_in(widest, inverse.size), 0.0, inverse)
+    return wide + _by_product(X, Z, center, narrow, widest)
+
+
+def _is_in(columns: Int[Array, " few"], num_columns: int) -> Bool[Array, " d"]:
+    """Which of all columns are in these; without a scatter, which ONNX lacks."""
+    return jnp.any(jnp.arange(num_columns, dtype=columns.dtype)[:, None] == columns, axis=1)
 
 
 def _by_product(
@@ -196,7 +203,7 @@ def _by_differences(
         scaled = _within_bounds((x[:, None] - z[None, :]) * scale, inverse.size)
         return total + jnp.square(scaled), None
 
-    zeros = jnp.zeros((len(X), len(Z)), jnp.result_type(X, inverse))
+    zeros = jnp.zeros((X.shape[0], Z.shape[0]), jnp.result_type(X, inverse))
     return jax.lax.scan(add, zeros, (X.T, Z.T, inverse))[0]
 
 

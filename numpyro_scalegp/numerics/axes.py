@@ -13,7 +13,7 @@ def along(A: Float[Array, "m _n_j"], R: Float[Array, "*shape"], axis: int) -> Fl
     """The product of a matrix with an array along one axis."""
     moved = jnp.moveaxis(R, axis, 0)
     product = matmul(A, moved.reshape(len(moved), -1))
-    return jnp.moveaxis(product.reshape(len(A), *moved.shape[1:]), 0, axis)
+    return jnp.moveaxis(product.reshape(A.shape[0], *moved.shape[1:]), 0, axis)
 
 
 def along_all(matrices: Sequence[Float[Array, "_m _n_j"]], R: Float[Array, "..."]) -> Array:

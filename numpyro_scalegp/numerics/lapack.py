@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jax.scipy.linalg import solve_triangular as lapack_solve
 from jaxtyping import Array, Float
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 MAX_OPERATIONS = 200_000
 
 
-def _in_calls(function: Callable[..., Array], operations: Callable[..., int]) -> Callable:
+def _in_calls(function: Callable[..., Any], operations: Callable[..., int]) -> Callable:
     """Give a function a `vmap` that loops over calls with few operations each.
 
     Args:
@@ -27,21 +28,26 @@ def _in_calls(function: Callable[..., Array], operations: Callable[..., int]) ->
     call = jax.custom_batching.custom_vmap(function)
 
     @call.def_vmap
-    def _(num: int, is_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
+    def _(num: Any, is_batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
         members = [
             array if has_axis else jnp.broadcast_to(array, (num, *array.shape))
             for array, has_axis in zip(arrays, is_batched, strict=True)
         ]
         size = num
-        if jax.default_backend() == "cpu":
+        if jax.default_backend() == "cpu" and not is_symbolic_dim(num):
             shapes = [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for array in members]
-            size = min(num, max(1, (MAX_OPERATIONS - 1) // max(1, operations(*shapes))))
+            of_one = operations(*shapes)
+            # In a program for any number of rows, one member at a time.
+            at_most = 1 if is_symbolic_dim(of_one) else (MAX_OPERATIONS - 1) // max(1, of_one)
+            size = min(num, max(1, at_most))
         if size == num:
-            return call(*members), True
-        num_calls = -(-num // size)
-        index = (jnp.arange(num_calls * size) % num).reshape(num_calls, size)
-        results = jax.lax.map(lambda rows: call(*[array[rows] for array in members]), index)
-        return results.reshape(-1, *results.shape[2:])[:num], True
+            results = call(*members)
+        else:
+            num_calls = -(-num // size)
+            index = (jnp.arange(num_calls * size) % num).reshape(num_calls, size)
+            results = jax.lax.map(lambda rows: call(*[array[rows] for array in members]), index)
+            results = jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2)[:num], results)
+        return results, jax.tree.map(lambda _: True, results)
 
     return call
 
@@ -58,11 +64,23 @@ _cholesky = _in_calls(
     lambda A: A.size * A.shape[-1] // 3,
 )
 _solves = _solve(0), _solve(1)
+_qr_triangle = _in_calls(lambda A: jnp.linalg.qr(A, mode="r"), lambda A: 2 * A.size * A.shape[-1])
+_eigh = _in_calls(lambda A: tuple(jnp.linalg.eigh(A)), lambda A: 4 * A.size * A.shape[-1])
 
 
 def cholesky(A: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """The lower Cholesky factor, NaN where A is not positive definite; without a derivative."""
     return _cholesky(A)
+
+
+def qr_triangle(A: Float[Array, "m n"]) -> Float[Array, "n n"]:
+    """R of A = Q R, for m of at least n."""
+    return _qr_triangle(A)
+
+
+def eigh(A: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+    """The eigenvalues of a symmetric A, in ascending order, and its eigenvectors as columns."""
+    return _eigh(A)
 
 
 def solve_lower(L: Float[Array, "n n"], B: Float[Array, "n *m"], trans: int = 0) -> Any:

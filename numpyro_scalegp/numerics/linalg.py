@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
@@ -253,6 +254,12 @@ def large_matmul(A: Float[Array, "n m"], B: Float[Array, "m k"]) -> Float[Array,
     """`matmul`, in several passes of the tensor cores if JAX's precision of products says so."""
     setting = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return jnp.matmul(A, B, precision=setting if setting in _SEVERAL_PASSES else "highest")
+
+
+def transposed_matmul(A: Float[Array, "m n"], B: Float[Array, "m k"]) -> Float[Array, "n k"]:
+    """A'B, where the smaller factor is transposed: copies of a large one are slow on a CPU."""
+    is_wide = not is_symbolic_dim(B.shape[1]) and B.shape[1] >= A.shape[1]
+    return matmul(A.T, B) if is_wide else matmul(B.T, A).T
 
 
 def triangular_inverse(L: Float[Array, "n n"]) -> Float[Array, "n n"]:

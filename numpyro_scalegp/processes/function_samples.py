@@ -1,6 +1,8 @@
 """Draws of a posterior as functions of the inputs."""
 
 import abc
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,15 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, Key
 
-from numpyro_scalegp.core import batches, checks
+from numpyro_scalegp.core import batches, checks, summary
 from numpyro_scalegp.core.chunks import map_rows, rows_per_chunk
 from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels.indicated import Indicated
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.numerics.linalg import matmul
+from numpyro_scalegp.programs import exported
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import RowsFunction, constant_function
+from numpyro_scalegp.programs.padded import PaddedRows
 
 # The default number of random features of a prior draw.
 NUM_FEATURES = 2000
@@ -30,6 +34,12 @@ class AbstractFunctionSamples(eqx.Module):
     They form a pytree, for JAX's transformations and `sgp.save`; `equinox.filter_jit(functions)`
     compiles them. Made by a posterior's `sample_functions`.
     """
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self)
+        has_arrays = bool(leaves) and all(isinstance(leaf, jax.Array) for leaf in leaves)
+        d = self._num_columns if has_arrays else None
+        return summary.one_line(self, [] if d is None else [f"of {summary.counted(d, 'column')}"])
 
     def __call__(
         self, Xs: Float[ArrayLike, "... m d"], *, chunk_size: int | None = None
@@ -50,7 +60,36 @@ class AbstractFunctionSamples(eqx.Module):
             ValueError: if `Xs` is not a finite matrix of d columns.
         """
         Xs = checks.inputs("Xs", Xs, width=self._num_columns, may_be_batch=self._takes_batches)
-        return self._values(Xs, checks.count_or_none("chunk_size", chunk_size))
+        rows, size = PaddedRows.of(Xs), checks.count_or_none("chunk_size", chunk_size)
+        return rows.unpad(self._values(rows.X, size), self._row_axis)
+
+    def export(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        num_rows: int | None = None,
+        platforms: Sequence[str] | None = None,
+    ) -> None:
+        """Write the functions to a file, as a program that needs JAX or ONNX alone.
+
+        The program returns a dict with their `values`; `AbstractPosterior.export` says how to read
+        it, and what the arguments are.
+
+        Raises:
+            ImportError: if flatbuffers, or jax2onnx for ONNX, is not installed.
+            ValueError: if the functions need the number of rows, or jax2onnx does not convert one
+                of their operations.
+        """
+
+        def values(functions: AbstractFunctionSamples, Xs: Array) -> dict[str, Array]:
+            return {"values": functions._values(Xs, None)}
+
+        exported.write(file, self, values, self._num_columns, num_rows, platforms)
+
+    @property
+    def _row_axis(self) -> int:
+        """The axis of the values along which the rows of inputs lie."""
+        return -1
 
     @property
     def _takes_batches(self) -> bool:
@@ -103,7 +142,7 @@ class KernelFunctionSamples(AbstractFunctionSamples):
             return self.mean_function(rows)[:, None] + drawn[:, self.columns] + update
 
         size = rows_per_chunk(M + self.draws.num_draws) if chunk_size is None else chunk_size
-        return map_rows(values, Xs, size, share=False).T.reshape(*shape, len(Xs))
+        return map_rows(values, Xs, size, share=False).T.reshape(*shape, Xs.shape[0])
 
 
 class FeatureFunctionSamples(AbstractFunctionSamples):
@@ -135,6 +174,10 @@ class MixtureFunctionSamples(AbstractFunctionSamples):
     @property
     def _takes_batches(self) -> bool:
         return self.functions._takes_batches
+
+    @property
+    def _row_axis(self) -> int:
+        return self.functions._row_axis
 
     @property
     def _num_columns(self) -> int | None:
@@ -184,6 +227,10 @@ class ShiftedFunctionSamples(AbstractFunctionSamples):
     @property
     def _takes_batches(self) -> bool:
         return self.functions._takes_batches
+
+    @property
+    def _row_axis(self) -> int:
+        return self.functions._row_axis
 
     @property
     def _num_columns(self) -> int | None:

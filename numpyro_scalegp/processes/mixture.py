@@ -59,6 +59,13 @@ class MixturePosterior(AbstractPosterior):
         return True  # the posteriors check the inputs themselves
 
     @property
+    def _row_axis(self) -> None:
+        return None
+
+    def _summary(self) -> list[str]:
+        return [f"{self.num_draws} draws"] if jax.tree.leaves(self.draws) else []
+
+    @property
     def num_draws(self) -> int:
         """The number S of draws."""
         return jax.tree.leaves(self.draws)[0].shape[0]

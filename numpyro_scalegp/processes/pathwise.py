@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float, Key
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, summary
 from numpyro_scalegp.core.mesh import divided, mesh_of
 from numpyro_scalegp.features.prior_draws import PriorDraws
 from numpyro_scalegp.kernels.kernel import AbstractKernel
@@ -51,6 +51,13 @@ class PathwisePosterior(AbstractInChunks):
 
     # The devices of a mesh share the training rows, not the rows of new inputs.
     _shares_rows: ClassVar[bool] = False
+
+    def _summary(self) -> list[str]:
+        parts = [repr(self.solver), summary.counted(self.num_samples, "sample")]
+        if isinstance(self.solution.residual, jax.Array):
+            names = ("residual", "epochs")
+            parts += [f"{name} {summary.shown(self.diagnostics[name])}" for name in names]
+        return parts
 
     @property
     def representer_weights(self) -> Float[Array, " n"]:

@@ -1,6 +1,8 @@
 """The base classes of posteriors over functions."""
 
 import abc
+import contextlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,11 +13,12 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from numpyro_scalegp.core import checks, chunks
+from numpyro_scalegp.core import checks, chunks, summary
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.kernels.kernel import AbstractKernel
 from numpyro_scalegp.numerics import linalg
 from numpyro_scalegp.processes.function_samples import AbstractFunctionSamples
+from numpyro_scalegp.programs import exported
 from numpyro_scalegp.programs.compiled import compiled
 from numpyro_scalegp.programs.functions import (
     ELSEWHERE,
@@ -25,6 +28,7 @@ from numpyro_scalegp.programs.functions import (
     is_of_rows,
     with_fixed_functions,
 )
+from numpyro_scalegp.programs.padded import PaddedRows
 
 # Rows, or the inputs of each axis of a grid.
 Inputs = Float[ArrayLike, "... m d"] | Sequence[Float[ArrayLike, "_m _d"]]
@@ -61,6 +65,23 @@ class AbstractPosterior(eqx.Module):
         # The posterior is valid for what the functions compute now: they raise if that changes.
         for name, value in vars(self).items():
             object.__setattr__(self, name, with_fixed_functions(value, self._num_columns))
+
+    def __repr__(self) -> str:
+        parts = []
+        for name, value in vars(self).items():
+            if name == "kernel" or (name == "process" and isinstance(value, AbstractPosterior)):
+                parts.append(repr(value))
+            elif isinstance(value, AbstractKernel):  # of a component
+                parts.append(f"{name}={value!r}")
+            elif name in ("X", "points"):
+                parts.append(summary.counted_rows(value, "row" if name == "X" else "point"))
+            elif name == "noise_variance" and value is not None:
+                parts.append(f"{name}={summary.shown(value)}")
+        return summary.one_line(self, [*parts, *self._summary()])
+
+    def _summary(self) -> list[str]:
+        """What `repr` says besides kernel, rows and noise."""
+        return []
 
     @property
     def diagnostics(self) -> dict[str, Array]:
@@ -108,7 +129,8 @@ class AbstractPosterior(eqx.Module):
             Means, shape (m,); (*batch, m) for a batch of functions, (m, p) for a `MultiOutputGP`,
             (m_1, ..., m_k) for a grid.
         """
-        return self._mean(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
+        rows, size = self._padded(Xs), checks.count_or_none("chunk_size", chunk_size)
+        return rows.unpad(self._mean(rows.X, size), self._row_axis)
 
     def variance(self, Xs: Inputs, *, chunk_size: int | None = None) -> Float[Array, "*values"]:
         """The posterior variance of f, without observation noise; for the arguments see `mean`.
@@ -116,7 +138,8 @@ class AbstractPosterior(eqx.Module):
         Returns:
             Variances, of the shape of the means; zero where rounding would make them negative.
         """
-        return self._variance(self._check(Xs), checks.count_or_none("chunk_size", chunk_size))
+        rows, size = self._padded(Xs), checks.count_or_none("chunk_size", chunk_size)
+        return rows.unpad(self._variance(rows.X, size), self._row_axis)
 
     def covariance(self, Xs: Inputs) -> Float[Array, "*values"]:
         """The posterior covariance of f at all pairs of rows of Xs.
@@ -211,6 +234,56 @@ class AbstractPosterior(eqx.Module):
             raise ValueError(ELSEWHERE)
         return self._functions(checks.as_key(key), num_samples, num_features)
 
+    def export(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        num_rows: int | None = None,
+        platforms: Sequence[str] | None = None,
+    ) -> None:
+        """Write the mean and the variance to a file, as a program that needs JAX or ONNX alone.
+
+        If its name ends with `.onnx`, the file is an ONNX model of the input `Xs`, in which all
+        arrays are constants; jax2onnx converts it (`numpyro_scalegp[onnx]`). Otherwise it is an
+        `.npz` with the `program`, as `jax.export` serializes it, and its arrays. To read it without
+        this package:
+
+            import jax.export
+            import numpy as np
+
+            file = np.load("posterior.npz")
+            arrays = [file[name] for name in sorted(file) if name.startswith("array")]
+            program = jax.jit(jax.export.deserialize(bytearray(file["program"])).call)
+            moments = program(arrays, Xs)
+
+        Then `moments["mean"]` and `moments["variance"]` have the shapes of `mean` and `variance`,
+        and `moments["noise_variance"]` is there if new observations have one: add it to the
+        variance. Each number of rows is compiled once. The program has no derivatives, and leaves
+        out warnings. The file has the arrays that moments need: for an exact GP an n x n factor,
+        for a sparse one a few M x M matrices. In float64 it needs `jax_enable_x64` when it is read.
+
+        Args:
+            file: the path, with the ending `.onnx` for ONNX; no ending is added.
+            num_rows: the number of rows of `Xs`; None for any number.
+            platforms: the platforms on which the program may run: "cpu", "cuda", "rocm" or "tpu";
+                None for the current one, and for ONNX.
+
+        Raises:
+            ImportError: if flatbuffers, or jax2onnx for ONNX, is not installed.
+            ValueError: if the posterior needs the number of rows, as `GridGP` does over time, does
+                not know the number of columns, as a mixture, or calls Python; if jax2onnx does not
+                convert one of its operations; within `jax.jit`.
+        """
+
+        def moments(posterior: AbstractPosterior, Xs: Array) -> dict[str, Array]:
+            mean, variance = posterior._mean_and_variance(Xs, None)
+            moments = {"mean": mean, "variance": variance}
+            with contextlib.suppress(ValueError):  # there may be none for new rows
+                moments["noise_variance"] = jnp.asarray(posterior._noise_or_raise())
+            return moments
+
+        exported.write(file, self, moments, self._num_columns, num_rows, platforms)
+
     def leave_one_out(self) -> dist.Distribution:
         """The predictive distribution of each training observation given all others.
 
@@ -245,6 +318,21 @@ class AbstractPosterior(eqx.Module):
     def _takes_batches(self) -> bool:
         """Whether each function of a batch may have its own matrix of inputs."""
         return False
+
+    @property
+    def _row_axis(self) -> int | None:
+        """The axis of the moments along which the rows of inputs lie; None if it is not known."""
+        return -1
+
+    def _padded(self, Xs: Inputs) -> PaddedRows:
+        """Checked inputs, with padding unless they are axes of a grid or the training rows."""
+        checked = self._check(Xs)
+        if isinstance(checked, tuple) or self._row_axis is None:
+            return PaddedRows(checked, None)
+        rows = PaddedRows.of(checked)
+        # Only where there is padding, since this goes through all of the posterior.
+        is_whole = rows.num_rows is not None and holds_row_values(self)
+        return PaddedRows(checked, None) if is_whole else rows
 
     @property
     def _last_axis(self) -> str:
@@ -322,14 +410,22 @@ class AbstractPosterior(eqx.Module):
         noise = checks.as_positive(noise_variance, "noise_variance", or_zero=True)
         checks.positive("noise_variance", noise, or_zero=True)
         chunk_size = checks.count_or_none("chunk_size", chunk_size)
-        mean, variance = self._mean_and_variance(self._check(Xs), chunk_size)
+        rows = self._padded(Xs)
+        mean, variance = self._mean_and_variance(rows.X, chunk_size)
+        axis = self._row_axis
+        is_same_for_rows = axis is not None and noise.ndim < -axis
+        if not is_same_for_rows:
+            mean, variance = rows.unpad(mean, axis), rows.unpad(variance, axis)
         if not _broadcasts(noise.shape, variance.shape):
             raise ValueError(
                 f"`noise_variance` must have shape () or ({variance.shape[-1]},), got "
                 f"{noise.shape}: one value, or one for each {self._last_axis}."
             )
+        scale = jnp.sqrt(variance + noise)
+        if is_same_for_rows:
+            mean, scale = rows.unpad(mean, axis), rows.unpad(scale, axis)
         # Not validated: a posterior may be NaN, and warned when it was made.
-        return dist.Normal(mean, jnp.sqrt(variance + noise), validate_args=False)
+        return dist.Normal(mean, scale, validate_args=False)
 
     def _noise_or_raise(self) -> Float[Array, "..."]:
         if self.noise_variance is None:
@@ -480,6 +576,10 @@ class AbstractDerived(AbstractPosterior):
     @property
     def _takes_batches(self) -> bool:
         return self.process._takes_batches
+
+    @property
+    def _row_axis(self) -> int | None:
+        return self.process._row_axis
 
     def _check(self, Xs: Inputs) -> Any:
         return self.process._check(Xs)

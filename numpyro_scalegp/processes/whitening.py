@@ -85,7 +85,7 @@ def moments_forward(
 ) -> tuple[Float[Array, "3 n"], tuple[Array, ...]]:
     """The three moments as rows, and the residuals for the reverse rule."""
     A = matmul(W, K_ZX)
-    SA = matmul(S.T, A)
+    SA = linalg.transposed_matmul(S, A)
     unexplained = jnp.maximum(diagonal - jnp.sum(jnp.square(A), axis=0), 0.0)
     moments = jnp.stack([matmul(loc, A), jnp.sum(jnp.square(SA), axis=0), unexplained])
     return moments, (W, A, SA, loc, S)

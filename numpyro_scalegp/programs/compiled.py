@@ -112,13 +112,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_pure_function and _has_pure_structure((args, kwargs)):
-            if _is_inside_of_jit() or _any_traced(jax.tree.leaves((args, kwargs))):
+            if is_inside_of_jit() or _any_traced(jax.tree.leaves((args, kwargs))):
                 return by_structure(*args, **kwargs)
             result, calls = with_calls(*args, **kwargs)
             for host_call in calls:
                 host_call()
             return result
-        if _is_inside_of_jit():
+        if is_inside_of_jit():
             return function(*args, **kwargs)
         return _trace_and_compile(function, args, kwargs)(*args, **kwargs)
 
@@ -307,7 +307,7 @@ def _committed_sharding(array: Any) -> Hashable:
     return array.sharding if is_committed else None
 
 
-def _is_inside_of_jit() -> bool:
+def is_inside_of_jit() -> bool:
     """Whether another program is being traced, or compilation is disabled."""
     is_tracing: Any = extend.unsafe_am_i_under_a_jit_DO_NOT_USE  # type: ignore[attr-defined]
     return bool(is_tracing() or jax.config.jax_disable_jit)  # type: ignore[attr-defined]

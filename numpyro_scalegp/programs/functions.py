@@ -36,6 +36,10 @@ class RowsFunction(eqx.Module):
     maps_single_rows: bool = eqx.field(static=True)
     fixed_as: Any = eqx.field(static=True, default=None, metadata={"is_saved": False})
 
+    def __repr__(self) -> str:
+        function = self.arrays if self.structure is None else self.structure
+        return _name(function).rpartition(".")[2]
+
     def __call__(self, X: Float[Array, "*rows d"]) -> Any:
         """Apply the function to all rows.
 

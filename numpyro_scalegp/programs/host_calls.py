@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jaxtyping import Array, Bool
 
 from numpyro_scalegp.core.host import host_call
-from numpyro_scalegp.programs.equations import bound, evaluate
+from numpyro_scalegp.programs.equations import bound, called, evaluate, parts, scanned
 
 
 class HostCall(eqx.Module):
@@ -100,21 +100,16 @@ def _of_host_call(equation: Any, inputs: list[Any]) -> Evaluated:
     return [], [HostCall(flag, values, equation.params["function"])]
 
 
-def _inlined(name: str) -> Callable[[Any, list[Any]], Evaluated]:
-    """Evaluate the jaxpr of this parameter, without rules of derivatives or batching."""
-
-    def inlined(equation: Any, inputs: list[Any]) -> Evaluated:
-        inner = equation.params[name]
-        return evaluated(
-            inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, []), inputs
-        )
-
-    return inlined
+def _inlined(equation: Any, inputs: list[Any]) -> Evaluated:
+    """Evaluate the jaxpr that is called, without rules of derivatives or batching."""
+    closed = called(equation)
+    assert closed is not None
+    return evaluated(closed, inputs)
 
 
 def _of_checkpoint(equation: Any, inputs: list[Any]) -> Evaluated:
     # Within a derivative the equation keeps its values from being stored.
-    rule = _unchanged if equation.params["differentiated"] else _inlined("jaxpr")
+    rule = _unchanged if equation.params["differentiated"] else _inlined
     return rule(equation, inputs)
 
 
@@ -137,10 +132,9 @@ def _of_cond(equation: Any, inputs: list[Any]) -> Evaluated:
 
 
 def _of_scan(equation: Any, inputs: list[Any]) -> Evaluated:
-    params = equation.params
-    body, num_consts, num_carry = (params[name] for name in ("jaxpr", "num_consts", "num_carry"))
-    consts, carry, xs = _parts(inputs, num_consts, num_carry)
-    calls = _calls_of(body)
+    params, body = equation.params, equation.params["jaxpr"]
+    consts, carry, xs = scanned(equation, inputs)
+    num_carry, calls = len(carry), _calls_of(body)
 
     def step(carry: tuple[list[Any], list[HostCall]], x: list[Any]) -> Any:
         results, new = evaluated(body, [*consts, *carry[0], *x])
@@ -155,7 +149,7 @@ def _of_scan(equation: Any, inputs: list[Any]) -> Evaluated:
 def _of_while(equation: Any, inputs: list[Any]) -> Evaluated:
     params = equation.params
     num_consts = params["cond_nconsts"], params["body_nconsts"]
-    of_condition, of_body, carry = _parts(inputs, *num_consts)
+    of_condition, of_body, carry = parts(inputs, *num_consts)
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
 
     def continues(state: tuple[list[Any], list[HostCall]]) -> Any:
@@ -170,11 +164,11 @@ def _of_while(equation: Any, inputs: list[Any]) -> Evaluated:
 
 _RULES: dict[str, Callable[[Any, list[Any]], Evaluated]] = {
     "host_call": _of_host_call,
-    "jit": _inlined("jaxpr"),
-    "closed_call": _inlined("call_jaxpr"),
-    "custom_jvp_call": _inlined("call_jaxpr"),
-    "custom_vjp_call": _inlined("call_jaxpr"),
-    "custom_vmap_call": _inlined("call"),
+    "jit": _inlined,
+    "closed_call": _inlined,
+    "custom_jvp_call": _inlined,
+    "custom_vjp_call": _inlined,
+    "custom_vmap_call": _inlined,
     "remat2": _of_checkpoint,
     "cond": _of_cond,
     "scan": _of_scan,
@@ -204,10 +198,6 @@ def _split(outputs: Sequence[Any], structure: Any) -> Evaluated:
     num_results = len(outputs) - structure.num_leaves
     calls = jax.tree.unflatten(structure, outputs[num_results:])
     return list(outputs[:num_results]), calls
-
-
-def _parts(inputs: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    return inputs[:first], inputs[first : first + second], inputs[first + second :]
 
 
 def _avals(closed: ClosedJaxpr) -> list[Any]:
