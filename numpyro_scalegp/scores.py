@@ -157,7 +157,7 @@ def interval_score(
         >>> [f"{score:.2f}" for score in scores]
         ['3.29', '10.39']
     """
-    lower, upper, y = _central_interval(predictive, y, level, key, num_samples)
+    lower, upper, y = central_interval(predictive, y, level, key, num_samples)
     return scoringrules.interval_score(y, lower, upper, 1.0 - level, backend="jax")
 
 
@@ -195,7 +195,7 @@ def coverage(
         >>> sgp.scores.coverage(dist.Normal(jnp.zeros(2), 1.0), jnp.array([0.0, 2.0]), level=0.9)
         Array(0.5, dtype=float32)
     """
-    lower, upper, y = _central_interval(predictive, y, level, key, num_samples)
+    lower, upper, y = central_interval(predictive, y, level, key, num_samples)
     return jnp.mean(((lower <= y) & (y <= upper)).astype(lower.dtype))
 
 
@@ -236,12 +236,12 @@ def _draw(predictive: dist.Distribution, key: Array | None, num_samples: int) ->
     return predictive.sample(checks.as_key(key), shape)
 
 
-def _central_interval(
+def central_interval(
     predictive: dist.Distribution | Num[ArrayLike, "S ..."],
     y: Num[ArrayLike, "..."],
     level: float,
-    key: Array | None,
-    num_samples: int,
+    key: Array | None = None,
+    num_samples: int = 1000,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """The bounds of the intervals, and the observations."""
     tail = (1.0 - checks.number("level", level, "(0, 1)")) / 2
