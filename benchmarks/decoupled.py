@@ -18,6 +18,7 @@ covariance. `decoupled-gradients` trains all families by Adam on mini-batches, w
 but the simulated data need SCALEGP_DATA.
 """
 
+import dataclasses
 import functools
 import json
 import time
@@ -147,11 +148,12 @@ def record(data, split, seed, method, *, steps=500, num_residual=4000, subset=No
     return earlier | scores[-1]
 
 
-def record_gradients(data, split, seed, method, *, steps=1000, num_cov=128):
+def record_gradients(data, split, seed, method, *, steps=1000, num_cov=128, multiscale=False):
     """The record of a unit: scores after steps of Adam on mini-batches, without a linear solve.
 
     The methods "sparse, 128 points", "decoupled, 4,096 points more" and "hybrid, 4,096 points more"
-    have the same points for the covariance at the start.
+    have the same points for the covariance at the start. With `multiscale`, each point of a basis
+    has lengthscales, which are learned.
     """
     loaded = sgp.datasets.load_uci(data, split)
     X = jnp.asarray(loaded.X_train, jnp.float32)
@@ -160,6 +162,13 @@ def record_gradients(data, split, seed, method, *, steps=1000, num_cov=128):
     num_points = size if kind == "sparse" else num_cov
     points = sgp.features.kmeans_points(jax.random.key(1 + seed), X, num_points)
     mean_points = X[np.random.default_rng(seed).permutation(len(X))[:size]]
+    regression = model
+    if multiscale:
+        scaled = sgp.kernels.MultiscaleRBF.with_unit_scales
+        points, mean_points = scaled(points), scaled(mean_points)
+        inputs = {name: np.asarray(scaled(getattr(loaded, name))) for name in ("X_train", "X_test")}
+        loaded = dataclasses.replace(loaded, **inputs)
+        regression = functools.partial(model, kernel=sgp.kernels.MultiscaleRBF)
     guides = {
         "decoupled": functools.partial(
             sgp.guides.AutoDecoupledGP, mean_points=mean_points, cov_points=points
@@ -168,7 +177,7 @@ def record_gradients(data, split, seed, method, *, steps=1000, num_cov=128):
             sgp.guides.AutoHybridGP, inducing_points=points, residual_points=mean_points
         ),
     }
-    fit = Ours(loaded, points, 1024, steps, LEARNING_RATE, guide=guides.get(kind))
+    fit = Ours(loaded, points, 1024, steps, LEARNING_RATE, model=regression, guide=guides.get(kind))
     fit.run(steps - 1)
     seconds = time.perf_counter() - began
     return {**fit.score()._asdict(), "seconds": seconds}

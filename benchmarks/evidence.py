@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "evidence" / "results"
-PEERS = ("gpytorch", "torch", "tinygp", "celerite2", "gpboost")
+PEERS = (
+    "gpytorch",
+    "torch",
+    "tinygp",
+    "celerite2",
+    "gpboost",
+    "botorch",
+    "jax2onnx",
+    "onnxruntime",
+)
 PACKAGES = ("numpyro_scalegp", "jax", "numpyro", "optax", "numpy", *PEERS)
 
 
@@ -194,6 +203,8 @@ def main() -> None:
         command = f"python benchmarks/evidence.py {run.name}"
         if flags := os.environ.get("XLA_FLAGS"):
             command = f'XLA_FLAGS="{flags}" {command}'
+        if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+            command = f"JAX_COMPILATION_CACHE_DIR=... {command}"
         described = functools.partial(session, command, run.device)
         complete(run, path, call, described, force=options.force, skip=skip)
         if hasattr(script, "draw"):

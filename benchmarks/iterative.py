@@ -265,15 +265,20 @@ def record_gradient(data, split, seed, method, *, lengthscale, noise, repeats=3)
     options = {"data": data, "split": split, "seed": seed, "lengthscale": lengthscale}
     if method != "gpytorch":
         options["group_size"] = 1 if "textbook" in method else 128
+        options["probes"] = number_in(method) if "probes" in method else 64
     result, memory = in_new_process(run, noise=noise, repeats=repeats, **options)
     return {**result, "most_memory": memory}
 
 
-def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size):
-    """The gradient by `Pathwise(ConjugateGradients())`, including the value."""
+def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size, probes):
+    """The gradient by `Pathwise(ConjugateGradients())`, including the value.
+
+    `spread` is the standard deviation of its derivative in the noise variance over keys, relative
+    to the mean.
+    """
     X, y, *_ = load(data, split)
     solver = make_solver("cg", max_epochs=1000, group_size=group_size)
-    estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=8)
+    estimator = sgp.estimators.Pathwise(solver, probes, num_logdet_probes=8)
 
     def value(parameters, X, y, key):
         kernel = sgp.kernels.Matern32(parameters["lengthscale"], parameters["variance"])
@@ -291,8 +296,11 @@ def our_gradient(data, split, seed, lengthscale, noise, repeats, group_size):
     compiling = time.perf_counter() - start
     times = seconds(gradient, *arguments, repeats=repeats)
     (_, solution), _ = gradient(*arguments)
+    keys = jax.random.split(jax.random.key(1 + seed), 8)
+    derivatives = [gradient(*arguments[:3], key)[1]["noise"] for key in keys]
     return {
         "seconds": float(np.median(times)),
+        "spread": float(np.std(derivatives, ddof=1) / abs(np.mean(derivatives))),
         "iterations": float(solution.epochs),
         "compile_seconds": compiling,
     }
@@ -353,12 +361,14 @@ def gpytorch_gradient(data, split, seed, lengthscale, noise, repeats):
     return {"seconds": float(np.median(times[1:]))}
 
 
-def record_training(data, split, seed, method, *, steps=100, max_epochs=12):
+def record_training(data, split, seed, method, *, steps=100, n=None):
     """Test error after training with a budget of epochs, predicting from the last solutions.
 
-    Alternating projections, pathwise gradients and warm starts, as in Lin et al. (2024).
+    Alternating projections, pathwise gradients and warm starts, as in Lin et al. (2024). A method
+    is the budget of a step, such as "20 epochs", or "pathwise, warm" with 12.
     """
-    X, y, X_test, y_test = load(data, split)
+    X, y, X_test, y_test = load(data, split, n)
+    max_epochs = number_in(method) if "epochs" in method else 12
     solver = make_solver("ap", max_epochs=max_epochs)
     estimator = sgp.estimators.Pathwise(solver, num_logdet_probes=0)
     state, compiling, elapsed = train(X, y, estimator, steps, seed=seed)

@@ -76,9 +76,6 @@ def record(
     seed,
     method,
     *,
-    num_features=10_000,
-    num_set=10_000,
-    rank=0,
     steps=3000,
     learning_rate=0.02,
     noise=0.1,
@@ -88,10 +85,22 @@ def record(
 ):
     """The record of a unit: scores after training with lazy Adam.
 
-    Training starts from the hyperparameters of an exact GP on 1000 neighboring data points, which
-    stay fixed except for the noise unless `learn_kernel`, and from a mean that fits `start_rows`
-    random data points. If a step uses all features (`num_set`), there is no control variate.
+    A method names the number of features, and the features of a step ("10,000 a step"; without,
+    all of them, and no control variate), the dense columns of the Cholesky factor ("rank 10"), and
+    "from zero" where the mean starts there. Otherwise it starts as a fit to `start_rows` random
+    data points. An exact GP on 1000 neighboring data points gives the hyperparameters, which
+    stay fixed except for the noise unless `learn_kernel`.
     """
+    size, *details = method.split(", ")
+    num_features = num_set = number_in(size)
+    rank = 0
+    for detail in details:
+        if detail.endswith("a step"):
+            num_set = number_in(detail)
+        elif detail.startswith("rank"):
+            rank = number_in(detail)
+        elif detail == "from zero":
+            start_rows = 0
     loaded = sgp.datasets.load_uci(data, split)
     arrays = loaded.X_train, loaded.y_train, loaded.X_test
     X, y, Xs = (jnp.asarray(array, jnp.float32) for array in arrays)

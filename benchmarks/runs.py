@@ -79,6 +79,20 @@ LENGTHSCALES = (
     *(f"RR-CG {number}" for number in (6, 8)),
     *(f"RFF {number}" for number in (20, 40, 80, 160)),
 )
+READERS = ("package", "jax.export", "ONNX")
+SERVING = (
+    *(f"exact, {reader}" for reader in (*READERS, "scikit-learn", "GPyTorch")),
+    *(f"sparse, {reader}" for reader in READERS),
+)
+SPARSITY = (
+    "exact",
+    "256 random features",
+    "256 random features, then exact",
+    "512 random features",
+)
+ROUNDS = tuple(
+    f"{rows}{peer}" for rows in ("44 to 64 rows", "180 to 200 rows") for peer in ("", ", BoTorch")
+)
 PRODUCTS = tuple(f"{rows} rows" for rows in ("15,000", "50,000", "100,000"))
 MEAN_POINTS = tuple(f"{1000 * 2**power:,} mean points" for power in range(5))
 OUTPUTS = tuple(f"{number} outputs" for number in (20, 40, 80, 160))
@@ -132,6 +146,9 @@ FIRST_CALLS = tuple(
     for kernel in ("Matern32", "Harmonic")
     for task in ("value", "gradient", "prediction")
 )
+MANY: dict[str, Any] = {
+    "steps": 6000, "learn_kernel": False, "learning_rate": 0.01, "dense_rate": 0.0,
+}  # fmt: skip
 SUPPORTS = tuple(f"{number} support points" for number in (30, 100, 300, 1000))
 
 
@@ -206,6 +223,15 @@ ON_CPU = (
         "value", "iterative", 4, ("pol",), ("16 probes", "64 probes"), seeds=(0, 1, 2),
         function="record_value",
     ),
+    Run(
+        "training-budgets", "iterative", 9, ("pol",), ("10 epochs", "20 epochs", "50 epochs"),
+        SPLITS, function="record_training", options={"n": 3000},
+    ),
+    Run(
+        "gradient-probes", "iterative", 5, ("elevators",),
+        tuple(f"shared Krylov space, {number} probes" for number in (16, 64, 256)),
+        function="record_gradient", options={"noise": 0.01, "lengthscale": 0.693},
+    ),
     Run("solvers", "iterative", 20, LARGE, SOLVERS, SPLITS, function="record_solve"),
     Run(
         "solvers-large", "iterative", 15, ("keggdirected",), ("AP 1000", "AutoSolver (default)"),
@@ -218,7 +244,7 @@ ON_CPU = (
     starts("estimators-block-cg", 60, STARTS[::-1], solver="cg", max_epochs=200, **ALL_ROWS),
     starts("estimators-ap", 90, STARTS[:3:-1] + STARTS[2:0:-1], max_epochs=100, **ALL_ROWS),
     Run(
-        "pathwise-training", "iterative", 15, LARGE, ("pathwise, warm",),
+        "pathwise-training", "iterative", 75, LARGE, ("pathwise, warm",), SPLITS,
         function="record_training",
     ),
     Run(
@@ -241,6 +267,17 @@ ON_CPU = (
         "truncation-cut", "truncation", 9, ("pol",), CUT, function="record_training",
     ),
     Run(
+        "truncation-sets", "truncation", 15, ("bike", "elevators"),
+        ("exact gradients",
+         *(f"{kind}, {number} iterations" for number in (20, 60, 100)
+           for kind in ("roulette", "cut"))),
+        function="record_training",
+    ),
+    Run(
+        "truncation-features", "truncation", 5, ("pol", "elevators", "bike"),
+        ("RFF, 1,000 features", "SS-RFF, 500 features"), function="record_training",
+    ),
+    Run(
         "truncation-step", "truncation", 2, ("pol",), ("30 iterations, 64 probes",),
         function="record_step",
     ),
@@ -253,7 +290,7 @@ ON_CPU = (
         ("variational", "compositional"), seeds=(0, 1, 2), options={"batch_size": 128},
     ),
     Run(
-        "finite-rkhs-rbf", "feature_space", 6, ("bike",),
+        "finite-rkhs-rbf", "feature_space", 20, ("bike", "elevators", "kin40k"),
         ("variational", "compositional", "mini-batch"), options={"rbf": 1000, "epochs": 10},
     ),
     Run(
@@ -287,15 +324,23 @@ ON_CPU = (
                          "dense_rate": 1e-3, "start_rows": 0},
     ),
     Run(
-        "many-features-rank", "quadruply_stochastic", 9, ("kin40k",), ("10,000 features",),
+        "many-features-rank", "quadruply_stochastic", 9, ("kin40k",), ("10,000 features, rank 10",),
         SPLITS, options={"steps": 5000, "learn_kernel": False, "learning_rate": 0.05,
-                         "dense_rate": 1e-3, "start_rows": 0, "rank": 10},
+                         "dense_rate": 1e-3, "start_rows": 0},
     ),
     Run(
         "many-features-sets", "quadruply_stochastic", 10, ("kin40k",),
         ("100,000 features, 10,000 a step",), SPLITS,
-        options={"num_features": 100_000, "steps": 6000, "learn_kernel": False,
-                 "learning_rate": 0.01, "dense_rate": 0.0},
+        options=MANY,
+    ),
+    Run(
+        "many-features-table", "quadruply_stochastic", 35, LARGER,
+        tuple(f"100,000 features, 10,000 a step, {start}" for start in ("from zero", "rank 100")),
+        options=MANY,
+    ),
+    Run(
+        "many-features-million", "quadruply_stochastic", 10, ("kin40k",),
+        ("1,000,000 features, 10,000 a step",), options=MANY,
     ),
     Run(
         "features-cost", "quadruply_stochastic", 5, ("kin40k",), ("features", "rows"),
@@ -314,6 +359,15 @@ ON_CPU = (
         ("sparse, 128 points", "decoupled, 4,096 points more",
          "hybrid, 4,096 points more"),
         SPLITS, function="record_gradients",
+    ),
+    Run(
+        "decoupled-seconds", "decoupled", 9, ("pol", "elevators", "kin40k"),
+        ("sparse, 512 points",), SPLITS, function="record_gradients", options={"steps": 3000},
+    ),
+    Run(
+        "decoupled-multiscale", "decoupled", 15, ("pol", "elevators", "kin40k"),
+        ("sparse, 128 points", "decoupled, 1,024 points more"),
+        function="record_gradients", options={"multiscale": True},
     ),
     Run(
         "decoupled-subset", "decoupled", 5, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
@@ -504,12 +558,21 @@ ON_CPU = (
     ),
     Run(
         "satellite", "nearest_neighbors", 10, ("satellite",),
-        ("Vecchia 30", "Vecchia 60", "sparse 512"), function="record_satellite",
+        ("Vecchia 30", "Vecchia 60", "sparse 512"), seeds=(0, 1, 2), function="record_satellite",
     ),
     Run(
         "decoupled-kin40k", "decoupled", 4, ("kin40k",), ("hybrid, 6,000 more points",), SPLITS,
         options={"steps": 1200, "num_residual": 6000},
     ),
+    Run(
+        "scikit-learn", "scikit_learn", 15, ("flights", "pol", "elevators", "bike"),
+        ("auto", "sparse", "gradient boosting"), SPLITS,
+    ),
+    Run("forecasts", "forecasts", 2, ("co2",), ("Gaussian process", "ETS", "structural")),
+    Run("serving", "serving", 2, ("made up",), SERVING, peers=("gpytorch", "jax2onnx")),
+    Run("optimization", "optimization", 6, ("made up",), ROUNDS, seeds=SPLITS, peers=("botorch",)),
+    Run("saas", "saas", 30, ("made up",), SPARSITY),
+    Run("scikit-learn-small", "scikit_learn", 5, SMALL, ("auto", "gradient boosting"), SPLITS),
 )  # fmt: skip
 NAMED = {run.name: run for run in ON_CPU}
 RUNS = (
@@ -524,13 +587,17 @@ RUNS = (
             "1,000,000 rows, in passes",
         ),
     ),
-    NAMED["pathwise-training"].on_gpu(1, data=("pol",)),
+    NAMED["pathwise-training"].on_gpu(1, data=("pol",), splits=(0,)),
     NAMED["truncation-training"].on_gpu(1, seeds=(0,)),
     NAMED["neighbors-cost"].on_gpu(1),
     NAMED["neighbors-batches"].on_gpu(2),
     NAMED["features-cost"].on_gpu(1),
     NAMED["decoupled-steps"].on_gpu(1),
     NAMED["road"].on_gpu(5, data=(*LARGER, *LARGE), methods=("road",)),
+    # After `road` with a cache of compiled programs, in a new process.
+    NAMED["road"].on_gpu(
+        2, name="road-cached-gpu", data=("kin40k",), splits=(0,), methods=("road",)
+    ),
     NAMED["sparse-large"].on_gpu(2, data=("kin40k",)),
     NAMED["decoupled-kin40k"].on_gpu(1),
     NAMED["many-features-kin40k"].on_gpu(1),

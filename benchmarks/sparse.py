@@ -77,7 +77,8 @@ def hyperparameters(d):
 def model(X, y, batch_size, kernel=sgp.kernels.RBF):
     """A GP regression with a Gaussian likelihood, mini-batched in the model."""
     n, d = X.shape
-    lengthscale, variance, noise = hyperparameters(d)
+    is_multiscale = kernel is sgp.kernels.MultiscaleRBF  # half of its columns are scales
+    lengthscale, variance, noise = hyperparameters(d // 2 if is_multiscale else d)
     rows = sgp.plate("rows", n, batch_size)
     X_batch, y_batch = rows.take(X, y)
     f = numpyro.sample("f", sgp.LatentGP(kernel(lengthscale, variance), X_batch))

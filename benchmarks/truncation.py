@@ -2,6 +2,7 @@
 
     python benchmarks/evidence.py truncation-bias truncation-lengthscale truncation-errors
     python benchmarks/evidence.py truncation-training truncation-cut truncation-step
+    python benchmarks/evidence.py truncation-sets truncation-features
 
 The first two runs measure the biases of log|H| and y'H^-1 y with the audit, and the lengthscale
 that each estimator learns, for y = x sin(5 pi x) + noise, as in the paper. The next runs train an
@@ -36,15 +37,22 @@ FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 def parts_of(method):
     """The kind and the numbers by name of a method such as "cut, 37 iterations, textbook"."""
     kind, *options = method.split(", ")
-    counts = [option.split() for option in options if option != "textbook"]
+    counts = [option.replace(",", "").split() for option in options if option != "textbook"]
     return kind, {name: int(number) for number, name in counts}
 
 
 def estimator_of(method, n):
-    """The estimator of a name: "roulette" is Russian-roulette CG, "cut" truncated CG."""
+    """The estimator of a name: "roulette" is Russian-roulette CG, "cut" truncated CG.
+
+    "RFF" has random Fourier features, and "SS-RFF" at least so many in a single-sample estimate.
+    """
     kind, numbers = parts_of(method)
     if kind == EXACT:
         return sgp.estimators.Cholesky()
+    if kind == "RFF":
+        return sgp.estimators.RandomFourier(numbers["features"])
+    if kind == "SS-RFF":
+        return sgp.estimators.SingleSampleRFF(numbers["features"])
     group_size, share = (1, 0.5) if "textbook" in method else (128, 0.8)
     preconditioner, iterations = sgp.preconditioners.PivotedCholesky(100), numbers["iterations"]
     if kind == "roulette":
