@@ -1,10 +1,14 @@
 """Scalable Gaussian processes as NumPyro distributions and guides."""
 
+import importlib
+from typing import Any
+
 from numpyro_scalegp import (
     datasets,
     estimators,
     families,
     features,
+    forecasts,
     guides,
     infer,
     kernels,
@@ -14,9 +18,11 @@ from numpyro_scalegp import (
     scores,
     solvers,
     streams,
+    terms,
 )
 from numpyro_scalegp.core.host import warn_in_jit
 from numpyro_scalegp.core.mesh import shard_rows
+from numpyro_scalegp.core.padding import pad_rows
 from numpyro_scalegp.export import to_arviz
 from numpyro_scalegp.infer.conditioning import posterior
 from numpyro_scalegp.integrated.finite_rkhs.feature_space import FeatureSpaceGP
@@ -56,11 +62,13 @@ __all__ = [
     "estimators",
     "families",
     "features",
+    "forecasts",
     "guides",
     "infer",
     "kernels",
     "load",
     "log_determinants",
+    "pad_rows",
     "plate",
     "posterior",
     "posteriors",
@@ -71,6 +79,23 @@ __all__ = [
     "shard_rows",
     "solvers",
     "streams",
+    "terms",
     "to_arviz",
     "warn_in_jit",
 ]
+
+# Modules that need a package of an extra; they are imported when they are first used.
+_OF_EXTRAS = {"botorch": "BoTorch", "sklearn": "scikit-learn"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_EXTRAS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(
+            f"`sgp.{name}` needs {_OF_EXTRAS[name]}: pip install 'numpyro_scalegp[{name}]'"
+        ) from error

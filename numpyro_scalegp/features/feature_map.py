@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.summary import OneLine
 from numpyro_scalegp.kernels.kernel import AbstractKernel, Product, Sum
 from numpyro_scalegp.numerics.linalg import matmul
 
 
-class AbstractFeatures(eqx.Module):
+class AbstractFeatures(OneLine):
     """A finite feature map x -> phi(x), for Gaussian processes f(x) = phi(x)'w.
 
     `phi(X)` computes all features and `phi.columns(X, index)` a few of them, at a cost that does

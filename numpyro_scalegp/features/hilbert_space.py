@@ -237,7 +237,7 @@ class HilbertSpace(AbstractKernelFeatures):
         self, X: Float[Array, "n d"], index: Int[Array, " num"]
     ) -> tuple[Float[Array, "n num"], Float[Array, "num d"]]:
         assert self.box is not None
-        X = self._inside(X)
+        X = self.inside_box(X)
         lower, width = self.box[0], self.box[1] - self.box[0]
         columns, frequencies = [], []
         for k, number in enumerate(jnp.unravel_index(index, self._basis_sizes)):
@@ -270,7 +270,7 @@ class HilbertSpace(AbstractKernelFeatures):
             waves = cos_of_turns(turns - jnp.where(is_sine, 0.25, 0.0).astype(X.dtype))
         return waves, amplitude
 
-    def _inside(self, X: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    def inside_box(self, X: Float[Array, "n d"]) -> Float[Array, "n d"]:
         """Raise if inputs lie outside of the box; NaN where traced inputs do."""
         assert self.box is not None
         if X.shape[1] != self.box.shape[1]:

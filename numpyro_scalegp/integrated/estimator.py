@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import equinox as eqx
 from jaxtyping import Array, Float, Key
 
+from numpyro_scalegp.core.summary import OneLine
 from numpyro_scalegp.integrated.iterative.solver_state import SolverState
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.solver import Solution
@@ -16,7 +16,7 @@ from numpyro_scalegp.processes.posterior import AbstractConditioned
 from numpyro_scalegp.programs.functions import RowsFunction
 
 
-class AbstractEstimator(eqx.Module):
+class AbstractEstimator(OneLine):
     """A method to compute log N(y; 0, H), with H = K(X, X) + noise, the posterior and prior draws.
 
     A custom estimator implements `log_prob`, `condition` and `sample_prior`, and takes the options

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpyro
 from jaxtyping import Array, ArrayLike, Bool, Float
 from numpyro.distributions import constraints
 
-from numpyro_scalegp.core import batches, checks
+from numpyro_scalegp.core import batches, checks, summary
+from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.integrated.cholesky import Cholesky
 from numpyro_scalegp.integrated.estimator import AbstractEstimator
 from numpyro_scalegp.integrated.frozen import is_key_frozen
@@ -202,6 +204,10 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
     def condition_options(self) -> frozenset[str]:
         """The options of `condition` that the estimator uses, besides `progress_bar`."""
         return self.estimator.condition_options
+
+    def _summary(self) -> list[str]:
+        parts = [f"noise_variance={summary.shown(self.noise_variance)}", repr(self.estimator)]
+        return [*super()._summary(), *parts]
 
     def log_prob(
         self, value: Float[ArrayLike, "... n"], intermediates: list | None = None
@@ -416,6 +422,7 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             return values[..., rows]
         # With another number than the state's, rows would be missing or repeated.
         is_number_of_state = jnp.sum(self.observed) == rows.size
+        call_where(~is_number_of_state, _warn_of_other_rows)
         return jnp.where(is_number_of_state, values[..., rows], jnp.nan)
 
     def _shown(self) -> "GaussianProcess":
@@ -479,3 +486,13 @@ class GaussianProcess(GaussianNoise, RowsDistribution):
             return function(Member.of(kernel, X, noise, self.estimator, observed), *arguments)
 
         return batches.each(apply, *fields, *arguments, sequential=self.estimator.takes_turns)
+
+
+def _warn_of_other_rows() -> None:
+    warnings.warn(
+        "a `state` is for another number of observed rows than `observed` has, so the density is "
+        "NaN. If observations are added to padded data, initialize within `jax.jit`: "
+        "jax.jit(svi.init)(key, X, y, observed).",
+        RuntimeWarning,
+        stacklevel=1,
+    )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.linear.preconditioners import AbstractFactor
+from numpyro_scalegp.numerics import lapack
 from numpyro_scalegp.numerics.linalg import matmul, triangular_inverse
 
 
@@ -115,4 +116,4 @@ def _inverse_factor(G: Float[Array, "g g"]) -> tuple[Float[Array, "g g"], Float[
 def _jittered_cholesky(G: Float[Array, "g g"]) -> Float[Array, "g g"]:
     g, limits = G.shape[0], jnp.finfo(G.dtype)
     jitter = 10.0 * limits.eps * jnp.abs(jnp.trace(G)) + limits.tiny
-    return jnp.linalg.cholesky(0.5 * (G + G.T) + jitter * jnp.eye(g, dtype=G.dtype))
+    return lapack.cholesky(0.5 * (G + G.T) + jitter * jnp.eye(g, dtype=G.dtype))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, summary
 from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.core.mesh import AnyMesh, divided, filled, map_shares, mesh_of, sum_shares
 from numpyro_scalegp.kernels.distances import by_one_method
@@ -100,6 +100,10 @@ class KernelOperator(AbstractOperator):
         if memory_budget is None:
             memory_budget = memory_share(_SHARE, _MEMORY_BUDGET)
         self.memory_budget = checks.count("memory_budget", memory_budget)
+
+    def __repr__(self) -> str:
+        rows, noise = summary.counted_rows(self.X), summary.shown(self.noise_variance)
+        return summary.one_line(self, [repr(self.kernel), rows, f"noise_variance={noise}"])
 
     @classmethod
     def from_checked(

@@ -6,15 +6,15 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Key
 
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.device import memory_share
 from numpyro_scalegp.core.mesh import divided, mesh_of, stack_shares
+from numpyro_scalegp.core.summary import OneLine
 from numpyro_scalegp.linear.operator import KernelOperator
 from numpyro_scalegp.linear.pivoted_cholesky import pivoted_cholesky, randomly_pivoted_cholesky
-from numpyro_scalegp.numerics import linalg
+from numpyro_scalegp.numerics import lapack, linalg
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.compiled import compiled_unless_traced
 
@@ -66,8 +66,7 @@ class PreconditionerFactor(AbstractFactor):
         scaled = R / self.diagonal[:, None]
         if not len(self.low_rank):
             return scaled
-        inner = solve_triangular(self.triangle, matmul(self.low_rank, scaled), trans=1)
-        inner = solve_triangular(self.triangle, inner)
+        inner = lapack.cholesky_solve(self.triangle.T, matmul(self.low_rank, scaled))
         return scaled - matmul(self.low_rank.T, inner) / self.diagonal[:, None]
 
     @compiled_unless_traced
@@ -100,7 +99,7 @@ def _triangle(low_rank: Float[Array, "rank n"], scale: Float[Array, " n"]) -> Ar
         return _updated_triangle(jnp.zeros_like(identity), columns.T, scale)
 
     triangles = jax.lax.collapse(stack_shares(mesh, of_share, low_rank.T, scale), 0, 2)
-    return jnp.linalg.qr(jnp.concatenate([triangles, identity]), mode="r")
+    return lapack.qr_triangle(jnp.concatenate([triangles, identity]))
 
 
 def _updated_triangle(
@@ -117,7 +116,7 @@ def _updated_triangle(
         is_new = first + jnp.arange(size) >= chunk * size
         columns = jax.lax.dynamic_slice_in_dim(low_rank, first, size, axis=1)
         weights = jnp.where(is_new, jax.lax.dynamic_slice_in_dim(scale, first, size), 0.0)
-        return jnp.linalg.qr(jnp.concatenate([(columns * weights).T, R]), mode="r"), None
+        return lapack.qr_triangle(jnp.concatenate([(columns * weights).T, R])), None
 
     return jax.lax.scan(append, triangle, jnp.arange(num_chunks))[0]
 
@@ -132,7 +131,7 @@ def _damped(low_rank: Float[Array, "rank n"], operator: KernelOperator) -> Preco
     return PreconditionerFactor(low_rank, jnp.maximum(operator.noise(), least))
 
 
-class AbstractPreconditioner(eqx.Module):
+class AbstractPreconditioner(OneLine):
     """A method to approximate an operator by a `PreconditionerFactor`."""
 
     @abc.abstractmethod

@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 from numpyro_scalegp.core import checks
 from numpyro_scalegp.core.host import call_where
 from numpyro_scalegp.core.mesh import divided
+from numpyro_scalegp.core.summary import OneLine
 from numpyro_scalegp.linear.operator import AbstractOperator, KernelOperator
 from numpyro_scalegp.programs.compiled import compiled
 
@@ -88,7 +89,7 @@ class Solution(NamedTuple):
         )
 
 
-class AbstractSolver(eqx.Module):
+class AbstractSolver(OneLine):
     """A method to solve H V = B for a block of right-hand sides.
 
     All right-hand sides share each evaluation of the kernel, so 64 cost little more than 16. Solves

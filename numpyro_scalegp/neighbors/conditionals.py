@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.export import is_symbolic_dim
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
@@ -229,10 +230,13 @@ def _solve(L: Float[Array, "b k k"], B: Float[Array, "b k s"], trans: int = 0) -
 
 def _in_small_calls(function: Callable[..., Array], operations: int, *batches: Array) -> Array:
     """Apply a batched function; on CPUs, in several calls of fewer than `_MAX_OPERATIONS` each."""
-    size = len(batches[0])
+    num = batches[0].shape[0]
+    if is_symbolic_dim(num):  # a program for any number of rows, one of them at a time
+        return jax.lax.map(lambda row: function(*(array[None] for array in row))[0], batches)
+    size = num
     if jax.default_backend() == "cpu":
         size = max(1, (_MAX_OPERATIONS - 1) // max(1, operations))
-    starts = range(0, len(batches[0]), size)
+    starts = range(0, num, size)
     parts = [function(*(batch[start : start + size] for batch in batches)) for start in starts]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 

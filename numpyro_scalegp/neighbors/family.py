@@ -101,7 +101,7 @@ class NeighborLevels(eqx.Module):
             near: indices of the values in each combination.
             weights: their coefficients.
         """
-        first, r = len(self.tril), len(near)
+        first, r = len(self.tril), near.shape[0]
         coefficients = jnp.zeros((r, len(self.points.X)), weights.dtype)
         coefficients = coefficients.at[jnp.arange(r)[:, None], near].add(weights)
         blocks = []

@@ -211,7 +211,7 @@ class FullScalePosterior(AbstractConditioned):
 
     def _decorrelated(self, near: Array, rows: Array) -> Decorrelated:
         """Zeros at r inputs, minus the predictions of f from neighbors."""
-        zeros = jnp.zeros(len(rows), self.values.dtype)
+        zeros = jnp.zeros(rows.shape[0], self.values.dtype)
         return self.residual.decorrelated(
             near, rows, self.values[:, None], zeros[:, None], zeros, self.component_features
         )
@@ -342,7 +342,7 @@ class FullScaleFunctionSamples(AbstractFunctionSamples):
 
         def of_chunk(chunk: tuple[Array, Array]) -> Array:
             rows, near = chunk
-            zeros = jnp.zeros((len(rows), residuals.shape[1]), residuals.dtype)
+            zeros = jnp.zeros((rows.shape[0], residuals.shape[1]), residuals.dtype)
             model = self.residual.decorrelated(near, rows, residuals, zeros, zeros[:, 0], component)
             drawn = self.draws(features.of_f, rows.astype(residuals.dtype))
             update = matmul(features(rows).astype(residuals.dtype), self.weights) - model.values

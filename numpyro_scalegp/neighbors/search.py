@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, ArrayLike, Float, Int
 from scipy.sparse import csr_array
 from scipy.spatial import cKDTree
@@ -304,6 +305,9 @@ def nearest(
         computes all distances, in O(n q d).
     """
     (n, d), num_queries = jnp.shape(points), jnp.shape(queries)[0]
+    if is_symbolic_dim(num_queries):
+        fixed = jax.lax.stop_gradient((jnp.asarray(points), jnp.asarray(queries)))
+        return _by_distances(*fixed, num, jnp.full(num_queries, n))
     allowed = np.full(num_queries, n) if limits is None else as_numpy(limits)
     if checks.is_concrete((points, queries)) and d <= _MAX_COLUMNS_OF_TREE:
         X, Xs = (as_numpy(array).astype(np.float64) for array in (points, queries))
@@ -398,7 +402,7 @@ def _by_distances(
         def add(j: Any, total: Array) -> Array:
             return total + jnp.square(queries[:, j, None] - points[:, j])
 
-        zeros, d = jnp.zeros((len(queries), n), points.dtype), points.shape[1]
+        zeros, d = jnp.zeros((queries.shape[0], n), points.dtype), points.shape[1]
         is_short = d <= _MAX_COLUMNS_OF_DIFFERENCES
         squared = jax.lax.fori_loop(0, d, add, zeros, unroll=max(d, 1) if is_short else 1)
         values, index = jax.lax.top_k(jnp.where(is_allowed, -squared, -jnp.inf), num)

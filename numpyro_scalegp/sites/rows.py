@@ -17,7 +17,7 @@ from numpyro.distributions import (
 )
 from numpyro.distributions.batch_util import promote_batch_shape
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, summary
 from numpyro_scalegp.sites.collapsed import refuse_scan
 from numpyro_scalegp.sites.mini_batches import MiniBatch, mini_batch_of, refuse_mini_batch
 from numpyro_scalegp.sites.warped import WarpedGP
@@ -45,6 +45,15 @@ class RowsDistribution(Distribution):
         if self.role in ("prior", "collapsed"):
             self.mini_batch = mini_batch_of(self.X)
         super().__init__(batch_shape, event_shape, validate_args=validate_args)
+
+    def __repr__(self) -> str:
+        batch = f"batch shape {self.batch_shape}" if self.batch_shape else ""
+        return summary.one_line(self, [*self._summary(), summary.counted_rows(self.X), batch])
+
+    def _summary(self) -> list[str]:
+        """What `repr` says besides the rows."""
+        kernel = getattr(self, "kernel", None)
+        return [] if kernel is None else [repr(kernel)]
 
     @property
     def posterior_inputs(self) -> Any:

@@ -22,7 +22,7 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_value
 from numpyro.infer.util import log_density
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, summary
 from numpyro_scalegp.core.mesh import mesh_of, replicated
 from numpyro_scalegp.processes.posterior import AbstractPosterior
 from numpyro_scalegp.programs.compiled import compiled
@@ -96,6 +96,10 @@ class AbstractGPGuide(abc.ABC):
         self.site = site if site is None else checks.instance("site", site, str, "a string")
         self.prefix = checks.instance("prefix", prefix, str, "a string")
         self.rest = _build_rest(rest, WithoutSite(model, site, self.prior))
+
+    def __repr__(self) -> str:
+        site = "" if self.site is None else f"site={self.site!r}"
+        return summary.one_line(self, [getattr(self.model, "__name__", "model"), site])
 
     @abc.abstractmethod
     def family(self, site: GPSite, *, training: bool = True) -> AbstractVariationalGP:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 from numpyro.distributions import constraints
 
-from numpyro_scalegp.core import checks
+from numpyro_scalegp.core import checks, summary
 from numpyro_scalegp.features.feature_map import AbstractFeatures
 from numpyro_scalegp.features.learned import as_features
 from numpyro_scalegp.integrated.finite_rkhs.log_determinant import AbstractLogDeterminant, Batch
@@ -156,6 +156,10 @@ class FeatureSpaceGP(GaussianNoise):
     def is_of_batch(self) -> bool:
         """True: the density is estimated from a mini-batch and scaled to all observations."""
         return True
+
+    def __repr__(self) -> str:
+        rows = f"{summary.counted_rows(self.X)} in a mini-batch"
+        return summary.one_line(self, [repr(self.features), rows, repr(self.logdet)])
 
     @property
     def posterior_inputs(self) -> Float[Array, "b p"]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from numpyro_scalegp.core import checks
+from numpyro_scalegp.core.summary import OneLine
 from numpyro_scalegp.numerics.derivatives import once_differentiable
 from numpyro_scalegp.numerics.linalg import inverse_cholesky, matmul, triangular_outer
 
@@ -77,7 +78,7 @@ class Batch(NamedTuple):
         return F + jnp.trace(F) / size * jnp.eye(size, dtype=F.dtype)
 
 
-class AbstractLogDeterminant(eqx.Module):
+class AbstractLogDeterminant(OneLine):
     """Estimates log N(y; 0, Phi Phi' + noise I) from mini-batches, by an estimate of log|F|."""
 
     @property

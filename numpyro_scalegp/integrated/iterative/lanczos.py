@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from numpyro_scalegp.linear.solver import Coefficients
+from numpyro_scalegp.numerics import lapack
 from numpyro_scalegp.numerics.linalg import matmul
 
 
@@ -123,7 +124,7 @@ def _group_quadrature(
     T = T.at[i, :, i, :].set(diagonal)
     T = T.at[i[1:], :, i[:-1], :].set(below)
     T = T.at[i[:-1], :, i[1:], :].set(jnp.swapaxes(below, 1, 2))
-    nodes, vectors = jnp.linalg.eigh(T.reshape(steps * g, steps * g))
+    nodes, vectors = lapack.eigh(T.reshape(steps * g, steps * g))
     # Rounding can make the smallest node of an ill-conditioned system slightly negative.
     rounding = jnp.finfo(nodes.dtype).eps * nodes[-1]
     is_plausible = nodes >= -steps * g * rounding

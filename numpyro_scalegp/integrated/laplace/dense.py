@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float
 
 from numpyro_scalegp.core import batches
@@ -32,7 +31,7 @@ from numpyro_scalegp.integrated.laplace.search import (
     warn_of_digits,
     warn_of_search,
 )
-from numpyro_scalegp.numerics import linalg, rounding
+from numpyro_scalegp.numerics import lapack, linalg, rounding
 from numpyro_scalegp.numerics.derivatives import custom_jvp_all_orders
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.programs.float64 import in_float64
@@ -253,4 +252,4 @@ def _times(A: Float[Array, "*batch n n"], v: Float[Array, "*batch n"]) -> Float[
 _factorize = batches.mapped(linalg.factorize_on_platform, 2)
 _factor_given = batches.mapped(linalg.cholesky_given, 2, 2)
 _inverse_from_factor = batches.mapped(linalg.inverse_from_factor, 2)
-_solve = batches.mapped(lambda L, v: cho_solve((L, True), v), 2, 1)
+_solve = batches.mapped(lapack.cholesky_solve, 2, 1)

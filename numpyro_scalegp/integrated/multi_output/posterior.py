@@ -56,6 +56,10 @@ class MultiOutputFunctionSamples(AbstractFunctionSamples):
     num_columns: int = eqx.field(static=True)
 
     @property
+    def _row_axis(self) -> int:
+        return -2
+
+    @property
     def _num_columns(self) -> int:
         return self.num_columns
 
@@ -96,6 +100,10 @@ class MultiOutputPosterior(AbstractConditioned):
     mean_function: RowsFunction
     observed: Bool[Array, "n p"] | None
     places: Int[Array, " k"] | None
+
+    @property
+    def _row_axis(self) -> int:
+        return -2
 
     @property
     def _last_axis(self) -> str:

@@ -1,10 +1,10 @@
 """A variational family with one basis for its mean and one for its covariance."""
 
+import functools
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float, Key
 from numpyro.distributions import biject_to, constraints, transforms
 from numpyro.distributions.kl import kl_divergence
@@ -13,7 +13,7 @@ from numpyro_scalegp.core import batches, checks
 from numpyro_scalegp.core.chunks import rows_per_chunk, sum_rows
 from numpyro_scalegp.core.index_sampling import stratified_indices
 from numpyro_scalegp.kernels.kernel import AbstractKernel, as_single
-from numpyro_scalegp.numerics import linalg
+from numpyro_scalegp.numerics import lapack, linalg
 from numpyro_scalegp.numerics.linalg import matmul
 from numpyro_scalegp.processes.expansion import (
     ExpansionPosterior,
@@ -288,5 +288,5 @@ def scale_of_pseudo_observations(
 ) -> Float[Array, "*batch M_q M_q"]:
     """L = E^-T, with which the covariance is conditional on observations of noise E E' at Q."""
     eye = jnp.eye(noise_tril.shape[-1], dtype=noise_tril.dtype)
-    eye = jnp.broadcast_to(eye, noise_tril.shape)
-    return solve_triangular(noise_tril, eye, lower=True, trans=1)
+    inverse_transpose = functools.partial(lapack.solve_lower, B=eye, trans=1)
+    return batches.mapped(inverse_transpose, 2)(noise_tril)
