@@ -22,6 +22,8 @@ print("  " + " ".join(f"{name}=={version(name)}" for name in sorted([*declared, 
 
 num_names = 0
 for info in pkgutil.walk_packages(numpyro_scalegp.__path__, "numpyro_scalegp."):
+    if info.name.split(".")[1] in numpyro_scalegp._OF_EXTRAS:  # which are not installed here
+        continue
     module = importlib.import_module(info.name)
     for name in getattr(module, "__all__", ()):
         getattr(module, name)

@@ -1,8 +1,10 @@
 """Helpers of the conformance tests."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jaxtyping import Array
 
 import numpyro_scalegp as sgp
 from numpyro_scalegp.kernels import AbstractKernel
+from numpyro_scalegp.numerics import lapack
 from tests.registry import NUM_COLUMNS
 
 
@@ -28,6 +31,12 @@ def inputs(n: int = 6, seed: int = 0, kernel: AbstractKernel | None = None) -> A
     for column, categories in {} if kernel is None else kernel.categories(NUM_COLUMNS).items():
         X[:, column] = np.resize(categories, n)
     return jnp.array(np.concatenate([X, X[:1]]))
+
+
+def by_python(X: Array) -> Array:
+    """A mean function that calls Python from a compiled program: the first column."""
+    shape = jax.ShapeDtypeStruct(X.shape[:1], X.dtype)
+    return jax.pure_callback(lambda X: np.asarray(X)[:, 0], shape, X)
 
 
 def with_neighbors(estimator: Any, X: Array) -> Any:
@@ -62,6 +71,37 @@ def assert_round_trip(tree: Any) -> None:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf, leaf_again = jax.random.key_data(leaf), jax.random.key_data(leaf_again)
         np.testing.assert_array_equal(leaf, leaf_again)
+
+
+def assert_one_line(value: Any) -> None:
+    """What `repr` shows is short and holds no address, also of a tree without its arrays."""
+    for tree in (value, *eqx.partition(value, eqx.is_array)):
+        if tree is None:
+            continue
+        line = repr(tree)
+        assert "\n" not in line
+        assert " at 0x" not in line
+        assert len(line) < 400
+        assert type(value).__name__ in line or isinstance(value, AbstractKernel)
+
+
+def large_batched_calls(jaxpr: Any) -> list[str]:
+    """Factorizations and solves of several matrices that jaxlib would divide among threads.
+
+    Two such calls at once wait for each other forever; see `numerics.lapack`.
+    """
+    large = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"):
+            shape = equation.invars[-1].aval.shape
+            is_batched = math.prod(shape[:-2]) > 1
+            if is_batched and math.prod(shape) * shape[-2] // 3 > lapack.MAX_OPERATIONS:
+                large.append(f"{equation.primitive.name} of {shape}")
+        for leaf in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(leaf, "jaxpr", leaf)
+            if hasattr(inner, "eqns"):
+                large += large_batched_calls(inner)
+    return large
 
 
 def tolerance(*matrices: Array) -> float:

@@ -22,6 +22,7 @@ from numpyro_scalegp.processes.posterior import AbstractPosterior
 from tests.conformance import (
     Compiled,
     assert_all_finite,
+    assert_one_line,
     assert_round_trip,
     each,
     inputs,
@@ -89,6 +90,7 @@ def test_operator_agrees_with_its_matrix(factory, dtype):
 
     for H, products, gradient in evaluate(everything):
         assert_round_trip(H)
+        assert_one_line(H)
         assert (H.size, H.dtype) == (7, dtype)
         A = np.asarray(H.kernel.covariance(X)) + np.diag(np.broadcast_to(H.noise_variance, 7))
         expected = {
@@ -167,6 +169,8 @@ def test_distribution_is_one_of_numpyro(factory, dtype):
     first, second = evaluate(everything)
     for d, mean, variance, draws, density, densities, gradient in (first, second):
         assert_round_trip(d)
+        if not isinstance(d, sgp.ChevronNormal):  # shown as NumPyro's distributions are
+            assert_one_line(d)
         assert (d.batch_shape, d.event_shape[0]) == ((), 7)
         event, all_draws = d.event_shape, (2000, *d.event_shape)
         for leaf, shape in ((mean, event), (variance, event), (draws, all_draws), (density, ())):
@@ -235,6 +239,7 @@ def test_posterior_has_what_the_page_says(factory):
     def call(method: str) -> Any:
         posterior = factory(kernel(jnp.asarray(1.2)), X)
         posteriors.append(posterior)
+        assert_one_line(posterior)
         attribute = getattr(posterior, method)
         return attribute(X) if method == "covariance" else attribute()
 
@@ -286,6 +291,7 @@ def test_posterior_has_moments_and_draws(factory, dtype):
             results[name] for name in ("posterior", "moments", "draws")
         )
         assert_round_trip(posterior)
+        assert_one_line(posterior)
         shape = mean.shape
         rows = shape.index(9)
         assert shape[:rows] == getattr(posterior, "batch_shape", ())

@@ -29,8 +29,12 @@ LAYERS = (
     "variational",
     "neighbors",
     "infer",
+    "terms",
+    "forecasts",
     "saving",
     "streams",
+    "sklearn",
+    "botorch",
     "export",
 )
 # Modules of public names, which no layer imports.

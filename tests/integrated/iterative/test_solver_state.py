@@ -513,6 +513,7 @@ def test_nuts_over_a_model_with_a_state():
 
 
 @pytest.mark.filterwarnings("ignore:a linear solve failed:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:a `state` is for another number of:RuntimeWarning")
 def test_a_traced_mask_of_another_number_of_rows_is_nan():
     """A mask with more or fewer rows than the state gives NaN, not a wrong number."""
     X, y = data()
