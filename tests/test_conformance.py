@@ -25,9 +25,11 @@ from numpyro_scalegp.variational.state_space.family import NaturalStateSpaceGP
 from tests.conformance import (
     Compiled,
     assert_all_finite,
+    assert_one_line,
     assert_round_trip,
     each,
     inputs,
+    large_batched_calls,
     of_columns,
     tolerance,
     with_neighbors,
@@ -52,6 +54,7 @@ def test_gram_is_a_covariance_matrix(kernel, dtype):
     k = kernel(1.0)
     X, Z = inputs(kernel=k), inputs(seed=1, kernel=k)
     K, C, variances = k(X, X), k(X, Z), k.diag(X)
+    assert_one_line(k)
     assert (K.shape, variances.shape) == ((7, 7), (7,))
     assert K.dtype == C.dtype == variances.dtype == dtype
 
@@ -120,12 +123,12 @@ def test_kernel_dtype_follows_its_arguments(kernel, x64):
 
 
 @each("kernel", KERNELS)
-def test_kernel_promotes_no_types(kernel, dtype):
+def test_kernel_promotes_no_types(kernel, x64):
     X = inputs(kernel=kernel(1.0))
     with jax.numpy_dtype_promotion("strict"):
         k = kernel(1.0)
         K, variances = jax.eval_shape(lambda k, X: (k(X, X), k.diag(X)), k, X)
-    assert K.dtype == variances.dtype == dtype
+    assert K.dtype == variances.dtype == jnp.float64
 
 
 @each("kernel", KERNELS)
@@ -161,6 +164,7 @@ def test_solver_goes_through_transformations(solver, dtype):
     leaves, structure = jax.tree.flatten(solver())
     assert jax.tree.unflatten(structure, leaves) == solver()
     assert hash(solver()) == hash(solver())
+    assert_one_line(solver())
     key = jax.random.key(0)
     compiled = Compiled(
         lambda solver, operator, B, guess: solver.solve(operator, B, guess=guess, key=key)
@@ -192,7 +196,7 @@ def test_solver_has_no_derivative(solver, dtype):
 
 
 @each("solver", SOLVERS)
-def test_solver_promotes_no_types(solver, dtype):
+def test_solver_promotes_no_types(solver, x64):
     with jax.numpy_dtype_promotion("strict"):
         operator, B = system()
 
@@ -202,7 +206,12 @@ def test_solver_promotes_no_types(solver, dtype):
             return [solver().solve(operator, B, guess=guess, key=key) for guess in guesses]
 
         for solution in jax.eval_shape(solutions, operator, B):
-            assert solution.value.dtype == solution.residual.dtype == solution.epochs.dtype == dtype
+            assert (
+                solution.value.dtype
+                == solution.residual.dtype
+                == solution.epochs.dtype
+                == jnp.float64
+            )
 
 
 def nearly_singular() -> list[Array]:
@@ -252,10 +261,41 @@ def collapsed(estimator: Any, lengthscale: float = 1.0) -> sgp.GaussianProcess:
     return sgp.GaussianProcess(kernel, X, 0.1, mean=0.3, estimator=estimator, key=key)
 
 
+@each("solver", SOLVERS)
+def test_solver_makes_no_large_batched_calls(solver):
+    """Also for more right-hand sides than share a Krylov space."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    X, B = jax.random.normal(keys[0], (400, 4)), jax.random.normal(keys[1], (400, 300))
+    H = sgp.solvers.KernelOperator(sgp.kernels.RBF(1.0), X, 0.5)
+    solve = lambda B: solver().solve(H, B, key=keys[0])  # noqa: E731
+    assert not large_batched_calls(jax.make_jaxpr(solve)(B).jaxpr)
+
+
 def gradient_of(gp: sgp.GaussianProcess, y: Array) -> sgp.GaussianProcess:
     """The derivatives of the log marginal likelihood; None for the key, which is discrete."""
     parameters, static = eqx.partition(gp, eqx.is_inexact_array)
     return jax.jit(jax.grad(lambda p: eqx.combine(p, static).log_prob(y)))(parameters)
+
+
+@pytest.mark.parametrize(
+    "gp",
+    [
+        lambda kernel, X: sgp.GaussianProcess(
+            kernel,
+            X,
+            0.1,
+            estimator=sgp.estimators.Hutchinson(sgp.solvers.ConjugateGradients(), 200),
+            key=jax.random.key(0),
+        ),
+        lambda kernel, X: sgp.LaplaceGP(kernel, X, lambda f: dist.Poisson(jnp.exp(f))),
+    ],
+    ids=["iterative", "laplace"],
+)
+def test_members_of_a_batch_make_no_large_calls(gp):
+    X = jax.random.normal(jax.random.key(1), (300, 2))
+    density = lambda lengthscale: gp(sgp.kernels.RBF(lengthscale), X).log_prob(jnp.ones(300))  # noqa: E731
+    program = jax.make_jaxpr(jax.vmap(jax.value_and_grad(density)))(jnp.ones(8))
+    assert not large_batched_calls(program.jaxpr)
 
 
 @each("estimator", ESTIMATORS)
@@ -263,6 +303,7 @@ def test_estimator_goes_through_transformations(estimator, dtype):
     gp, scaled = collapsed(estimator()), collapsed(estimator(), 1.4)
     y = jnp.sin(jnp.arange(7.0))
     assert_round_trip(gp)
+    assert_one_line(gp)
     compiled = Compiled(lambda gp: gp.log_prob(y))
     # Rounding may decide whether an iterative solve takes one step more.
     rtol = 0.01 if gp.estimator.is_stochastic else 100 * jnp.finfo(dtype).eps
@@ -289,11 +330,11 @@ def test_estimator_has_finite_derivatives(estimator, dtype):
 
 
 @each("estimator", ESTIMATORS)
-def test_estimator_promotes_no_types(estimator, dtype):
+def test_estimator_promotes_no_types(estimator, x64):
     with jax.numpy_dtype_promotion("strict"):
         gp = collapsed(estimator())
         value = jax.eval_shape(lambda gp: gp.log_prob(jnp.zeros(7)), gp)
-    assert value.dtype == dtype
+    assert value.dtype == jnp.float64
 
 
 def small(estimator: Any) -> Any:
@@ -371,6 +412,7 @@ def test_features_go_through_transformations(features, dtype):
     X, index = inputs(), jnp.array([2, 0, 2])
     phi = features(sgp.kernels.RBF(1.0), X)
     assert_round_trip(phi)
+    assert_one_line(phi)
     compiled = Compiled(lambda phi, X: (phi(X), phi.columns(X, index)))
     values, columns = compiled(phi, X)
     assert values.shape == (7, phi.size(X))
@@ -459,13 +501,13 @@ def test_family_has_a_divergence_with_finite_derivatives(family, dtype):
 
 
 @each("family", LATENT_FAMILIES)
-def test_family_promotes_no_types(family, dtype):
+def test_family_promotes_no_types(family, x64):
     with jax.numpy_dtype_promotion("strict"):
         prior, q = prior_and_family(family)
         draw, divergence = jax.eval_shape(
             lambda p, q: (q.sample(jax.random.key(0)), kl_divergence(q, p)), prior, q
         )
-    assert draw.dtype == divergence.dtype == dtype
+    assert draw.dtype == divergence.dtype == jnp.float64
 
 
 # Guides
@@ -501,6 +543,7 @@ def test_guide_takes_part_in_svi(guide, dtype):
     X, y = inputs(), jnp.sin(jnp.arange(7.0))
     model = model_of(guide)
     guide = guide(model)
+    assert_one_line(guide)
     optimizer, objective = optax.adam(0.01), TraceMeanField_ELBO()
     if guide.follows_hyperparameters:
         optimizer = sgp.infer.natural_gradients(optimizer)
