@@ -72,8 +72,25 @@ def context_for_program() -> ir.Context:
 
 mlir.make_ir_context = context_for_program
 
-# Shapes and types of public signatures are checked at run time in the tests only. The hook must
-# stand before the first import of the package.
+# Shapes and types of signatures are checked at run time in the tests only. Functions within other
+# functions are left out: their checks would be compiled at each call of the outer one, which took
+# as long as tracing it. The hook must stand before the first import of the package.
+check_types = jaxtyping.jaxtyped
+
+
+def check_types_unless_local(*args: Any, **kwargs: Any) -> Any:
+    """Replaces `jaxtyping.jaxtyped`, which the hook puts before each function and class."""
+    if args:
+        return check_types(*args, **kwargs)
+
+    def decorate(annotated: Any) -> Any:
+        is_local = "<locals>" in getattr(annotated, "__qualname__", "")
+        return annotated if is_local else check_types(annotated, **kwargs)
+
+    return decorate
+
+
+jaxtyping.jaxtyped = check_types_unless_local
 jaxtyping.install_import_hook("numpyro_scalegp", "beartype.beartype")
 
 import numpyro_scalegp as sgp
