@@ -298,6 +298,7 @@ def test_members_of_a_batch_make_no_large_calls(gp):
     assert not large_batched_calls(program.jaxpr)
 
 
+@pytest.mark.slow
 @each("estimator", ESTIMATORS)
 def test_estimator_goes_through_transformations(estimator, dtype):
     gp, scaled = collapsed(estimator()), collapsed(estimator(), 1.4)
@@ -486,6 +487,7 @@ def test_family_goes_through_transformations(family, dtype):
     assert not np.allclose(results[1], again[1])
 
 
+@pytest.mark.slow
 @each("family", LATENT_FAMILIES)
 def test_family_has_a_divergence_with_finite_derivatives(family, dtype):
     def objective(q: Any, prior: Any) -> Array:
@@ -538,6 +540,7 @@ def model_of(guide: Any) -> Any:
     return regression
 
 
+@pytest.mark.slow
 @each("guide", GUIDES)
 def test_guide_takes_part_in_svi(guide, dtype):
     X, y = inputs(), jnp.sin(jnp.arange(7.0))

@@ -66,6 +66,7 @@ def assert_moments(draws: Array, mean: Array, variance: Array, rounding: float) 
 # Operators
 
 
+@pytest.mark.slow
 @each("factory", OPERATORS)
 def test_operator_agrees_with_its_matrix(factory, dtype):
     X, index, columns = inputs(), jnp.array([6, 2, 0]), jnp.array([0, 6, 3, 1])
@@ -419,6 +420,7 @@ def guide(lengthscale: Array, X: Array, y: Array) -> None:
     numpyro.sample("f", sgp.ChevronGP(phi, X, loc, scale_diag, columns))
 
 
+@pytest.mark.slow
 @each("factory", ELBOS)
 def test_elbo_agrees_with_the_closed_form(factory):
     X = inputs()

@@ -215,6 +215,7 @@ def test_flight_inputs_of_one_flight(flights: datasets.Dataset) -> None:
     np.testing.assert_allclose(delay[index[0]], 11.0)
 
 
+@pytest.mark.slow
 def test_flights_split_follows_the_seed(flights: datasets.Dataset) -> None:
     again = datasets.load_flights()
     np.testing.assert_array_equal(again.X_test, flights.X_test)

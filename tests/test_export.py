@@ -110,6 +110,7 @@ def test_says_where_draws_of_hyperparameters_vary_too_little():
     assert "hyperparameters" not in exported("collapsed")["posterior"].attrs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_shapes_and_dimensions(kind):
     exported_data = exported(kind)
@@ -333,6 +334,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_in_every_family(family):
     model, make_guide = FAMILIES[family]
@@ -419,6 +421,7 @@ def test_hidden_rows_are_left_out_of_loo(way):
     assert np.isfinite(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gaps", [False, True])
 def test_a_batch_has_leave_one_out_densities_of_each_member(gaps):
     """Rows without a target in any member are left out of all members."""
@@ -450,6 +453,7 @@ def test_a_batch_has_leave_one_out_densities_of_each_member(gaps):
         np.testing.assert_allclose(ours, each, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_fit():
     guide, result = trained()
     export = functools.partial(

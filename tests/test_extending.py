@@ -128,6 +128,7 @@ def test_a_hook_that_returns_another_shape(use, message):
         use(jnp.linspace(0.0, 1.0, 4)[:, None])
 
 
+@pytest.mark.slow
 def test_likelihood_is_a_distribution_for_any_objective(x64):
     Contaminated = CLASSES["ContaminatedNormal"]
     value = jnp.linspace(-30.0, 30.0, 4001)

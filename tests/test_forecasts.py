@@ -26,6 +26,7 @@ def fit(X, y, observed):
     return sgp.GaussianProcess(kernel, X, 0.25, observed=observed).condition(y)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_separate_fits():
     y = autoregressive()
     scores = rolling_origin(fit, X, y, first=30, horizon=6, step=10, level=0.8)
@@ -125,6 +126,7 @@ def test_the_interval_of_a_sum_counts_the_correlation():
     np.testing.assert_allclose(width, 9.0 * 2.0 * stats.norm.ppf(0.975), rtol=0.03)
 
 
+@pytest.mark.slow
 def test_placebos_of_the_true_model_cover_zero():
     compiled = jax.jit(fit)
     effects = [

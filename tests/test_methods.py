@@ -66,6 +66,7 @@ def exact() -> tuple[float, float, float, float]:
     return mean, sd, GRID[np.argmax(density)], evidence
 
 
+@pytest.mark.slow
 def test_nuts_finds_the_posterior_of_the_lengthscale(x64):
     mean, sd, _, _ = exact()
     mcmc = MCMC(NUTS(collapsed), num_warmup=150, num_samples=400, progress_bar=False)
@@ -78,6 +79,7 @@ def test_nuts_finds_the_posterior_of_the_lengthscale(x64):
     assert mcmc.get_extra_fields()["diverging"].mean() < 0.05
 
 
+@pytest.mark.slow
 def test_nuts_finds_the_posterior_of_the_function(x64):
     X, y = (leaf[::3] for leaf in data())
     kernel = sgp.kernels.Matern12(0.5)

@@ -91,6 +91,7 @@ def moments(name: str) -> Callable[..., Any]:
     return compute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_agrees_with_float64_or_warns(name):
     """Over a grid of lengthscales and noise variances; and where noise is large, nothing warns."""

@@ -139,6 +139,7 @@ def test_sparse_posterior(tmp_path):
 # States, kernels, estimators and plain containers
 
 
+@pytest.mark.slow
 def test_solver_state(tmp_path):
     _, state = pathwise()
     again = round_trip(tmp_path, state)

@@ -344,6 +344,7 @@ def test_what_a_function_reads_is_what_it_computes_with(make):
                 assert not np.allclose(leaf, before, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "estimator"),
     [(way, None) for way in WAYS] + [("attribute", sgp.estimators.Pathwise())],
@@ -495,6 +496,7 @@ def test_nothing_that_a_function_holds_stays_alive(use):
 # Loops
 
 
+@pytest.mark.slow
 def test_folds_of_a_cross_validation_compile_nothing():
     draws = {"lengthscale": jnp.array([0.5, 0.7])}
     for fold in range(8):

@@ -53,6 +53,7 @@ def test_values_at_new_inputs_use_the_basis_of_the_data(constraint, num_groups):
     np.testing.assert_allclose(inside, at_few, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_constraints_hold():
     positive, increasing, decreasing = (
         Predictive(lambda term=term: term(TIMES), num_samples=20)(jax.random.key(0))["f"]
@@ -103,6 +104,7 @@ def test_groups_share_a_function_and_deviate_by_their_amplitudes():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [HilbertSpaceTerm, SparseTerm])
 def test_a_fit_by_svi_in_float32(kind):
     """A varying coefficient is recovered, inside and outside of `jax.jit`."""

@@ -63,6 +63,7 @@ def test_bad_input(call, message, unchecked):
         call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator",
     [
@@ -94,6 +95,7 @@ def test_padding_changes_nothing(estimator, x64):
         np.testing.assert_allclose(variance, posterior.variance(new), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_growing_loop_compiles_once():
     guide = AutoDelta(model)
     svi = SVI(model, guide, optax.adam(0.05), Trace_ELBO())
@@ -118,6 +120,7 @@ def test_a_growing_loop_compiles_once():
     assert counts[1] == counts[-1]
 
 
+@pytest.mark.slow
 def test_a_state_serves_growing_data():
     """If it has all rows from the start; a state of the first rows alone warns."""
     estimator = sgp.estimators.Pathwise(sgp.solvers.ConjugateGradients(), 4)

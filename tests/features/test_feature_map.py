@@ -85,6 +85,7 @@ def test_seeds_and_columns_differ():
     assert np.linalg.matrix_rank(first) == 5
 
 
+@pytest.mark.slow
 def test_inducing_points_have_the_nystrom_kernel(x64):
     X, Z = inputs(6), inputs(4) + 0.2
     kernel = kernels.RBF(1.2, 1.5)

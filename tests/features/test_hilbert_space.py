@@ -40,6 +40,7 @@ def test_a_spectral_density_is_the_transform_of_the_kernel(kernel, x64):
     np.testing.assert_allclose(np.array(transforms), covariance(r[:1], r)[0], rtol=2e-4, atol=atol)
 
 
+@pytest.mark.slow
 @each("kernel", SMOOTH[:4])
 def test_densities_in_two_dimensions(kernel, x64):
     covariance = kernel(jnp.array([0.5, 0.8]))
@@ -114,6 +115,7 @@ def test_numpyro_has_the_same_features(peer, x64):
     np.testing.assert_allclose(phi(PLANE), expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_periodic_kernel_has_its_fourier_series(x64):
     kernel = 1.7 * sgp.kernels.Periodic(0.7, period=0.3, variance=1.2)
     phi = HilbertSpace(kernel, 12)
@@ -139,6 +141,7 @@ def test_a_periodic_kernel_without_a_constant_has_none_in_its_series(lengthscale
     np.testing.assert_allclose(phi(over_a_period).mean(axis=0), 0.0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_amplitudes_that_underflow_leave_a_gradient():
     """In single precision, where a smooth kernel has no power at the highest frequencies."""
     rows = np.linspace(0.0, 5.0, 30, dtype=np.float32)[:, None]
@@ -156,6 +159,7 @@ def test_amplitudes_that_underflow_leave_a_gradient():
         np.testing.assert_allclose(gradient, step, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_sums_and_products(x64):
     box = np.array([[-1.5], [2.5]])
     trend = HilbertSpace(sgp.kernels.RBF(0.4), 40, box)
@@ -181,6 +185,7 @@ def test_sums_and_products(x64):
         trend + sgp.features.InducingPoints(sgp.kernels.RBF(1.0), X[:3])
 
 
+@pytest.mark.slow
 def test_components_of_a_sum_come_from_the_posterior(x64):
     box = np.array([[-1.5], [2.5]])
     phi = HilbertSpace(sgp.kernels.RBF(0.4), 30, box) + HilbertSpace(
@@ -214,6 +219,7 @@ def test_inputs_outside_of_the_box_are_refused(x64):
 # In models
 
 
+@pytest.mark.slow
 def test_weights_under_a_sampler_and_the_posterior_after_it(x64):
     box = np.array([[-1.0], [2.0]])
     y = np.sin(5.0 * X[:, 0])
@@ -256,6 +262,7 @@ def test_weights_under_a_sampler_and_the_posterior_after_it(x64):
     np.testing.assert_allclose(variance, expected_variance, rtol=0.5)
 
 
+@pytest.mark.slow
 def test_the_basis_times_amplitudes_is_all_features(x64):
     kernel = sgp.kernels.Matern52(0.3, 2.0)
     sines = sgp.features.HilbertSpace(1.5 * kernel, 7, np.array([[-2.0], [2.0]]))

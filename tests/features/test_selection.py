@@ -190,6 +190,7 @@ def test_greedy_under_jit(dtype):
     np.testing.assert_array_equal(compiled, greedy_points(Matern32(0.8), X, 6))
 
 
+@pytest.mark.slow
 def test_clusters_within_categories(dtype):
     """Even if rows of two categories are close; with few clusters, the nearest row's category."""
     random = np.random.default_rng(0)

@@ -28,6 +28,7 @@ def model(X: Array, y: Array | None = None) -> None:
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, 0.01, estimator=PATHWISE), obs=y)
 
 
+@pytest.mark.slow
 def test_hyperparameters_and_a_posterior_by_iteration(x64: None) -> None:
     """The second output is predicted where only the first one was observed."""
     is_training = (X[:, 1] == 0) | (X[:, 0] < 0.0)

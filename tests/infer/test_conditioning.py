@@ -74,6 +74,7 @@ def test_of_a_collapsed_gp():
         sgp.posterior(collapsed, guide, X, Y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -187,6 +188,7 @@ def draws_of(model, names):
     return {name: jnp.array(values[name]) for name in names}
 
 
+@pytest.mark.slow
 def test_over_draws_of_a_collapsed_gp(x64):
     draws = draws_of(collapsed, ["lengthscale", "noise"])
     posterior = sgp.posterior(collapsed, draws, X, Y)
@@ -210,6 +212,7 @@ def test_over_draws_of_a_collapsed_gp(x64):
         sgp.posterior(collapsed, draws, X, Y, key=KEY)
 
 
+@pytest.mark.slow
 def test_over_draws_of_a_latent_function(x64):
     draws = draws_of(latent, ["lengthscale", "noise", "f"])
     posterior = sgp.posterior(latent, draws, X, Y)
@@ -236,6 +239,7 @@ def in_a_plate(X, Y=None):
         numpyro.sample("y", dist.Normal(f, noise), obs=Y)
 
 
+@pytest.mark.slow
 def test_over_draws_of_functions_in_a_plate(x64):
     draws = {**draws_of(latent, ["lengthscale"]), "f": jnp.zeros((5, 2, 9))}
     draws["f"] = draws["f"] + jnp.stack([Y, jnp.cos(X[:, 0])]) / draws["lengthscale"][:, None, None]
@@ -258,6 +262,7 @@ def test_over_draws_of_functions_in_a_plate(x64):
         np.testing.assert_allclose(predictive.variance[output], variance + noise**2, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_noise_of_each_output():
     guide = sgp.guides.AutoSparseGP(in_a_plate, num_inducing=4)
     args = X, jnp.stack([Y, Y])
@@ -268,6 +273,7 @@ def test_a_noise_of_each_output():
     np.testing.assert_allclose(predictive.variance, posterior.variance(XS) + noise, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_over_draws_of_a_function_of_features(x64):
     points = jnp.linspace(-0.2, 2.2, 5)[:, None]
     features = sgp.features.InducingPoints(kernel(0.5), points)
@@ -335,6 +341,7 @@ def test_a_mask_around_a_collapsed_gp(mask, message):
         sgp.posterior(model, {"noise": jnp.ones(2)}, X, Y).mean(XS)
 
 
+@pytest.mark.slow
 def test_a_plain_guide_of_a_latent_function():
     guide = AutoNormal(latent)
     params = started(latent, guide, Trace_ELBO(), X, Y)
@@ -345,6 +352,7 @@ def test_a_plain_guide_of_a_latent_function():
     assert sgp.posterior(latent, guide, params, X, Y, key=KEY).mean(XS).shape == (4,)
 
 
+@pytest.mark.slow
 def test_after_nuts(x64):
     """With fixed hyperparameters the posterior is the exact GP's."""
 
@@ -361,6 +369,7 @@ def test_after_nuts(x64):
     np.testing.assert_allclose(posterior.variance(XS), exact.variance(XS), rtol=0.15)
 
 
+@pytest.mark.slow
 def test_of_features_in_mini_batches(x64):
     """The network is restored from the fit; the estimate of log|F| has no effect."""
 
@@ -387,6 +396,7 @@ def test_of_features_in_mini_batches(x64):
         sgp.posterior(model, guide, params, rows, y, 4)
 
 
+@pytest.mark.slow
 def test_single_values_are_hyperparameters():
     """Single values, such as `guide.median` returns, have the shapes of the sites."""
 
@@ -441,6 +451,7 @@ def test_draws_that_do_not_fit(fit, y, message):
         sgp.posterior(collapsed, fit, X, y).mean(XS)
 
 
+@pytest.mark.slow
 def test_draws_of_autoguides():
     """AutoLaplaceApproximation draws its mode; a normalizing flow has no medians."""
     guide = AutoLaplaceApproximation(collapsed)
@@ -531,6 +542,7 @@ def test_hyperparameters_that_lack_a_function_or_a_parameter_are_refused():
     assert posterior.kernel.lengthscale == 0.3
 
 
+@pytest.mark.slow
 def test_the_key_of_a_posterior_under_hyperparameters():
     X = jnp.linspace(0.0, 1.0, 12)[:, None]
 

@@ -64,6 +64,7 @@ def test_finds_the_hyperparameters():
     assert 0.15 < found()["noise"] < 0.27
 
 
+@pytest.mark.slow
 def test_picks_the_best_score_and_says_so():
     scores = {name: mean for name, mean, _ in found().scores}
     assert {"random rows", "random rows with neighbors", "neighborhoods"} <= set(scores)
@@ -89,6 +90,7 @@ def test_steps_on_all_rows_raise_the_score_of_a_poor_fit():
     assert means[after.picked] > means[first] + 0.1
 
 
+@pytest.mark.slow
 def test_steps_on_all_rows_need_no_random_features():
     class Squared(sgp.kernels.AbstractKernel):
         lengthscale: Array
@@ -135,6 +137,7 @@ def test_subsets_are_groups_of_neighbors():
         assert group > 1 or blocks > 10
 
 
+@pytest.mark.slow
 def test_all_rows_are_fitted_at_once_where_they_are_few():
     X, y = data()
     fit = functools.partial(sgp.infer.initial_hyperparameters, num_steps=20)
@@ -160,6 +163,7 @@ def test_values_are_a_pytree_that_keeps_its_report():
     np.testing.assert_allclose(doubled["noise"], 2.0 * found()["noise"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_posterior_of_the_values():
     X, y = data()
     posterior = sgp.posterior(model, found(), X, y + 3.0, 3.0)
@@ -175,6 +179,7 @@ def scaled(model: Any, X: Array, y: Array) -> dict[str, Array]:
     return fits.values(fits.starts(jnp.arange(len(y)))[0])
 
 
+@pytest.mark.slow
 def test_starts_from_distances_in_the_data():
     X = jax.random.normal(jax.random.key(0), (200, 6)) * jnp.array([100.0, 1, 1, 1, 1, 0.01])
     y = 50.0 * jax.random.normal(jax.random.key(1), (200,)) + 7.0
@@ -197,6 +202,7 @@ def test_starts_from_distances_in_the_data():
     np.testing.assert_allclose(values["noise"] ** 2, 0.1 * jnp.var(y), rtol=0.02)
 
 
+@pytest.mark.slow
 def test_start_sees_mapped_inputs_and_stays_inside_of_bounds():
     X = jax.random.normal(jax.random.key(0), (100, 2))
     y = X[:, 0]
@@ -248,6 +254,7 @@ def test_needs_a_collapsed_gp():
         sgp.infer.initial_hyperparameters(jax.random.key(0), latent, X, y, subset_size=10)
 
 
+@pytest.mark.slow
 def test_values_start_a_guide():
     X, y = data()
     X, y = X[:50], y[:50]
@@ -268,6 +275,7 @@ def test_rejects_bad_data():
         sgp.infer.initial_hyperparameters(jax.random.key(0), model, X.at[-1].set(jnp.inf), y)
 
 
+@pytest.mark.slow
 def test_median_distance():
     X = np.random.default_rng(0).normal(size=(60, 5))
     expected = np.median(scipy.spatial.distance.pdist(X))
@@ -286,6 +294,7 @@ def test_median_distance():
         sgp.infer.median_distance(X[:1])
 
 
+@pytest.mark.slow
 def test_warns_where_the_start_is_never_left():
     X, y = data()
 
@@ -307,6 +316,7 @@ def test_warns_where_the_start_is_never_left():
         )
 
 
+@pytest.mark.slow
 def test_starts_from_distances_beside_a_constant_column():
     X = jax.random.normal(jax.random.key(0), (200, 2)) * 1e4
     X = jnp.concatenate([X, jnp.full((200, 1), 0.1)], axis=1)
@@ -320,6 +330,7 @@ def test_starts_from_distances_beside_a_constant_column():
     assert 0.1 < lengthscale[2] < 10.0
 
 
+@pytest.mark.slow
 def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
     X, y = data()
 
@@ -340,6 +351,7 @@ def test_scores_leave_out_hidden_sites_and_sites_of_other_rows():
     np.testing.assert_allclose(scores(True), scores(False), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_on_all_rows_learn_what_a_map_closes_over():
     X, y = data()
 

@@ -33,6 +33,7 @@ def guide() -> None:
     numpyro.sample("f", family())
 
 
+@pytest.mark.slow
 def test_agrees_with_the_closed_form():
     draws = jax.jit(
         lambda keys: jax.lax.map(lambda key: -JointELBO().loss(key, {}, model, guide), keys)
@@ -51,6 +52,7 @@ def test_agrees_with_the_closed_form():
     assert abs(off) > 20 * error
 
 
+@pytest.mark.slow
 def test_quadrature_refuses_the_model_and_joint_draws_fit_it():
     auto = sgp.guides.AutoSparseGP(model, inducing_points=X)
     refused = SVI(model, auto, optax.adam(0.1), QuadratureELBO())

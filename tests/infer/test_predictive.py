@@ -64,6 +64,7 @@ def gp_model(X: Array, y: Array | None = None) -> None:
         numpyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
 
+@pytest.mark.slow
 def test_draws_by_a_guide_agree_with_numpyro():
     guide = sgp.guides.AutoSparseGP(gp_model, inducing_points=X[::2])
     svi = SVI(gp_model, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2))
@@ -226,6 +227,7 @@ def test_replicates_of_a_collapsed_gp_at_its_own_inputs_are_joint(x64):
     assert abs(expected[0, 1]) > 5.0 * error[0, 1]
 
 
+@pytest.mark.slow
 def test_draws_of_a_function_at_new_inputs(x64):
     """The function is predicted given its values in the fit, and does not repeat them."""
     f = jnp.sin(jnp.arange(N) + jnp.arange(4000.0)[:, None])
@@ -245,6 +247,7 @@ def test_draws_of_a_function_at_new_inputs(x64):
     assert abs(draws["y"].mean() - draws["p"].mean()) < 0.02
 
 
+@pytest.mark.slow
 def test_a_guide_of_hyperparameters_at_new_inputs(x64):
     guide = AutoNormal(noisy)
     svi = SVI(noisy, guide, optax.adam(0.1), Trace_ELBO())
@@ -307,6 +310,7 @@ def test_a_second_call_compiles_nothing():
     assert_compiled_once(lambda shift: predictive(jax.random.key(1), NEW + shift))
 
 
+@pytest.mark.slow
 def test_sites_that_combine_rows():
     """Independent draws of rows give a sum the wrong spread; joint draws the right one."""
     kernel = sgp.kernels.RBF(1.0)

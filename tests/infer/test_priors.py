@@ -36,6 +36,7 @@ def test_bounds_make_a_batch(dtype):
     np.testing.assert_allclose(prior.rate[1, 1], alone.rate, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bounds_from_data(x64):
     """Spacing and range of a single column; scaled distances for several columns."""
     X = np.array([[0.0], [1.0], [2.0], [2.0], [7.0]])
@@ -88,6 +89,7 @@ def data() -> tuple[Array, Array]:
     return jnp.array(X), jnp.array(np.sin(2.0 * X[:, 0]) + 0.1 * random.normal(size=40))
 
 
+@pytest.mark.slow
 def test_fits_start_from_them():
     X, y = data()
     start = starting_values(model, (X, y, True), {})

@@ -105,6 +105,7 @@ def test_normal_is_exact_from_two_nodes(num_nodes, x64):
     np.testing.assert_allclose(one_node - value, variance.sum() / (2 * sd**2), rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("likelihood", "num_nodes"), [(dist.Normal, 2), (dist.Laplace, 20)])
 def test_a_step_without_a_number_is_that_with_its_number(likelihood, num_nodes):
     """Both compile to the same program, with the same cost."""
@@ -197,6 +198,7 @@ def classes(X: Array, y: Any = None, batch: int | None = None) -> None:
         numpyro.sample("y", dist.Categorical(logits=f.T), obs=y)
 
 
+@pytest.mark.slow
 def test_functions_of_a_plate_train_and_predict():
     X, y = inputs(), jnp.arange(N) // 3
     guide = AutoSparseGP(classes, inducing_points=inducing_points())
@@ -208,6 +210,7 @@ def test_functions_of_a_plate_train_and_predict():
     assert predictive(KEY, X)["y"].shape == (4, N)
 
 
+@pytest.mark.slow
 def test_natural_gradients_of_a_softmax_come_to_the_optimum(x64):
     """To the same optimum as Adam: reflected points leave little noise in the gradients."""
     X, y = inputs(), jnp.arange(N) // 3
@@ -293,6 +296,7 @@ def hyper_model(y: Array) -> None:
         numpyro.sample("y", dist.Normal(f, 0.5), obs=y)
 
 
+@pytest.mark.slow
 def test_agrees_with_the_stock_objective_in_law(x64):
     """Both estimate the same bound; without noise from f the variance is smaller."""
     y = observations("real")
@@ -473,6 +477,7 @@ def test_function_of_a_function():
         trace_loss(model, auto)
 
 
+@pytest.mark.slow
 def test_scale_around_one_side():
     scaled = handlers.scale(model(lambda f: dist.Normal(f, 0.4), observations("real")), 0.1)
     with pytest.raises(ValueError, match=r"site `f` has the scale 0.1 in the model and 1.0 in the"):
@@ -501,6 +506,7 @@ def test_observations_that_are_a_column():
     assert trace_loss(one_value, guide).shape == ()
 
 
+@pytest.mark.slow
 def test_likelihood_declared_as_one_event_is_fine(x64):
     y = observations("real")
 
@@ -528,6 +534,7 @@ def test_guide_that_misses_a_site():
         trace_loss(hyper_model, partial_guide, observations("real"))
 
 
+@pytest.mark.slow
 def test_a_step_runs_the_model_twice():
     """Once for the guide, which needs the kernel, and once for the likelihood."""
     runs: list[int] = []

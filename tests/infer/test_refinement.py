@@ -187,6 +187,7 @@ def test_draws_have_no_deterministic_sites_of_the_function():
     assert refined.mcmc.get_samples().keys() == {"level", "lengthscale"}
 
 
+@pytest.mark.slow
 def test_bad_arguments(unchecked):
     X, y = data()
     guide, result = fitted(True, steps=1)
@@ -204,6 +205,7 @@ def test_bad_arguments(unchecked):
         refine(KEY, model, guide, result, X, y, num_samples=0)
 
 
+@pytest.mark.slow
 def test_a_mixture_over_draws_of_the_guide():
     X, y = data()
     guide, result = fitted(True)
@@ -220,6 +222,7 @@ def test_a_mixture_over_draws_of_the_guide():
         sgp.posterior(*arguments, num_draws=3)
 
 
+@pytest.mark.slow
 def test_a_mixture_over_draws_of_a_guide_of_numpyro():
     X, y = data()
 

@@ -154,6 +154,7 @@ def regression(X, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(f, 0.1), obs=y_batch)
 
 
+@pytest.mark.slow
 def test_guides_and_objectives_see_the_same_rows():
     X = jnp.arange(12.0)[:, None]
     y = jnp.sin(X[:, 0])

@@ -68,6 +68,7 @@ def test_pointwise_densities_are_those_of_leaving_one_out(name, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "joint"), [("exp", True), ("affine", False), ("log", False), ("box_cox", True)]
 )
@@ -93,6 +94,7 @@ def test_draws_at_new_inputs(name, joint, x64):
     np.testing.assert_allclose(test, fn.log_prob(y[:3]), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_posterior_and_mixture(x64):
     X, z = rows("float64")
     new, powers = X[:3] + 0.1, np.array([0.5, 1.5])

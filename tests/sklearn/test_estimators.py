@@ -37,6 +37,7 @@ def test_checks_of_scikit_learn(estimator):
     assert set(skipped) <= {"check_array_api_input"}
 
 
+@pytest.mark.slow
 def test_exact_predictions_are_those_of_dense_algebra():
     X, y = waves(50)
     regressor = ScalableGPRegressor(random_state=0).fit(X, y)
@@ -62,6 +63,7 @@ def test_exact_predictions_are_those_of_dense_algebra():
     np.testing.assert_allclose(deviation, y.std() * np.sqrt(variance), rtol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "sparse"])
 def test_observations_are_recovered(method):
     """Deviations cover 95 % of new observations; the second column is irrelevant."""
@@ -104,6 +106,7 @@ def test_draws_have_the_moments_of_predictions(method):
     np.testing.assert_array_equal(draws, regressor.sample_y(new, 4000, random_state=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_classes", [2, 3])
 def test_probabilities(num_classes):
     """They match many draws of the functions, and the frequencies of the labels."""
@@ -153,6 +156,7 @@ def table(n, seed=0):
     return frame, y
 
 
+@pytest.mark.slow
 def test_a_table_with_categories_and_missing_values():
     X, y = table(380)
     X_test, y_test = table(300, seed=1)
@@ -171,6 +175,7 @@ def test_a_table_with_categories_and_missing_values():
         regressor.predict(X_test[X.columns[::-1]])
 
 
+@pytest.mark.slow
 def test_numbers_of_a_category_and_of_an_array():
     """A category that is a number is one; columns of arrays are numbers."""
     X, y = table(64)
@@ -183,6 +188,7 @@ def test_numbers_of_a_category_and_of_an_array():
         of_frame.predict(frame.assign(x="many"))
 
 
+@pytest.mark.slow
 def test_a_column_is_what_it_was_in_training():
     """Text that looks like numbers is text, in any batch of rows."""
     generator = np.random.default_rng(0)
@@ -247,6 +253,7 @@ def test_a_column_of_a_tiny_scale_counts():
     assert np.max(np.abs(regressor.predict(X) - np.sin(x))) < 0.01
 
 
+@pytest.mark.slow
 def test_a_failed_fit_leaves_the_last_one():
     X, y = waves(20)
     regressor = ScalableGPRegressor(random_state=0).fit(X, y)
@@ -256,6 +263,7 @@ def test_a_failed_fit_leaves_the_last_one():
     np.testing.assert_array_equal(regressor.predict(X), expected)
 
 
+@pytest.mark.slow
 def test_fits_of_similar_sizes_share_their_programs():
     X, y = waves(46)
     ScalableGPRegressor(random_state=0).fit(X[:40], y[:40]).predict(X[:3], return_std=True)
@@ -272,6 +280,7 @@ def test_a_pipeline_is_cross_validated_in_parallel():
     assert cross_val_score(pipeline, X, y, cv=2, n_jobs=2).min() > 0.9
 
 
+@pytest.mark.slow
 def test_predictions_of_a_pickle_are_the_same():
     X, y = waves(30)
     regressor = ScalableGPRegressor(random_state=0).fit(X, y)

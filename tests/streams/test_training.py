@@ -72,6 +72,7 @@ def train(svi: SVI, num_steps: int, file: Path | None = None, **options: Any) ->
     return sgp.streams.run(svi, KEY, num_steps, stream(), checkpoint=file, **options)
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_update() -> None:
     svi, batches = sparse(), iter(stream())
     state, losses = svi.init(KEY, *map(jnp.asarray, next(iter(stream())))), []
@@ -108,6 +109,7 @@ def test_a_run_that_ended_goes_on_bit_for_bit(make: Any, at: int, tmp_path: Path
     assert_same(train(make(), 14, file), through)
 
 
+@pytest.mark.slow
 def test_a_file_with_fewer_steps_or_all_of_them(tmp_path: Path) -> None:
     file, through = tmp_path / "checkpoint.npz", train(sparse(), 9)
     assert len(train(sparse(), 6, file).losses) == 6
@@ -154,6 +156,7 @@ def test_a_decoupled_guide_takes_points_from_the_stream(tmp_path: Path) -> None:
     assert mutable
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite() -> None:
     def spoil(X: np.ndarray, y: np.ndarray) -> Any:
         return X, np.where(y[0] < -0.9, np.nan, y)
@@ -181,6 +184,7 @@ def test_place_puts_batches_on_devices_from_another_thread() -> None:
     assert len(types) <= 10  # one for `init`, two that wait, one that is about to
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.npz"
     train(sparse(), 4, file)

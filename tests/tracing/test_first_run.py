@@ -93,6 +93,7 @@ def test_leaves_what_numpyro_leaves(rest, monkeypatch):
             assert type(site["fn"].support) is type(compiled_site["fn"].support)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", (AutoNormal, AutoMultivariateNormal))
 def test_keeps_nothing_traced(rest):
     guide = sgp.guides.AutoSparseGP(model, rest=rest, num_inducing=5)
@@ -123,6 +124,7 @@ GUIDES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_is_few_programs(name, caplog):
     runs = 0
@@ -146,6 +148,7 @@ def test_is_few_programs(name, caplog):
     assert 0 < runs <= 9
 
 
+@pytest.mark.slow
 def test_is_a_draw_of_the_guide():
     """A draw from the prior for each key, since the guide is untrained."""
     values, num = [], 5
@@ -159,6 +162,7 @@ def test_is_a_draw_of_the_guide():
     assert len({value[0] for value in values}) == num
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ("init_params", "substitute", "condition"))
 def test_given_values_are_the_ones_that_it_has(by):
     guide = sgp.guides.AutoSparseGP(model, rest=AutoDelta, inducing_points=Z)
@@ -173,6 +177,7 @@ def test_given_values_are_the_ones_that_it_has(by):
     assert trace["level"]["value"] == jnp.array(0.7)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_to_be_traced():
     def on_the_host(X: Array, y: Array) -> None:
         assert np.asarray(X).ndim == 2
@@ -183,6 +188,7 @@ def test_a_model_that_is_not_to_be_traced():
     assert jnp.isfinite(svi.evaluate(state, X, Y))
 
 
+@pytest.mark.slow
 def test_numpy_arrays_and_sites_without_a_plate():
     def plain(X: Any, y: Any) -> None:
         lengthscale = numpyro.sample("lengthscale", dist.LogNormal(0.0, 1.0))
@@ -200,6 +206,7 @@ def of_events(X: Any, y: Any) -> None:
         numpyro.sample("y", dist.MultivariateNormal(jnp.stack([f, -f], -1), jnp.eye(2)), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Out-of-support values")
 def test_what_is_wrong_is_said_as_before():
     guide = sgp.guides.AutoSparseGP(model, inducing_points=Z)
@@ -216,6 +223,7 @@ def test_what_is_wrong_is_said_as_before():
         started(guide, X[1:], Y[1:], None)
 
 
+@pytest.mark.slow
 def test_draws_of_a_start_are_searched_for():
     """NumPyro's uniform initialization may need several draws, and is not compiled."""
     rest = functools.partial(AutoNormal, init_loc_fn=init_to_uniform)

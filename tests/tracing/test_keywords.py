@@ -50,6 +50,7 @@ def test_a_keyword_of_the_model_reaches_it(name, by_keyword):
         assert sgp.posterior(model, values, X, Y, 2.0, site="f").kernel.lengthscale == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "by_keyword"), [("start", False), ("key", True)])
 def test_a_keyword_of_the_model_reaches_it_after_a_fit(name, by_keyword):
     model, keyword = with_parameter(name, by_keyword=by_keyword), {name: 2.0}
@@ -93,6 +94,7 @@ def test_keywords_of_other_functions():
         Owner(lambda X: X).run(5, "X", rat=7.0)
 
 
+@pytest.mark.slow
 def test_steps_that_the_model_counts():
     """`initial_hyperparameters` and `streams.run` have options of these names, too."""
 
@@ -161,6 +163,7 @@ def test_options_without_a_use_after_a_fit_are_refused(option, unchecked):
             sgp.posterior(exact, {"unused": jnp.zeros(2)}, X, Y, **{option: 3})
 
 
+@pytest.mark.slow
 def test_options_with_a_use(unchecked):
     posterior = sgp.posterior(iterative, Hyperparameters({}), X, Y, key=KEY, num_samples=3)
     assert posterior.sample(KEY, NEW, 3).shape == (3, len(NEW))
@@ -220,6 +223,7 @@ def test_a_keyword_goes_to_the_run_that_it_is_given_to(model, form, x64):
     np.testing.assert_array_equal(predictive(KEY, X=X, exposure=500.0)["y"].mean(axis=0), mean)
 
 
+@pytest.mark.slow
 def test_keywords_that_only_the_call_has(x64):
     predictive = Predictive(of_counts, posterior_samples={"v": jnp.ones(2)}, data=(X, COUNTS))
     with pytest.raises(

@@ -73,6 +73,7 @@ def new(model: Callable, rest: Any = AutoNormal) -> sgp.guides.AutoSparseGP:
     return sgp.guides.AutoSparseGP(model, rest=rest, inducing_points=X[::5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "error"),
     (
@@ -124,6 +125,7 @@ def test_a_copy_of_a_guide_starts_as_the_guide_does(duplicate):
         assert jnp.array_equal(params[name], value)
 
 
+@pytest.mark.slow
 def test_a_set_up_of_loaded_parameters_that_fails_changes_nothing():
     params = started(new(Model()))
     for rest in (AutoNormal, AutoMultivariateNormal):

@@ -51,6 +51,7 @@ RESTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESTS)
 def test_a_deterministic_site_follows_the_function(name):
     rest = RESTS[name]() if name in ("list", "by_hand") else RESTS[name]

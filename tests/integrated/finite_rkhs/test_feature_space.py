@@ -143,6 +143,7 @@ def test_small_batches_converge_to_the_optimum_with_all_rows(x64):
     )  # a lower likelihood, which is negative
 
 
+@pytest.mark.slow
 def test_svi_carries_the_state(x64):
     X, y = data(40)
     logdet = Variational(name="volume")
@@ -164,6 +165,7 @@ def test_svi_carries_the_state(x64):
     assert state.mutable_state["volume"]["state"].state is after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logdet", [Variational(), Compositional(), Minimax()])
 def test_an_initial_pass_starts_the_state_from_many_batches(logdet, x64):
     X, y = data()
@@ -194,6 +196,7 @@ def test_an_initial_pass_starts_the_state_from_many_batches(logdet, x64):
         sgp.infer.initial_pass(svi, state, 4, X, y, logdet, BATCH)
 
 
+@pytest.mark.slow
 def test_several_particles_are_refused():
     X, y = data(40)
     loss = Trace_ELBO(num_particles=2)

@@ -70,6 +70,7 @@ def test_gradients_of_batches_are_unbiased(kind, x64):
     assert errors(*state_of(kind)) < 4.0
 
 
+@pytest.mark.slow
 def test_the_same_check_detects_the_bias_of_mini_batches(x64):
     assert errors(MiniBatch(), None, num=500) > 10.0
 
@@ -128,6 +129,7 @@ def test_ordered_rows_of_a_plate_leave_no_bias(logdet, order, x64):
     assert np.all(np.abs(mean - 1.0) < 4.0 * error + 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the matrix A of:RuntimeWarning")
 def test_the_same_check_detects_halves_in_the_order_of_the_rows(x64, monkeypatch):
     in_two = lambda key, rows: (rows[: len(rows) // 2], rows[len(rows) // 2 :])  # noqa: E731

@@ -52,6 +52,7 @@ def test_little_noise_in_single_precision(b, d, x64):
     assert np.max(errors(MiniBatch(), b, d)) < (1e-5 if b < d else 5e-4)
 
 
+@pytest.mark.slow
 def test_too_few_digits_are_warned_of():
     X = jnp.linspace(-3.0, 3.0, 100)[:, None]
     phi = lambda X: sgp.kernels.RBF(2.0).random_features(jax.random.key(0), X, 20)  # noqa: E731
@@ -67,6 +68,7 @@ def test_all_rows_in_single_precision_where_there_are_fewer_than_features(x64):
     assert of_noise < 2e-2  # mostly from the rounded weights
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_exact(x64):
     rng = np.random.default_rng(0)
     Phi, y = jnp.array(rng.normal(size=(9, 4))), jnp.array(rng.normal(size=(2, 9)))

@@ -121,6 +121,7 @@ def rbf_on_network(network: eqx.nn.MLP, lengthscale: Array) -> Callable[[Array],
     return lambda X: waves(jax.vmap(network)(X))
 
 
+@pytest.mark.slow
 def test_random_features_of_a_network_make_a_deep_kernel(x64):
     X, y = data()
     at = (equinox_network(), jnp.array(0.7))
@@ -168,6 +169,7 @@ def share_of(logdet: Any, X: Array, y: Array, scale: Array) -> Array:
     return log_density(sampled, (X, y, logdet), {}, {"scale": scale})[0]
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_sampled_with_all_rows(x64):
     """`MiniBatch` integrates the weights out; the bound of the others is loose at zero weights."""
     X, y = data()

@@ -176,6 +176,7 @@ def test_components(case: Any, name: str) -> None:
     same(posterior.covariance(NEW_ROWS), covariance)
 
 
+@pytest.mark.slow
 def test_leave_one_out(case: Any) -> None:
     gp = gp_of(case)
     loo, dense = gp.condition(Y).leave_one_out(), Dense(gp, Y)
@@ -189,6 +190,7 @@ def test_leave_one_out(case: Any) -> None:
     same(loo.loc.ravel()[hidden], at_data.loc.ravel()[hidden])
 
 
+@pytest.mark.slow
 def test_joint_draws(case: Any) -> None:
     gp, num = gp_of(case), 4000
     posterior, dense = gp.condition(Y), Dense(gp, Y)
@@ -210,6 +212,7 @@ def test_joint_draws(case: Any) -> None:
     assert jnp.max(jnp.abs(jnp.mean(prior, axis=0) - gp.mean.ravel()) / scale) < 4.5 / num**0.5
 
 
+@pytest.mark.slow
 def test_functions(case: Any) -> None:
     gp, num = gp_of(case), 2000
     posterior, dense = gp.condition(Y), Dense(gp, Y)
@@ -221,6 +224,7 @@ def test_functions(case: Any) -> None:
     np.testing.assert_allclose(jnp.std(draws, axis=0), scale, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_three_axes(x64: None) -> None:
     y = RNG.normal(size=(3, 6, 4))
     inputs = [LEVELS, TIMES, PLACES]
@@ -240,6 +244,7 @@ def test_three_axes(x64: None) -> None:
         same(posterior.variance(rows), jnp.diag(covariance))
 
 
+@pytest.mark.slow
 def test_one_axis_is_a_gaussian_process(x64: None) -> None:
     y = Y[:, 0]
     for estimator in (None, sgp.estimators.StateSpace()):
@@ -275,6 +280,7 @@ def test_rows_in_parts(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     same([gp.condition(Y).mean(rows), gp.condition(Y).variance(rows)], expected)
 
 
+@pytest.mark.slow
 def test_observations_that_are_hidden_have_no_effect(x64: None) -> None:
     for name in ("filter, gaps", "rows, gaps"):
         gp = gp_of(CASES[name])
@@ -362,6 +368,7 @@ def test_bad_input(call: Any, message: str, unchecked: None) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_eigenvalues_keep_their_digits_in_single_precision() -> None:
     axis = np.linspace(0.0, 1.0, 40, dtype=np.float32)[:, None]
     noise = np.float32(1e-4)
@@ -395,6 +402,7 @@ def test_covariance_on_a_grid(x64: None) -> None:
         assert covariance.shape == (4, 3, 4, 3)
 
 
+@pytest.mark.slow
 def test_many_scattered_rows(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior = gp_of(CASES["filter, gaps"]).condition(Y)
     monkeypatch.setattr("numpyro_scalegp.integrated.grid.posterior._MOST_VALUES", 20)

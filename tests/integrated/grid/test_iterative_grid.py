@@ -160,6 +160,7 @@ def test_any_solver(solver: str, x64: None) -> None:
     same(gp.condition(Y).mean(NEW_ROWS), mean, 1e-2)
 
 
+@pytest.mark.slow
 def test_options(x64: None) -> None:
     gp = sgp.GridGP(product(), [TIMES, PLACES], 0.2, estimator=sgp.estimators.Pathwise(), key=KEY)
     assert gp.condition(Y, num_samples=3, max_epochs=2).process.num_samples == 3

@@ -111,6 +111,7 @@ def cold() -> Any:
 # With a state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_samples"), [(Pathwise, None), (Pathwise, 5), (Hutchinson, None)]
 )
@@ -208,6 +209,7 @@ def test_a_posterior_of_a_fit_resumes():
         sgp.posterior(model, samples, X, Y, start=last)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_state():
     """Each solves its own system, regardless of the solution that the other wrote."""
     first = process()
@@ -232,6 +234,7 @@ def test_other_observations(scale):
     assert_solves(gp.condition(jnp.cos(3.0 * X[:, 0])), jnp.cos(3.0 * X[:, 0]))
 
 
+@pytest.mark.slow
 def test_under_transformations():
     """A traced call starts from the state as well, and does not change it."""
     gp = process()
@@ -290,6 +293,7 @@ for file in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_another_process_resumes(tmp_path):
     """As after a crash."""
     files = [tmp_path / name for name in ("ended.npz", "converged.npz")]
@@ -315,6 +319,7 @@ def test_a_solver_that_draws_resumes_without_a_key():
     assert_solves(gp.condition(Y, start=start), Y, 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["float32", "float64"])
 def test_another_dtype(to):
     """A posterior of another dtype is a start, but never counts as the solution."""
@@ -383,6 +388,7 @@ def test_draws_do_not_depend_on_which_row_is_first():
     assert np.mean(moved(inputs)) < 0.05
 
 
+@pytest.mark.slow
 def test_draws_stay_where_rows_are_appended(dtype):
     """Draws of functions and noise at the first rows are the same with more rows."""
     kernel = sgp.kernels.Matern32(0.8, 1.3)
@@ -399,6 +405,7 @@ def test_draws_stay_where_rows_are_appended(dtype):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["start", "memory", "posterior"])
 def test_appended_rows_start_at_zero(way, monkeypatch):
     starts = list[Any]()
@@ -438,6 +445,7 @@ def test_appended_rows_start_at_zero(way, monkeypatch):
         assert epochs(process(state=state).condition(Y)) == 0
 
 
+@pytest.mark.slow
 def test_draws_with_another_origin_are_solved_again():
     X_more, y_more = rows(MORE)
     gp = process(X_more)
@@ -448,6 +456,7 @@ def test_draws_with_another_origin_are_solved_again():
     assert epochs(again) > 0
 
 
+@pytest.mark.slow
 def test_appended_rows_where_random_bits_depend_on_the_shape():
     X_more, y_more = rows(MORE)
     try:
@@ -504,6 +513,7 @@ def test_rows_that_differ_from_the_rows_of_the_start(change):
 # More rows for the training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_row", [False, True])
 def test_a_state_for_more_rows(per_row):
     X_more, y_more = rows(MORE)

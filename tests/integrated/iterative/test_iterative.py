@@ -122,6 +122,7 @@ def stochastic(gradient: dict[str, Any]) -> dict[str, Any]:
 # The gradient
 
 
+@pytest.mark.slow
 @every_solver
 @every_estimator
 def test_gradient_is_unbiased(estimator, solver, x64):
@@ -168,6 +169,7 @@ def test_gradient_is_unbiased_for_every_kernel(estimator, solver, kernel, x64):
     assert_unbiased(stochastic(draws), stochastic(exact(p)))
 
 
+@pytest.mark.slow
 @every_estimator
 def test_gradient_is_unbiased_with_noise_of_each_row(estimator, x64):
     p = parameters(np.linspace(0.05, 0.5, N))
@@ -241,6 +243,7 @@ def test_value_of_log_prob_is_that_of_the_estimate(estimator, x64):
     np.testing.assert_allclose(value, estimate.value[0], rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "solver"), [("pathwise", "cg"), *(("hutchinson", solver) for solver in SOLVERS)]
 )
@@ -270,6 +273,7 @@ def test_without_probes_the_value_omits_the_log_determinant(estimator, solver, x
 # Batches, keys and models
 
 
+@pytest.mark.slow
 @every_estimator
 def test_batch_of_observations_equals_single_ones(estimator, x64):
     p = parameters()
@@ -298,6 +302,7 @@ def test_batch_of_observations_equals_single_ones(estimator, x64):
     np.testing.assert_allclose(gradient["y"], each, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_higher_batch_shapes(x64):
     p = parameters()
     batch = jnp.arange(1.0, 7.0).reshape(2, 3, 1) * p["y"]
@@ -308,6 +313,7 @@ def test_higher_batch_shapes(x64):
     np.testing.assert_allclose(values[1, 2], evaluate(batch[1, 2]), rtol=1e-8)
 
 
+@pytest.mark.slow
 @every_estimator
 def test_a_key_fixes_the_value(estimator):
     p = parameters(0.1)
@@ -344,11 +350,13 @@ def test_in_a_model_the_key_is_the_next_of_its_seed(x64):
     assert value(jax.random.key(1)) == value(jax.random.key(1)) != value(jax.random.key(2))
 
 
+@pytest.mark.slow
 def test_a_raw_key_is_a_key_too(x64):
     evaluate = jax.jit(lambda key: log_prob(parameters(), make("hutchinson"), key))
     assert evaluate(jax.random.key_data(KEY)) == evaluate(KEY)
 
 
+@pytest.mark.slow
 @every_estimator
 def test_gradient_of_an_svi_loss(estimator, x64):
     """With a constant key NumPyro's loss is a function of the parameters, so compare exactly."""
@@ -389,6 +397,7 @@ def test_gradient_of_an_svi_loss(estimator, x64):
 # Warnings and errors
 
 
+@pytest.mark.slow
 @every_estimator
 def test_solves_that_end_above_the_tolerance_warn_once(estimator):
     p = parameters(0.1)  # in float32 a tolerance of 1e-3 is within reach
@@ -433,6 +442,7 @@ def test_warnings_say_why_a_solve_ended(reason, text):
         jax.effects_barrier()
 
 
+@pytest.mark.slow
 def test_epochs_include_the_log_determinant(x64):
     p = parameters(0.5)
     operator = KernelOperator(p["kernel"], p["X"], p["noise"])
@@ -501,6 +511,7 @@ def test_a_line_search_warns_of_one_draw_and_refuses_a_value_without_its_log_det
         svi.update(state)
 
 
+@pytest.mark.slow
 def test_an_autoguide_is_initialized_without_a_warning():
     """Its initialization evaluates a potential energy, but does not use it."""
     X, y = data(12)
@@ -534,6 +545,7 @@ def scaled_inputs(weights: Array, X: Array) -> Array:
     return X * weights
 
 
+@pytest.mark.slow
 @every_estimator
 def test_maps_of_inputs_have_gradients(estimator: str, x64: None) -> None:
     X, y = data()

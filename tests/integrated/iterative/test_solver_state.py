@@ -137,6 +137,7 @@ def test_an_initial_state_is_empty_and_shaped():
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_updates_leave_solutions_and_records(estimator, name):
@@ -170,6 +171,7 @@ def test_updates_leave_solutions_and_records(estimator, name):
     np.testing.assert_array_equal(memory.solutions[1], solver(before).memory.solutions[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stable", [False, True])
 def test_run_carries_the_state(stable):
     fitted = fit()
@@ -181,6 +183,7 @@ def test_run_carries_the_state(stable):
     assert_close(result.state, expected)
 
 
+@pytest.mark.slow
 def test_eager_updates_do_the_same_and_change_no_earlier_state():
     fitted = fit()
     before = steps(fitted, 2)
@@ -196,6 +199,7 @@ def test_eager_updates_do_the_same_and_change_no_earlier_state():
     assert_close(fitted.svi.stable_update(before, *data())[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_solutions", [1, 2, 3])
 def test_number_of_solutions(num_solutions):
     fitted = fit(num_solutions=num_solutions)
@@ -244,6 +248,7 @@ def test_warm_and_cold_fits_reach_the_same_parameters():
         np.testing.assert_allclose(warm[name], cold[name], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_fit_with_a_state_is_close_to_the_exact_fit():
     """Fixed probes give a small bias: with many of them, parameters agree with Cholesky's."""
     X, y = data()
@@ -285,6 +290,7 @@ def test_probes_stay_the_same_over_steps():
     np.testing.assert_array_equal(before.seed, solver(fitted.init).memory.seed)
 
 
+@pytest.mark.slow
 def test_fresh_probes_are_drawn_at_each_step():
     fitted = fit("hutchinson", fresh_probes=True)
     first = steps(fitted, 1)
@@ -307,6 +313,7 @@ def broken(state: Any, name: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cg", "ap", "sgd"])
 @pytest.mark.parametrize("parameter", ["lengthscale", "noise"])
 def test_a_failed_step_leaves_the_last_good_solutions(parameter, name):
@@ -330,6 +337,7 @@ def test_a_failed_step_leaves_the_last_good_solutions(parameter, name):
     assert solver(again).history()["epochs"][-1] <= solver(good).history()["epochs"][0]
 
 
+@pytest.mark.slow
 def test_stable_update_survives_a_failed_step():
     fitted = fit()
     X, y = data()
@@ -371,6 +379,7 @@ def test_a_state_serves_one_data_set_and_one_estimator():
         different.update(different.init._replace(mutable_state=state.mutable_state), X, y)
 
 
+@pytest.mark.slow
 def test_a_state_takes_no_batch_of_observations():
     X, y = data()
     gp = sgp.GaussianProcess(
@@ -393,6 +402,7 @@ def test_empty_states(unchecked):
 # Records and resumption
 
 
+@pytest.mark.slow
 def test_records_are_a_ring_of_the_last_steps():
     long, short = fit(), fit(num_records=4)
     for num_steps in (3, 4, 7):
@@ -404,6 +414,7 @@ def test_records_are_a_ring_of_the_last_steps():
             np.testing.assert_allclose(values, everything[name][-4:], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_saved_state_resumes(tmp_path):
     first = fit("pathwise", "sgd")
     half = steps(first, 3)
@@ -421,6 +432,7 @@ def test_a_saved_state_resumes(tmp_path):
     assert_close(result.state, steps(first, 5), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_state_flattens_to_what_was_written():
     state = solver(steps(fit(num_records=4, num_solutions=3), 2))
     leaves, structure = jax.tree.flatten(state)
@@ -434,6 +446,7 @@ def test_state_flattens_to_what_was_written():
 # Guides, samplers and repeated traces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [Trace_ELBO, TraceMeanField_ELBO])
 def test_state_with_a_guide_that_samples(loss):
     fitted = fit_of(make(), AutoNormal, loss())
@@ -446,6 +459,7 @@ def test_state_with_a_guide_that_samples(loss):
     assert residual < 1.01 * TOLERANCE * np.linalg.norm(y)
 
 
+@pytest.mark.slow
 def test_one_state_in_many_traces():
     """A step reads only the memory at its start, regardless of later writes."""
     fitted = fit()
@@ -470,6 +484,7 @@ def test_one_state_in_many_traces():
     np.testing.assert_array_equal(jax.jit(lambda p: loss(p))(params), first)
 
 
+@pytest.mark.slow
 def test_evaluating_the_loss_changes_nothing():
     fitted = fit()
     state = steps(fitted, 2)
@@ -512,6 +527,7 @@ def test_nuts_over_a_model_with_a_state():
     assert trace["solver"]["value"].memory.step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a linear solve failed:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:a `state` is for another number of:RuntimeWarning")
 def test_a_traced_mask_of_another_number_of_rows_is_nan():

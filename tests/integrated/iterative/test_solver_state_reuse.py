@@ -75,6 +75,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_the_last_solution_is_used_for_the_same_system():
     posterior: Any = process(make(), data(), trained()).condition(data()["y"])
     assert posterior.diagnostics["epochs"] == 0
@@ -101,6 +102,7 @@ def test_another_estimator_solves_again(different):
     assert_solves(posterior)
 
 
+@pytest.mark.slow
 def test_a_random_solution_does_not_serve_as_a_posterior():
     """Regardless of the recorded residual, which belongs to the unweighted iterate."""
     p = data()
@@ -111,6 +113,7 @@ def test_a_random_solution_does_not_serve_as_a_posterior():
     assert_solves(posterior)
 
 
+@pytest.mark.slow
 def test_solutions_for_other_probes_are_not_used():
     """In a step with another estimator, only the column of the data starts warm."""
     p, solver = data(), sgp.solvers.ConjugateGradients(1e-6, 60, sgp.preconditioners.Identity())
@@ -157,6 +160,7 @@ def test_a_state_serves_one_model(change):
         process(make(), p, trained()).log_prob(p["y"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_state", [True, False])
 def test_a_second_posterior_traces_no_solve(with_state, monkeypatch):
     calls, run = [], Cholesky.run

@@ -43,6 +43,7 @@ def value(name, theta, y=None):
     return dense.log_marginal(entries, K, theta[2] * jnp.ones_like(K[0]), (y, theta[3]))
 
 
+@pytest.mark.slow
 @each("name", [(name, lambda name=name: name) for name in LIKELIHOODS])
 def test_against_a_search_by_scipy(name, x64):
     name = name()
@@ -63,6 +64,7 @@ def test_against_a_search_by_scipy(name, x64):
     check_grads(jax.jit(lambda theta: value(name, theta)), (THETA,), order=2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_normal_likelihood_is_exact(x64):
     y = LIKELIHOODS["normal"][1]
 
@@ -100,6 +102,7 @@ def test_the_gradient_at_a_fixed_mode_differs(x64):
     assert np.abs(difference).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_large_and_small_counts_in_float32(scale):
     """Counts of all sizes, far from where the search starts."""
@@ -134,6 +137,7 @@ SHARES_OF_SUCCESS = 1.0 / (1.0 + np.exp(-np.sin(PLACES)))
 LEVELS = np.exp(np.sin(PLACES))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     ("entries", "y", "size"),

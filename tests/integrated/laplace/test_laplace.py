@@ -58,6 +58,7 @@ def test_a_normal_likelihood_gives_the_exact_process(estimator, x64):
     assert np.abs(errors).max() < 4.0 / np.sqrt(4000)
 
 
+@pytest.mark.slow
 def test_the_approximation_is_near_the_integral(x64):
     """Importance sampling from the approximation has the exact integral as its mean."""
     gp = counts()
@@ -75,6 +76,7 @@ def test_the_approximation_is_near_the_integral(x64):
     assert np.all(np.abs(mean - posterior.mean(X)) < 0.3 * np.sqrt(posterior.variance(X)))
 
 
+@pytest.mark.slow
 def test_hidden_rows_drop_out(estimator, x64):
     y = np.where(OBSERVED, COUNTS, -7)
 
@@ -97,6 +99,7 @@ def test_hidden_rows_drop_out(estimator, x64):
     np.testing.assert_allclose(cavity.loc[hidden], of_few.mean(X[hidden]), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_leave_one_out_is_close_to_refits(x64):
     gp = counts()
     density = gp.leave_one_out(gp.condition(COUNTS)).log_prob(COUNTS)
@@ -116,6 +119,7 @@ def isolated(variance=1.0, mean=7.0, rows=APART, estimator=None):
     return sgp.LaplaceGP(kernel, rows, likelihood, mean=mean, estimator=estimator)
 
 
+@pytest.mark.slow
 def test_large_counts_of_isolated_rows(estimator, dtype):
     """Each density is much narrower than the normal distribution that integrates it."""
     gp = isolated(rows=APART.astype(dtype), estimator=estimator)
@@ -131,6 +135,7 @@ def test_large_counts_of_isolated_rows(estimator, dtype):
     np.testing.assert_allclose(new.log_prob(LARGE), expected, rtol=rtol)
 
 
+@pytest.mark.slow
 def test_probabilities_of_all_counts_sum_to_one(dtype):
     gp = isolated(mean=3.0, rows=APART[:2].astype(dtype))
     posterior = gp.condition(LARGE[:2] // 50)
@@ -192,6 +197,7 @@ def moments(theta, X, y):
     return jnp.stack([posterior.mean(X), posterior.variance(X), loo.loc, loo.scale])
 
 
+@pytest.mark.slow
 def test_moments_have_derivatives(x64):
     theta, step = jnp.array([0.7, 1.5, 2.0, 0.4]), 1e-5
     of = functools.partial(moments, X=jnp.array(X), y=jnp.array(COUNTS + 0.5))
@@ -281,6 +287,7 @@ def test_observations_outside_of_the_support(x64):
         counts().log_prob(np.where(OBSERVED, COUNTS, np.nan))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Laplace's approximation found no mode:RuntimeWarning")
 def test_without_a_mode_predictions_are_nan(estimator, x64):
     rows, likelihood = np.linspace(0.0, 1.0, 5)[:, None], lambda f: dist.Poisson(jnp.exp(f))

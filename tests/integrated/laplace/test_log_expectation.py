@@ -84,6 +84,7 @@ def on_grids(log_density, mean, scale):
     return largest + np.log(np.trapezoid(np.exp(logs - largest), last))
 
 
+@pytest.mark.slow
 def test_against_fine_grids(dtype):
     y = jnp.broadcast_to(jnp.asarray(Y, dtype), SHAPE)
     mean, scale = (jnp.broadcast_to(jnp.asarray(a, dtype), SHAPE) for a in (MEAN, SCALE))
@@ -122,6 +123,7 @@ def test_normal_noise_has_a_closed_form(dtype):
     np.testing.assert_allclose(normal(*arguments), closed_form(*arguments), rtol=rtol)
 
 
+@pytest.mark.slow
 def test_derivatives_of_every_order(x64):
     point = jnp.array(0.2), jnp.array(1.4), jnp.array(0.01)
     for differentiate in (jax.grad, jax.hessian):
@@ -132,6 +134,7 @@ def test_derivatives_of_every_order(x64):
         np.testing.assert_allclose(derivative, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_jumps_corners_and_bounds(dtype):
     """Likelihoods that are not smooth."""
     mean, scale = jnp.array([0.1, -3.0, 0.4]), jnp.array([1.0, 0.7, 9.0])

@@ -66,6 +66,7 @@ def test_derivatives_are_equal_to_the_dense_ones(case, x64):
         np.testing.assert_allclose(leaf, expected_leaf, rtol=0, atol=1e-9 * scale)
 
 
+@pytest.mark.slow
 def test_one_output_and_single_precision():
     noise = jnp.array([0.2])
     parameters = 0.8, (jnp.array([[1.5]]), jnp.array([0.3]), noise), jnp.asarray(R[..., :1])

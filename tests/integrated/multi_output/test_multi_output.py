@@ -168,6 +168,7 @@ def test_the_structured_posterior_is_equal_to_the_dense_one(x64):
     assert np.all(np.abs(first - second) < 4.5 * error)
 
 
+@pytest.mark.slow
 def test_a_noisy_output_beside_a_precise_one_in_single_precision(x64):
     def variance(dtype):
         W, noise = jnp.ones((2, 1), dtype), jnp.array([1e-6, 1e2], dtype)
@@ -189,6 +190,7 @@ def test_prior_draws_have_the_covariance(x64):
     assert process(PARAMETERS, 0.1).sample(jax.random.key(1)).shape == (N, P)
 
 
+@pytest.mark.slow
 def test_means_and_predictions():
     def trend(X):
         return X[:, :1] * jnp.array([1.0, 0.0, -1.0])
@@ -302,6 +304,7 @@ def test_nuts_and_its_posterior():
     assert np.isfinite(posterior.mean(X[:3])).all()
 
 
+@pytest.mark.slow
 def test_laplace_approximation():
     X, Y, _ = data(False)
     guide = AutoLaplaceApproximation(model)
@@ -312,6 +315,7 @@ def test_laplace_approximation():
     assert all(np.isfinite(leaf).all() for leaf in samples.values())
 
 
+@pytest.mark.slow
 def test_it_is_a_distribution_of_numpyro():
     gp = process(PARAMETERS, 0.1, jnp.array(OBSERVED))
     assert_round_trip(gp)

@@ -72,6 +72,7 @@ def test_value_and_gradients_against_dense_algebra(tight, rows_in_a_chunk, monke
     assert_allclose(results, expected, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_inputs_that_are_a_site_have_the_potential_of_dense_algebra():
     (measured, y), Z, error = data(), data()[0][:M] + 0.1, 0.2
 
@@ -110,6 +111,7 @@ def test_inputs_that_are_a_site_have_the_potential_of_dense_algebra():
     assert_allclose(mean, jnp.zeros(4), rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_bounds_are_in_their_order_and_end_at_the_density():
     X, y = data()
     bounds = [process(SGPR(X[:M], tight)).log_prob(y) for tight in (False, True)]
@@ -136,6 +138,7 @@ def whitened_optimum(noise: float) -> tuple[Array, Array]:
     return covariance @ Phi.T @ (y - 0.2) / noise, jnp.linalg.cholesky(covariance)
 
 
+@pytest.mark.slow
 def test_is_an_svgp_at_its_optimum():
     X, y = data()
     loc, scale_tril = whitened_optimum(0.1)
@@ -198,6 +201,7 @@ def test_prior_draws_have_the_variances_of_the_process():
     assert_allclose(jnp.cov(draws.T)[:M, M:], Q[:M, M:], rtol=0, atol=4 * 1.7 / np.sqrt(4000))
 
 
+@pytest.mark.slow
 def test_single_precision_keeps_the_digits():
     X, y = data()
     exact = process(SGPR(X[:M])).condition(y)

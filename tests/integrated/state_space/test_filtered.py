@@ -42,6 +42,7 @@ def process(name: str, rows: Any = slice(None), noise: Any = None) -> sgp.Gaussi
     return sgp.GaussianProcess(KERNELS[name](), X[rows], noise, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -66,6 +67,7 @@ def test_updates_give_the_posterior_of_all_observations(name, x64):
         np.testing.assert_allclose(left.variance(LATER), right.variance(LATER), rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_noise_of_each_row(x64):
     smoothed = process("matern", noise=NOISE).condition(Y)
     filtered = process("matern", slice(M), NOISE).condition(Y[:M]).filtered()
@@ -75,6 +77,7 @@ def test_noise_of_each_row(x64):
         filtered.update(X[M:], Y[M:])
 
 
+@pytest.mark.slow
 def test_draws(x64):
     filtered = process("sum").condition(Y).filtered()
     draws = filtered.sample(jax.random.key(0), LATER, 20_000)
@@ -86,6 +89,7 @@ def test_draws(x64):
     assert np.all(difference < 1.5 * errors * np.outer(deviation, deviation))
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_updates(x64):
     """In a loop of fifty, also within `jit` and `scan`."""
     filtered = process("matern", slice(5)).condition(Y[:5]).filtered()
@@ -101,6 +105,7 @@ def test_one_program_serves_all_updates(x64):
         np.testing.assert_allclose(posterior.mean(LATER), smoothed.mean(LATER), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path, x64):
     filtered = process("sum", slice(M)).condition(Y[:M]).filtered()
     sgp.save(tmp_path / "filtered.npz", filtered)
@@ -118,6 +123,7 @@ def test_float32():
     np.testing.assert_allclose(filtered.mean(LATER), smoothed.mean(LATER), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_errors():
     filtered = process("matern", slice(M)).condition(Y[:M]).filtered()

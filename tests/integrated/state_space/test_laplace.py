@@ -34,6 +34,7 @@ def density(name, estimator, rows=slice(None)):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["poisson", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
@@ -60,6 +61,7 @@ def test_hessians_are_those_of_dense_algebra(x64):
     np.testing.assert_allclose(computed, expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_one_row(x64):
     row = slice(1)
     computed, expected = (

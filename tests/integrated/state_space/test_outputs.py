@@ -70,6 +70,7 @@ def test_density_and_posterior_are_those_of_dense_algebra(kernel, x64):
         np.testing.assert_allclose(left.mean(NEW), of_dense.mean(NEW), rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_draws_have_the_covariance(x64):
     gp = sgp.GaussianProcess(intrinsic(THETA), X, 0.1, estimator=sgp.estimators.StateSpace())
     draws = gp.sample(jax.random.key(0), (20_000,))
@@ -78,6 +79,7 @@ def test_draws_have_the_covariance(x64):
     assert np.all(np.abs(np.cov(draws, rowvar=False) - exact) < 5.0 * error)
 
 
+@pytest.mark.slow
 def test_counts_of_several_series(x64):
     counts = np.random.default_rng(1).poisson(2.0, N)
     rate = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731

@@ -33,6 +33,7 @@ KERNELS: dict[str, Any] = {
 QUICK = ("matern52", "trend", "level")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KERNELS],
@@ -58,6 +59,7 @@ def test_density_and_posterior_are_those_of_dense_algebra(name, x64):
     np.testing.assert_allclose(posterior.variance(NEW), dense.variance(NEW), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_count_process(x64):
     """The posterior mean of the derivative is the derivative of the posterior mean."""
     values = np.stack([np.sort(X[:, 0]), np.zeros(N)], axis=1)

@@ -63,6 +63,7 @@ def assert_close(actual, expected, rtol):
 QUICK = ("matern12", "matern52", "overdamped", "integrated_wiener", "product")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KERNELS],
@@ -88,6 +89,7 @@ def test_numbers_of_rows(lanes, x64):
     assert_close(everything(*arguments, LINEAR), everything(*arguments, EXACT), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["matern32", pytest.param("large_product", marks=pytest.mark.slow)]
 )
@@ -115,6 +117,7 @@ def test_sorted_rows_and_a_second_call_agree(x64):
     np.testing.assert_allclose(values, sgp.GaussianProcess(kernel, X, 0.1).log_prob(Y), rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_rows_without_a_target(is_traced, x64):
     kernel, observed = KERNELS["matern32"](), RNG.uniform(size=N) < 0.6

@@ -172,6 +172,7 @@ def test_squared_norm():
         squared_norm(p["kernel"], p["R"], p["a"], num_columns=3)
 
 
+@pytest.mark.slow
 def test_the_variance_is_split_as_for_inducing_points():
     p = arguments()
     k, X, Z = p["kernel"], p["X"], p["Z"]
@@ -185,6 +186,7 @@ def test_the_variance_is_split_as_for_inducing_points():
     assert len(nothing.split_marginals()) == 2
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_variance_have_exact_gradients():
     p, rng = arguments(), np.random.default_rng(1)
     weights = jnp.array(rng.normal(size=(3, 30)))
@@ -213,6 +215,7 @@ def test_the_covariance_of_pseudo_observations():
     np.testing.assert_allclose(transform(transform.inv(E)), E, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_coordinates_whiten_the_mean():
     """Prior draws of a have about independent coordinates, and the map back is exact."""
     rng = np.random.default_rng(0)
@@ -234,6 +237,7 @@ def test_coordinates_whiten_the_mean():
     assert values[-1] < 0.1 * jnp.linalg.eigvalsh(k(P, P))[-1]
 
 
+@pytest.mark.slow
 def test_points_not_in_use_do_not_enter_coordinates():
     rng = np.random.default_rng(0)
     k, P = sgp.kernels.RBF(0.7), jnp.array(rng.normal(size=(12, 2)))

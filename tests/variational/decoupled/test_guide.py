@@ -72,6 +72,7 @@ def start(model: Any, guide: Any, *args: Any) -> tuple[SVI, Any]:
 # Solves
 
 
+@pytest.mark.slow
 @every_guide
 def test_the_solved_mean_is_the_exact_posterior_mean(name, x64):
     X, y = data()
@@ -84,6 +85,7 @@ def test_the_solved_mean_is_the_exact_posterior_mean(name, x64):
     np.testing.assert_allclose(mean, exact.mean(Xs), atol=1e-4)
 
 
+@pytest.mark.slow
 @every_guide
 @pytest.mark.parametrize("model", [fixed, counts])
 def test_the_solved_mean_is_where_the_bound_is_flat(name, model, x64):
@@ -139,6 +141,7 @@ def test_a_mini_batch_is_not_all_rows():
         guide.solve_mean(svi.get_params(state), X[:9], y[:9])
 
 
+@pytest.mark.slow
 @every_guide
 def test_a_solve_cut_short_does_no_harm(name, x64):
     X, y = data()
@@ -154,6 +157,7 @@ def test_a_solve_cut_short_does_no_harm(name, x64):
     assert loss(short) < loss(near) < loss(initial)
 
 
+@pytest.mark.slow
 def test_residual_points_come_from_all_over_sorted_rows(dtype):
     X = jnp.linspace(0.0, 6.0, 60, dtype=dtype)[:, None]
     truth = jnp.sin(2.0 * X[:, 0])
@@ -218,6 +222,7 @@ def test_a_sparse_fit_starts_a_hybrid_one():
         assert np.any(after[name] != value) != ("residual" in name)
 
 
+@pytest.mark.slow
 def test_other_function_sites_are_at_their_means(x64):
     X, y = data()
 
@@ -264,6 +269,7 @@ def test_replace_params_wants_an_optax_optimizer():
 # Gradient steps alone
 
 
+@pytest.mark.slow
 def test_gradients_train_both_bases(x64):
     """Without a solve, the bound exceeds a sparse GP's with the points of the covariance.
 
@@ -311,6 +317,7 @@ def stream(guide: Any, num_batches: int, batch_size: int = 8) -> Any:
     return svi, states, X, y
 
 
+@pytest.mark.slow
 def test_bases_grow_until_they_are_full():
     guide = AutoDecoupledGP(learned, mean_size=20, cov_size=7, growth=5, num_columns=4)
     _, states, *_ = stream(guide, 6)
@@ -323,6 +330,7 @@ def test_bases_grow_until_they_are_full():
     assert len(np.unique(bases[-1]["mean"])) == 20
 
 
+@pytest.mark.slow
 def test_a_small_basis_is_from_all_over_sorted_rows():
     guide = AutoDecoupledGP(learned, mean_size=200, cov_size=6, growth=100, num_columns=4)
     svi = SVI(learned, guide, optax.adam(0.02), sgp.infer.QuadratureELBO(2))
@@ -335,6 +343,7 @@ def test_a_small_basis_is_from_all_over_sorted_rows():
         assert gaps.max() < 2.0 / (len(points) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_residual", [True, False])
 def test_residual_points_grow(train_residual):
     guide = AutoHybridGP(
@@ -358,6 +367,7 @@ def test_residual_points_grow(train_residual):
         guide.posterior(svi.get_params(states[-1]), X, y)
 
 
+@pytest.mark.slow
 def test_points_with_separate_scales_grow_and_learn():
     """In a stream of inputs with unit scales nothing turns NaN, and points learn other scales."""
     with_scales = sgp.kernels.MultiscaleRBF.with_unit_scales
@@ -381,6 +391,7 @@ def test_points_with_separate_scales_grow_and_learn():
     assert np.all(shift[:, 1] != 0.0)
 
 
+@pytest.mark.slow
 def test_a_bad_row_does_not_grow_the_bases():
     X, y = data()
     guide = AutoDecoupledGP(learned, mean_size=20, cov_size=6, growth=5)
@@ -398,6 +409,7 @@ def test_a_bad_row_does_not_grow_the_bases():
     assert all(np.all(np.isfinite(bases[key])) for key in ("mean", "cov"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_mean", [True, False])
 def test_growth_hardly_changes_the_posterior(train_mean):
     guide = AutoDecoupledGP(
@@ -424,6 +436,7 @@ def test_growth_hardly_changes_the_posterior(train_mean):
     assert int(params["f_auto_bases"]["size"]) == 15
 
 
+@pytest.mark.slow
 def test_solves_with_a_basis_that_is_not_full(x64):
     X, y = data()
     guide = AutoDecoupledGP(fixed, mean_size=60, cov_size=10, growth=40)
@@ -435,6 +448,7 @@ def test_solves_with_a_basis_that_is_not_full(x64):
     np.testing.assert_allclose(guide.posterior(params, X, y).mean(X), exact.mean(X), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_result_goes_to_arviz_with_its_bases():
     pytest.importorskip("arviz")
     X, y = data()
@@ -460,6 +474,7 @@ def test_a_posterior_needs_the_bases():
         guide.posterior(svi.get_params(state), X, y)
 
 
+@pytest.mark.slow
 def test_points_with_separate_scales_raise_the_bound():
     X, y = data(100)
     X, y = X.astype(jnp.float32), y.astype(jnp.float32)
@@ -525,6 +540,7 @@ def test_can_be_saved(name, tmp_path):
     np.testing.assert_array_equal(again.variance(X), posterior.variance(X))
 
 
+@pytest.mark.slow
 @every_guide
 def test_goes_to_arviz(name):
     pytest.importorskip("arviz")
@@ -537,6 +553,7 @@ def test_goes_to_arviz(name):
     assert np.asarray(exported["log_likelihood"]["y"]).shape == (1, 4, N)
 
 
+@pytest.mark.slow
 def test_rest_is_a_guide_like_any_other():
     X, y = data()
     guide = AutoHybridGP(learned, rest=AutoNormal, num_inducing=5, num_residual=9)

@@ -149,6 +149,7 @@ def test_with_all_features_nothing_is_random(kind):
         np.testing.assert_allclose(loss, exact, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_stock_objective_agrees():
     params = parameters("identity", 3)
     args = params, model, guide(3), inputs(), observations(), "identity"
@@ -159,6 +160,7 @@ def test_stock_objective_agrees():
     assert abs(off) < 4
 
 
+@pytest.mark.slow
 def test_control_variate_lowers_the_variance():
     params = parameters("identity", 3)
 
@@ -228,6 +230,7 @@ def several_scaled(f: Array, y: Array) -> None:
     numpyro.sample("other", dist.Normal(0.0, 1.0), obs=jnp.array(0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "observe", [under_mask, two_columns_under_mask, in_two_plates, several_scaled]
 )
@@ -332,6 +335,7 @@ def test_guide_and_prior_must_have_the_same_features():
         QuadruplyStochasticELBO(4).loss(KEY, {}, model, other, *args)
 
 
+@pytest.mark.slow
 def test_masked_observations_do_not_count():
     mask = jnp.arange(N) < 7
     y = jnp.where(mask, observations(), jnp.nan)
@@ -382,6 +386,7 @@ def exact_of(kind: str) -> Array:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LIKELIHOODS)
 def test_bound_is_below_and_exact_with_all_features(kind):
     exact = exact_of(kind)
@@ -418,6 +423,7 @@ def test_bound_of_dense_precision_takes_two_sets():
     assert QuadruplyStochasticELBO(99).index_sets(KEY, M, dense_precision=True).shape == (1, M)
 
 
+@pytest.mark.slow
 def test_fixed_prior_leaves_the_constant_out():
     kernel = sgp.kernels.RBF(0.9, 1.3)
 

@@ -48,6 +48,7 @@ def parameters() -> dict[str, Array]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["identity", "diagonal", "dense"])
 def test_the_diagonal_is_at_the_maximum_of_the_bound(kind, x64):
     X, y = inputs(), jnp.sin(jnp.arange(float(N)))
@@ -69,6 +70,7 @@ def test_the_diagonal_is_at_the_maximum_of_the_bound(kind, x64):
         np.testing.assert_allclose(solved["f_auto_scale_diag"][RANK:], expected[RANK:])
 
 
+@pytest.mark.slow
 def test_the_diagonal_for_counts_is_a_fixed_point(x64):
     X, y = inputs(), jnp.arange(N) % 3
     distribution = lambda f: dist.Poisson(jnp.exp(f))  # noqa: E731
@@ -120,6 +122,7 @@ def test_newton_steps_find_the_mean_for_counts(rows, count, x64):
     np.testing.assert_allclose(jax.grad(bound)(solved)["f_auto_loc"], 0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_kinds_of_function_in_one_model():
     def both(X: Array, y: Array) -> None:
         phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.9), M, seed=0)
@@ -141,6 +144,7 @@ def test_two_kinds_of_function_in_one_model():
         SVI(both, wrong, optax.adam(0.05), QuadratureELBO(6)).init(KEY, X, y)
 
 
+@pytest.mark.slow
 def test_other_function_sites_are_at_their_means(x64):
     def both(X: Array, y: Array) -> None:
         phi = sgp.features.RandomFourier(sgp.kernels.RBF(0.9), M, seed=0)

@@ -97,6 +97,7 @@ def test_sparse_updates_are_dense_updates_with_the_same_gradients(name):
             np.testing.assert_allclose(params_of(state)[name], dense[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_default_loss_and_row_optimizer():
     X, y = data()
     guide = sgp.guides.AutoChevronGP(model)
@@ -112,6 +113,7 @@ def test_default_loss_and_row_optimizer():
     assert results[0].params["f_auto_scale_columns"].shape == (M, 0)  # mean field
 
 
+@pytest.mark.slow
 def test_lazy_adam_on_all_rows_is_adam():
     X, y = data()
     loss = QuadruplyStochasticELBO(M)
@@ -132,6 +134,7 @@ def test_lazy_adam_on_all_rows_is_adam():
             np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_lazy_adam_does_not_change_other_rows():
     X, y = data()
     svi = make(Scripted(4), row_optim=row_adam(0.05))
@@ -229,6 +232,7 @@ def test_run_returns_what_svi_returns(capsys):
         svi.run(KEY, 0, X, y)
 
 
+@pytest.mark.slow
 def test_arrays_of_the_model_are_not_donated():
     X, y = data()
     points, start = X[:M], jnp.ones(M)
@@ -270,6 +274,7 @@ def test_trains_to_the_posterior():
     np.testing.assert_allclose(posterior.variance(X), variance, rtol=0.25)
 
 
+@pytest.mark.slow
 def test_hyperparameters_wait():
     X, y = data()
     svi = make(QuadruplyStochasticELBO(5), warmup_steps=3)
@@ -283,6 +288,7 @@ def test_hyperparameters_wait():
         assert np.any(params_of(state)["f_auto_loc"] != start["f_auto_loc"])
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_changes_nothing():
     X, y = data()
     svi = make(QuadruplyStochasticELBO(5, 12))
@@ -318,6 +324,7 @@ def test_an_interrupted_init_changes_nothing(monkeypatch):
     assert jnp.isfinite(svi.update(state, *data())[1])
 
 
+@pytest.mark.slow
 def test_no_step_makes_an_array_as_long_as_the_parameters():
     X, y = data()
     m = 2**20
@@ -395,6 +402,7 @@ def test_new_weights_make_the_control_variate_void_until_it_is_refreshed():
     assert np.isfinite(svi.run(KEY, 2, X, y, init_state=state, progress_bar=False).losses).all()
 
 
+@pytest.mark.slow
 def test_networks_made_in_the_model_train():
     X, y = data()
 
@@ -415,6 +423,7 @@ def test_networks_made_in_the_model_train():
     assert control.projected.shape == (10, 3)
 
 
+@pytest.mark.slow
 def test_float32_rows_and_float64_hyperparameters():
     X, y = data()
     svi = make(QuadruplyStochasticELBO(5, 12))
@@ -450,6 +459,7 @@ def test_support_points_may_be_given():
     assert control.projected.shape == (4, 1 + RANK)
 
 
+@pytest.mark.slow
 def test_optimizer_by_name():
     still = sgp.infer.RowOptimizer(
         jnp.zeros_like, lambda grads, state, params, step: (params, state)
