@@ -48,6 +48,7 @@ def test_tells_biased_from_unbiased():
     assert max(abs(row.bias) / row.standard_error for row in rows["cut short"]) > 10.0
 
 
+@pytest.mark.slow
 def test_compares_with_the_exact_values_on_the_same_rows():
     X, y = data()
     rows = jax.random.choice(jax.random.split(jax.random.key(2))[0], 120, (80,), replace=False)

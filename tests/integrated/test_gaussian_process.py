@@ -140,6 +140,7 @@ def test_key_and_state(estimator, x64):
         iterative(**options, state="solver")
 
 
+@pytest.mark.slow
 def test_state_outside_of_a_model(x64):
     """Each distribution has a separate new state, from which it conditions without a solve."""
     y = jnp.array(data()[1])
@@ -454,6 +455,7 @@ def moments(estimator, parameters, Xs):
 PARAMETERS = 0.3, 0.01, 0.5, np.sin(6.0 * np.linspace(0.0, 1.0, 12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [sgp.estimators.Cholesky(), sgp.estimators.RandomFourier(20)])
 def test_derivatives_of_a_posterior_are_exact(estimator, x64):
     """The derivative includes the derivative of the factor of H."""

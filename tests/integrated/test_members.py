@@ -114,6 +114,7 @@ def test_members_are_grouped_by_size(x64):
     np.testing.assert_allclose(several, [gp.log_prob(y), gp.log_prob(2.0 * y)], rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_an_iterative_batch_is_a_loop(x64):
     estimator = sgp.estimators.Pathwise(sgp.solvers.Cholesky(), 4, num_features=16)
     keys = jax.random.split(jax.random.key(0), (G,))
@@ -204,6 +205,7 @@ def test_covariance_of_each_member(x64):
     np.testing.assert_allclose(traced(OBSERVED[1]), covariance[1], rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_draws_have_sample_and_batch_axes():
     gp = process(slice(None), sgp.estimators.Cholesky(), None, observed=OBSERVED)
     assert gp.sample(jax.random.key(0), (2, 4)).shape == (2, 4, G, N)

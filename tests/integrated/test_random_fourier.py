@@ -90,6 +90,7 @@ def test_posterior_of_little_noise_in_single_precision(noise):
     assert says_so or np.max(np.abs(mean - expected) / deviation) < 0.01
 
 
+@pytest.mark.slow
 def test_posterior_is_that_of_the_features():
     p, (X, y) = parameters(), data()
     Xs = jnp.linspace(-1.0, 1.0, 10).reshape(5, 2)
@@ -192,6 +193,7 @@ def test_single_sample_is_unbiased():
         assert np.max(biased[name]) > 10.0, name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a linear solve ended above:RuntimeWarning")
 def test_biases_have_the_signs_of_the_theory():
     p = parameters()
@@ -235,6 +237,7 @@ def test_terms_and_their_distribution():
     np.testing.assert_allclose(gp.log_prob(p["y"]), exact, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_batch_of_data_vectors_shares_the_draw():
     p, estimator = parameters(), SingleSampleRFF(50, 120)
     batch = jnp.stack([p["y"], 2.0 * p["y"]])

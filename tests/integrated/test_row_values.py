@@ -28,6 +28,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_posterior_is_equal_to_the_posterior_without_the_mean(name: str) -> None:
@@ -58,6 +59,7 @@ def test_hidden_rows_have_a_mean_too() -> None:
     np.testing.assert_allclose(posterior.mean(X), expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_batches_outputs_and_other_likelihoods() -> None:
     means = np.stack([MEAN, 2.0 * MEAN])

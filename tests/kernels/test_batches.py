@@ -33,6 +33,7 @@ def rows(*shape):
     return jnp.array(np.random.default_rng(1).normal(size=(*shape, N, D)))
 
 
+@pytest.mark.slow
 @each("shape", [("shared", lambda: ()), ("own", lambda: (G,))])
 def test_a_batch_is_its_members(shape, dtype):
     kernel, X = expression(*hyperparameters()), rows(*shape())
@@ -44,6 +45,7 @@ def test_a_batch_is_its_members(shape, dtype):
         np.testing.assert_allclose(batched[1][g], of_member(g).diag(Xg), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_the_members(x64):
     def total(lengthscale, variance):
         return jnp.sum(jnp.sin(kernels.RBF(lengthscale, variance)(rows(), rows()[:3])))

@@ -53,6 +53,7 @@ def test_components_are_the_expanded_kernels(kernel, dtype):
     np.testing.assert_allclose(variance, kernel.diag(X), rtol=1e-6)
 
 
+@pytest.mark.slow
 @each
 def test_features_and_draws_add_up_to_the_whole(kernel, x64):
     kernel, parts, _ = kernel()
@@ -67,6 +68,7 @@ def test_features_and_draws_add_up_to_the_whole(kernel, x64):
     np.testing.assert_allclose(total, draws(kernel, X), atol=1e-12)
 
 
+@pytest.mark.slow
 @each
 def test_component_features_have_its_kernel_as_mean(kernel, x64):
     kernel, parts, expected = kernel()
@@ -80,6 +82,7 @@ def test_component_features_have_its_kernel_as_mean(kernel, x64):
         assert np.all(off < 4 * np.maximum(error, 1e-11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [stationary, nested])
 def test_fourier_columns_are_those_of_the_whole_or_zero(kernel, x64):
     kernel, parts, _ = kernel()

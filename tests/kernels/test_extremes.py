@@ -96,6 +96,7 @@ def test_rows_far_apart_in_many_columns(kind):
     assert 0.5 < exact[0, 3] < 0.9
 
 
+@pytest.mark.slow
 def test_a_few_relevant_columns_among_many_leave_no_room_for_indefinite_kernels():
     # By a product alone, in float32, K has an eigenvalue of -2e-6.
     X = jax.random.normal(jax.random.key(0), (600, 12), jnp.float32)
@@ -119,6 +120,7 @@ def test_a_few_relevant_columns_among_many_leave_no_room_for_indefinite_kernels(
     assert np.linalg.eigvalsh(K.astype(np.float64))[0] > -1e-7
 
 
+@pytest.mark.slow
 def test_a_batch_of_lengthscales_uses_one_method_for_distances():
     X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
     total = lambda scale: jnp.sum(Matern32(scale)(X, X))  # noqa: E731
@@ -132,6 +134,7 @@ def test_a_batch_of_lengthscales_uses_one_method_for_distances():
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_the_lengthscale(x64):
     """Distances have custom derivative rules; RBF in one dimension against its formula."""
     x = jnp.array([[0.0], [0.7]])

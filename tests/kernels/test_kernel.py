@@ -158,6 +158,7 @@ def test_periodic_without_a_constant_for_several_columns():
     np.testing.assert_allclose(kernel.on((1,))(np.eye(2), np.eye(2)), np.ones((2, 2)), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengthscale", [0.1, 0.7, 3.0])
 def test_frequencies_without_a_constant(lengthscale):
     kernel = Periodic(lengthscale, period=2.0, constant=False)

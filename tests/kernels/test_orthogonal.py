@@ -73,6 +73,7 @@ def test_components_add_up_to_the_posterior_mean(kernel):
     np.testing.assert_allclose(total, posterior.mean(X), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_shares_of_known_functions():
     generator = np.random.default_rng(0)
     X = generator.normal(size=(400, 4))
@@ -96,6 +97,7 @@ def additive_model(X, y=None):
     numpyro.sample("y", sgp.GaussianProcess(kernel, X, 0.1), obs=y)
 
 
+@pytest.mark.slow
 def test_effects_of_mixtures_and_in_compiled_programs():
     generator = np.random.default_rng(0)
     X = generator.normal(size=(40, 2))
@@ -126,6 +128,7 @@ def test_shares_name_the_columns_of_the_inputs():
     assert shares[(0,)] > shares[(2,)] > shares[(0, 2)]
 
 
+@pytest.mark.slow
 def test_long_lengthscales_keep_their_digits_in_float32():
     with jax.enable_x64(False):
         X = np.random.default_rng(0).normal(size=(150, 3)).astype(np.float32)

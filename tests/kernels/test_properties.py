@@ -127,6 +127,7 @@ def scales(kernel, X):
     return np.outer(deviations, deviations) + 1e-30
 
 
+@pytest.mark.slow
 @given(problems())
 def test_covariances(problem):
     kernel, X = problem
@@ -143,6 +144,7 @@ def test_covariances(problem):
         np.testing.assert_array_equal(np.diagonal(covariance), kernel.diag(X))
 
 
+@pytest.mark.slow
 @given(problems())
 def test_gradients_are_finite(problem):
     kernel, X = problem
@@ -156,6 +158,7 @@ def test_gradients_are_finite(problem):
         assert np.isfinite(leaf).all()
 
 
+@pytest.mark.slow
 @given(problems())
 def test_random_features_rebuild_the_kernel(problem):
     kernel, X = problem

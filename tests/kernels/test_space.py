@@ -52,6 +52,7 @@ def test_derivatives_of_matern(nu, x64):
     np.testing.assert_allclose(second, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_matern_smoothness_is_found(x64):
     """The maximum of the density of an exact draw is near the draw's smoothness."""
     X = np.random.default_rng(1).uniform(size=(400, 1))
@@ -140,6 +141,7 @@ def test_other_great_circles_are_not(x64):
         OnSphere(Wendland(3.2), radius=1.0, great_circle=True)
 
 
+@pytest.mark.slow
 def test_derivatives_on_a_sphere(x64):
     """At equal and opposite places and poles, too; elsewhere they are difference quotients."""
     X = np.concatenate([PLACES[:5], PLACES[:1], [[0.0, 0.0], [180.0, 0.0], [30.0, 90.0]]])

@@ -303,6 +303,7 @@ def deviation(draws: Any, truth: Array) -> float:
     return float(np.max(abs(np.mean(draws, 0) - truth) / (np.std(draws, 0) / len(draws) ** 0.5)))
 
 
+@pytest.mark.slow
 def test_many_functions_are_unbiased(x64):
     """Unbiased values and derivatives, even with few points, but not without random shifts."""
     pairs = moments((3, N))

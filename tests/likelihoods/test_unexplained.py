@@ -79,6 +79,7 @@ def expected(sd: Any, factor: float = 1.0, shift: Any = 0.0, active: Any = 1.0) 
     return jnp.sum(active * rows) - kl_divergence(q, prior(inputs()))
 
 
+@pytest.mark.slow
 def test_gaussian_likelihoods_have_the_logarithm(x64):
     X, sds = inputs()[:, 0], deviations()
     active = jnp.arange(N) < 5
@@ -94,6 +95,7 @@ def test_gaussian_likelihoods_have_the_logarithm(x64):
         assert bound(likelihood) > bound(likelihood, tight=False) + 0.1
 
 
+@pytest.mark.slow
 def test_both_bounds_lie_below_the_evidence(x64):
     H = prior(inputs()).covariance() + SD**2 * jnp.eye(N)
     evidence = dist.MultivariateNormal(jnp.zeros(N), H).log_prob(observations())
@@ -120,6 +122,7 @@ def test_both_bounds_lie_below_the_evidence(x64):
     assert best(True) < evidence
 
 
+@pytest.mark.slow
 def test_other_likelihoods_have_the_bound_that_they_had(x64):
     likelihoods = [
         lambda f: dist.StudentT(4.0, f, SD),
@@ -135,6 +138,7 @@ def test_other_likelihoods_have_the_bound_that_they_had(x64):
         assert bound(likelihood) == bound(likelihood, tight=False)
 
 
+@pytest.mark.slow
 def test_one_scale_for_all_rows_of_other_likelihoods(x64):
     """Against the definition; the best value raises the bound, but not above the evidence."""
 
@@ -225,6 +229,7 @@ def test_mini_batches_are_unbiased(kind, x64):
     assert abs(values.mean() - untightened) > 4 * error
 
 
+@pytest.mark.slow
 def test_two_functions_of_one_gaussian_likelihood(x64):
     X, y = inputs(), observations()
 

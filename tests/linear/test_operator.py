@@ -117,6 +117,7 @@ def test_kernel_matmul(budget, x64):
     np.testing.assert_allclose(product, kernel(X, Z) @ V, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_float32():
     # Python numbers as hyperparameters and noise must not widen the dtype.
     X = rows()

@@ -166,6 +166,7 @@ def test_no_loop_is_unrolled():
 RANDOM = [RandomlyPivotedCholesky, Nystrom]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", RANDOM)
 def test_random_preconditioners_are_close_to_the_operator(family, x64):
     H = operator(1e-3)

@@ -73,6 +73,7 @@ def shown(capsys) -> list[str]:
     return capsys.readouterr().err.replace("\r", "\n").split("\n")
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("name", SOLVERS)
 def test_every_solver_shows_a_bar_that_changes_no_number(name, at_once, capsys):
@@ -112,6 +113,7 @@ def test_a_second_bar_compiles_nothing(at_once, capsys, monkeypatch):
     assert len(shown(capsys)) > 3
 
 
+@pytest.mark.slow
 def test_no_bar_where_something_is_traced(at_once, capsys):
     gp = process(SOLVERS["ap"])
 
@@ -132,6 +134,7 @@ def test_no_bar_where_something_is_traced(at_once, capsys):
     assert "converged" in "".join(shown(capsys))
 
 
+@pytest.mark.slow
 def test_small_and_short_solves_are_silent(capsys, monkeypatch):
     gp, runs, run = process(SOLVERS["ap"]), [], stretches.run
 
@@ -226,6 +229,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_solve_and_breaks_nothing(
     at_once, interruptible, monkeypatch, capsys
 ):

@@ -183,6 +183,7 @@ def test_residual_is_computed_from_the_solution(name, x64):
     assert largest[1] < 0.8 * largest[0] or name == "cholesky"
 
 
+@pytest.mark.slow
 def test_the_worst_column_decides(x64):
     # A column in the span of few eigenvectors is solved long before one of noise.
     H = operator(1e-3)
@@ -195,6 +196,7 @@ def test_the_worst_column_decides(x64):
         assert np.all(true_residual(H, B, together.value) <= 1.001e-6)
 
 
+@pytest.mark.slow
 @every_solver
 def test_averaged_columns_count_by_their_mean(name, x64):
     # Two columns that take long and six that take no iteration at all.
@@ -328,6 +330,7 @@ def test_fresh_blocks_and_momentum_beat_greedy_projections(x64):
     assert fast < 0.2 * slow
 
 
+@pytest.mark.slow
 def test_a_pass_that_raises_the_residual_is_followed_by_ones_with_less_momentum(x64, monkeypatch):
     H, B = operator(1e-3, 1.5, 200), targets(200)
     monkeypatch.setattr(adasap, "_CAUTION", 0.3)
@@ -338,6 +341,7 @@ def test_a_pass_that_raises_the_residual_is_followed_by_ones_with_less_momentum(
     assert not np.max(unguarded.residual) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "expected"), [(1.0, ConjugateGradients), (1e-3, ADASAP)])
 def test_auto_solver_takes_conjugate_gradients_if_their_factor_is_accurate(noise, expected):
     n, key = 600, jax.random.key(3)
@@ -350,6 +354,7 @@ def test_auto_solver_takes_conjugate_gradients_if_their_factor_is_accurate(noise
     np.testing.assert_allclose(solution.value, reference.value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_units_of_the_data_do_not_matter(x64):
     H, B = operator(0.05), targets()
     scaled = KernelOperator(Matern32(0.7, 1.3e4), H.X, 0.05e4)
@@ -474,6 +479,7 @@ def test_nothing_is_differentiated(name, x64):
         np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
 
 
+@pytest.mark.slow
 def test_keys_change_the_path_of_random_batches_alone(x64):
     H, B = operator(0.05), targets()
 
@@ -529,6 +535,7 @@ def test_log_determinant(name, noise, x64):
     assert_solved(H, B, solution, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "rank_5"])
 def test_the_quadrature_converges_with_many_probes(name, x64):
     H = operator(0.1, n=12)
@@ -540,6 +547,7 @@ def test_the_quadrature_converges_with_many_probes(name, x64):
     assert abs(many.value - exact) < 4 * many.standard_error < 1.0
 
 
+@pytest.mark.slow
 def test_few_steps_overestimate_the_log_determinant(x64):
     H = operator(1e-2)
     exact = np.linalg.slogdet(dense(H))[1]
@@ -563,6 +571,7 @@ def test_an_exact_preconditioner_leaves_no_error(x64):
     np.testing.assert_allclose(estimate.value, exact, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_probes_do_not_disturb_the_solution(x64):
     H, B = operator(), targets()
     solver = ITERATIVE["cg"](1e-6, 200)

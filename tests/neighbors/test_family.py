@@ -71,6 +71,7 @@ def test_moments_are_those_of_dense_algebra(x64, num):
     np.testing.assert_allclose(posterior.variance(q.X, chunk_size=7), marginals[1] + marginals[2])
 
 
+@pytest.mark.slow
 def test_with_all_for_neighbors_it_is_the_sparse_gp(x64):
     X, Z, loc, scale = parts()
 
@@ -92,6 +93,7 @@ def test_with_all_for_neighbors_it_is_the_sparse_gp(x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7), sparse, exact)
 
 
+@pytest.mark.slow
 def test_the_prior_comes_closer_with_more_neighbors(x64):
     """The divergence of the exact prior of the inducing values from the nearest-neighbor prior."""
     Z = parts()[1]
@@ -154,6 +156,7 @@ def test_joint_draws_and_functions_have_the_moments(x64):
         np.testing.assert_allclose(of_draws, expected, atol=0.1 * scale.max() ** 2)
 
 
+@pytest.mark.slow
 def test_a_batch_of_functions():
     X, Z, loc, scale = parts()
     locs, scales = jnp.stack([loc, 2.0 - loc]), jnp.stack([scale, 0.5 * scale])
@@ -174,6 +177,7 @@ def test_a_batch_of_functions():
     assert not np.any(drawn[1])
 
 
+@pytest.mark.slow
 def test_many_draws_of_a_batch():
     """The same as for each function separately, with more than 2^15 draws."""
     X, Z, loc, scale = parts()

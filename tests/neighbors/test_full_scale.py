@@ -71,6 +71,7 @@ def test_with_all_rows_before_it_is_exact(x64):
     np.testing.assert_allclose(second, jax.hessian(exact)(PARAMETERS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_both_together_are_closer_than_either(x64):
     rows = np.random.default_rng(1).uniform(size=(300, 5))
     kernel = sgp.kernels.Matern32(0.8)
@@ -91,6 +92,7 @@ def test_both_together_are_closer_than_either(x64):
     assert divergence["both"] < 0.5 * min(divergence["points"], divergence["neighbors"])
 
 
+@pytest.mark.slow
 def test_the_posterior_is_exact_with_all_neighbors(x64):
     exact, approximate = (
         process(estimator).condition(Y) for estimator in (Cholesky(), FullScale(Z, N + len(NEW)))
@@ -112,6 +114,7 @@ def test_the_posterior_is_exact_with_all_neighbors(x64):
         assert np.all(np.abs(np.mean(draws, axis=0) - exact.mean(NEW)) < 5.0 * error)
 
 
+@pytest.mark.slow
 @each("num", [("few", lambda: 4), ("all", lambda: N + len(NEW))])
 def test_parts_of_a_sum_add_up(num, x64):
     kernel = sgp.kernels.RBF(0.6) + sgp.kernels.Matern12(1.0)
@@ -156,6 +159,7 @@ def test_what_it_refuses(x64, unchecked):
         )(np.ones(N, bool))
 
 
+@pytest.mark.slow
 def test_points_of_another_dtype_have_the_same_functions(x64):
     draws = []
     for kind in ("float32", "float64"):

@@ -61,6 +61,7 @@ def test_with_all_rows_before_it_is_dense(name, x64):
     np.testing.assert_allclose(computed[1], expected[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_posteriors_with_all_rows_are_dense(x64):
     observed = np.arange(N) % 7 > 0
     (gp, y), (dense, _) = (
@@ -133,6 +134,7 @@ def test_the_derivative_in_the_mean_of_a_wide_prior(x64, monkeypatch):
     assert np.abs(errors(computed, expected)[4]) > 4.0
 
 
+@pytest.mark.slow
 def test_warns_of_jitter_that_observations_see(monkeypatch):
     iterative(monkeypatch)
     gp, _ = process(sgp.estimators.Vecchia(6), theta=THETA + np.array([0.0, 0.0, 3.0, 0.0, 9.0]))
@@ -159,6 +161,7 @@ def test_stored_draws_have_the_covariance(x64, monkeypatch):
     assert np.abs(more.var(axis=0) / expected.variance(NEW) - 1.0).max() < 5 * np.sqrt(2 / 2_500)
 
 
+@pytest.mark.slow
 def test_only_first_derivatives_of_many_rows(monkeypatch, x64):
     iterative(monkeypatch)
     estimator = sgp.estimators.Vecchia(5).find_neighbors(X)
@@ -168,6 +171,7 @@ def test_only_first_derivatives_of_many_rows(monkeypatch, x64):
             derivative(jnp.asarray(THETA))
 
 
+@pytest.mark.slow
 def test_the_preconditioner(x64):
     """Inverse, log-determinant and draws are of one matrix, which is exact for coarse values."""
     kernel, noise = sgp.kernels.Matern32(0.3), jnp.array(1e-6)

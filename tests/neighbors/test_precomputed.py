@@ -37,6 +37,7 @@ def model_of(estimator: Any, change: Callable[[Any], Any]) -> Callable[..., None
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("change", [lambda X: X, lambda X: 2.0 * jnp.asarray(X)])
 def test_draws_of_nuts_condition_as_one_value_does(name: str, change: Callable) -> None:
@@ -56,6 +57,7 @@ def test_draws_of_nuts_condition_as_one_value_does(name: str, change: Callable) 
     np.testing.assert_allclose(densities, loo, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_predictive_draws_at_other_rows_and_from_the_prior(name: str) -> None:
     model = model_of(ESTIMATORS[name], lambda X: X)

@@ -24,6 +24,7 @@ def prior(num, kernel=KERNEL, **options):
     return sgp.NearestNeighborGP(kernel, X, Vecchia(num), **options)
 
 
+@pytest.mark.slow
 def test_with_all_neighbors_it_is_the_latent_gp(x64):
     # Jitter relative to the diagonal is the same for both.
     near, exact = prior(N - 1, jitter=1e-8), sgp.LatentGP(KERNEL, X, jitter=1e-8)
@@ -44,6 +45,7 @@ def test_with_all_neighbors_it_is_the_latent_gp(x64):
     np.testing.assert_allclose(approximate.variance(NEW), expected.variance(NEW), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_draws_are_linear_in_white_values_and_have_the_density(x64):
     near = prior(5)
     root = near.of_white(jnp.eye(N))  # rows L e_i

@@ -122,6 +122,7 @@ def test_neighbors_of_rows_far_from_the_others(case, columns):
         np.testing.assert_allclose(actual, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_chain_of_rows_takes_steps_in_linear_time():
     n = 200_000  # quadratic work would take minutes
     near = np.stack([np.arange(-1, n - 1), np.arange(-2, n - 2)], axis=1)

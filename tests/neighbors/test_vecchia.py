@@ -90,6 +90,7 @@ def test_it_is_the_density_of_a_sparse_inverse_factor(ordering, size, x64):
     assert np.all(np.abs(np.cov(draws.T) - covariance) < 5.0 * error)
 
 
+@pytest.mark.slow
 def test_the_bias_falls_with_the_number_of_neighbors(x64):
     exact = density(Cholesky())(PARAMETERS)
     errors = [abs(density(Vecchia(m))(PARAMETERS) - exact) for m in (1, 4, 16)]
@@ -240,6 +241,7 @@ def test_hidden_rows_drop_out(x64):
         jax.jit(lambda observed: gp(X=X, observed=observed).log_prob(Y))(observed)
 
 
+@pytest.mark.slow
 def test_rows_that_are_the_same_need_noise_alone(dtype):
     rows = np.repeat(X[:20], 3, axis=0)
     exact, approximate = (
@@ -285,6 +287,7 @@ def assert_covariance(draws, exact):
     assert np.all(np.abs(np.mean(draws, axis=0) - exact.mean(NEW)) < 5.0 * error)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_sum_is_that_of_the_exact_posterior(x64):
     kernel = sgp.kernels.RBF(0.4) + sgp.kernels.Matern12(1.0)
     estimators = Cholesky(), Vecchia(N + len(NEW))
@@ -299,6 +302,7 @@ def test_a_part_of_a_sum_is_that_of_the_exact_posterior(x64):
     assert_covariance(approximate.sample(jax.random.key(1), NEW, 40_000), exact.process)
 
 
+@pytest.mark.slow
 def test_functions_have_the_posterior_moments(x64):
     posterior = process(Vecchia(N)).condition(Y)
     functions = posterior.sample_functions(jax.random.key(2), 2_000, num_features=200)

@@ -38,6 +38,7 @@ def trend(kernel):
 ITERATIVE = sgp.estimators.Pathwise(sgp.solvers.Cholesky(), 2000, num_features=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("select", [trend, lambda kernel: kernel.kernel.right])
 @pytest.mark.parametrize("estimator", [sgp.estimators.Cholesky(), ITERATIVE])
 def test_given_observations(select, estimator, x64):
@@ -62,6 +63,7 @@ def test_given_observations(select, estimator, x64):
     assert np.all(np.abs(sample_covariance - expected) < 5.0 * error + 1e-6)
 
 
+@pytest.mark.slow
 def test_new_samples_of_a_component_are_solved_with_the_sum(x64):
     X, y, Xs = data()
     estimator = dataclasses.replace(ITERATIVE, num_probes=2)
@@ -113,6 +115,7 @@ def test_of_variational_families(family, x64):
     assert np.all(np.abs(np.var(draws, axis=0) - variance) < 5.0 * np.sqrt(2 / 2000) * variance)
 
 
+@pytest.mark.slow
 def test_of_features(x64):
     """With random features: the means of the components add up, and each is close to dense."""
     X, y, Xs = data()
@@ -173,6 +176,7 @@ def in_weight_space(kind):
     return features, precision, jnp.diag(precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random waves", "inducing points", "given precision"])
 def test_given_values_of_a_function_in_weight_space(kind, x64):
     """Of f = Phi w with precision S, cov(f_1(x), f(z)) = phi_1(x)'S^-1 phi(z) for any phi_1."""
@@ -203,6 +207,7 @@ def test_given_values_of_a_function_in_weight_space(kind, x64):
     )
 
 
+@pytest.mark.slow
 def test_given_draws_of_a_function_in_weight_space(x64, tmp_path):
     X, f, Xs = data()
     features, *_ = in_weight_space("inducing points")

@@ -58,6 +58,7 @@ def check_export(factory: Any, file: Path) -> None:
         assert_equal(of_draws(X), {"values": functions(X)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_program_equals_the_posterior(name, tmp_path):
     check_export(dict(POSTERIORS)[name], tmp_path / "posterior.npz")
@@ -77,6 +78,7 @@ def test_refused(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_fixed_number_of_rows(tmp_path):
     posterior = dict(POSTERIORS)["grid_in_time"](kernel(), inputs())
     posterior.export(tmp_path / "posterior.npz", num_rows=4)
@@ -101,6 +103,7 @@ def test_bad_options(options, message, tmp_path, unchecked):
             owner.export(tmp_path / "posterior.npz", **options)
 
 
+@pytest.mark.slow
 def test_noise_mean_function_and_float64(tmp_path, x64):
     X = inputs()
     slope = jnp.array([1.0, -2.0, 0.5, 0.0])
@@ -119,6 +122,7 @@ def test_noise_mean_function_and_float64(tmp_path, x64):
     assert "noise_variance" not in read(tmp_path / "rows.npz")(X)
 
 
+@pytest.mark.slow
 def test_noise_of_each_output(tmp_path):
     X, noise = inputs(), jnp.array([0.1, 0.2])
     Y = jnp.stack([X[:, 0], jnp.sin(X[:, 1])], axis=1)

@@ -57,6 +57,7 @@ def covariances(Xs):
     return deviations, np.asarray(sample_covariances - posterior.covariance(Xs))
 
 
+@pytest.mark.slow
 def test_covariance_is_exact_on_average_over_features(x64, monkeypatch):
     _, _, Xs = data()
     deviations, covariance_errors = covariances(Xs)
@@ -73,6 +74,7 @@ def test_covariance_is_exact_on_average_over_features(x64, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [given, features, chevron, mixture])
 def test_functions_are_the_same_wherever_they_are_called(make, x64, tmp_path):
     X, _, Xs = data()
@@ -111,6 +113,7 @@ def test_stored_samples_or_new_ones(x64):
     np.testing.assert_allclose(values, jnp.tile(jnp.sin(X[:, 0]), (5, 1)), atol=0.01)
 
 
+@pytest.mark.slow
 def test_kernels_without_features_and_other_mistakes():
     X, y, Xs = data()
     custom = sgp.GaussianProcess(CLASSES["NeuralNetwork"](1.0), X, NOISE).condition(y)
@@ -130,6 +133,7 @@ def test_kernels_without_features_and_other_mistakes():
         functions(jnp.full((1, 1), jnp.nan))
 
 
+@pytest.mark.slow
 def test_decoupled_without_a_basis_for_the_covariance(x64):
     """The functions vary like the prior."""
     (X, _, Xs), num = data(), 0

@@ -126,6 +126,7 @@ def test_quantiles_of_new_observations(dtype: jnp.dtype) -> None:
     np.testing.assert_allclose(predictive.cdf(quantiles), 0.975, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_posteriors_are_evaluated_in_threads() -> None:
     """As docs/troubleshooting.md says: no method runs a model."""
     posterior = sgp.posterior(model, {"lengthscale": jnp.array([0.5, 1.0])}, X, y)

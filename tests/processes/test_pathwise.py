@@ -90,6 +90,7 @@ def test_samples_have_the_exact_moments(per_row, x64):
     assert_within_standard_errors(draws, exact(per_row).mean(Xs), exact(per_row).covariance(Xs))
 
 
+@pytest.mark.slow
 @per_row
 def test_variance_is_the_mean_square_of_the_samples(per_row, x64):
     Xs = data()[2]
@@ -101,6 +102,7 @@ def test_variance_is_the_mean_square_of_the_samples(per_row, x64):
     assert np.all(np.abs(variance - expected) < 4 * np.sqrt(2 / MANY) * expected)
 
 
+@pytest.mark.slow
 @per_row
 def test_predictive_at_the_data(per_row, x64):
     predictive, expected = posterior(MANY, per_row).at_data(), exact(per_row).at_data()
@@ -118,6 +120,7 @@ def test_predictive_at_the_data(per_row, x64):
     np.testing.assert_allclose(predictive.variance, variance + noise, rtol=1e-5)
 
 
+@pytest.mark.slow
 @per_row
 def test_leave_one_out(per_row, x64):
     predictive, expected = posterior(MANY, per_row).leave_one_out(), exact(per_row).leave_one_out()
@@ -134,6 +137,7 @@ def test_leave_one_out(per_row, x64):
     assert np.all(few <= (noise + 1.5) * (1 + 1e-9))
 
 
+@pytest.mark.slow
 def test_predictive_adds_the_noise(x64):
     Xs = data()[2]
     approximate = posterior()
@@ -155,6 +159,7 @@ def test_predictive_needs_the_noise_at_new_inputs_where_it_varies(x64):
     np.testing.assert_allclose(predictive.variance, approximate.variance(Xs) + 0.3, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_far_away_the_posterior_is_the_prior(x64):
     far = jnp.full((1, 2), 100.0)
     approximate = posterior()
@@ -165,6 +170,7 @@ def test_far_away_the_posterior_is_the_prior(x64):
 # Samples
 
 
+@pytest.mark.slow
 def test_samples_are_functions(x64):
     """With the same key, the same functions at any inputs."""
     Xs = data()[2]
@@ -178,6 +184,7 @@ def test_samples_are_functions(x64):
     assert not np.allclose(approximate.sample(jax.random.key(1), Xs, 3), draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "of_X, of_noise", [(np.float64, np.float32), (np.float32, np.float64)], ids=["noise", "X"]
 )
@@ -207,6 +214,7 @@ def test_stored_samples_come_without_repetition(x64):
     np.testing.assert_allclose(np.sort(draws[:, 0]), np.sort(reordered[:, 0]), rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 2, 100])
 def test_chunks_change_nothing(chunk_size, x64):
     Xs = data()[2]
@@ -221,6 +229,7 @@ def test_chunks_change_nothing(chunk_size, x64):
     )
 
 
+@pytest.mark.slow
 def test_more_samples_than_are_stored(x64):
     Xs = data()[2]
     approximate = posterior(FEW)
@@ -232,6 +241,7 @@ def test_more_samples_than_are_stored(x64):
     np.testing.assert_allclose(approximate.sample(KEY, Xs[1:3], 400), draws[:, 1:3], rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_resampled(x64):
     Xs = data()[2]
     approximate = posterior(FEW)
@@ -314,6 +324,7 @@ def hutchinson(solver: Any) -> Hutchinson:
     return Hutchinson(solver, FEW, num_features=2000, num_logdet_probes=0)
 
 
+@pytest.mark.slow
 def test_a_fit_conditions_without_another_solve(x64):
     _, y, Xs = data()
     noise = jnp.array(NOISE)
@@ -356,6 +367,7 @@ def test_other_hyperparameters_or_data_are_solved_for_from_the_state(change, x64
         np.testing.assert_allclose(approximate.mean(Xs), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_number_of_samples_takes_a_solve(x64):
     _, y, Xs = data()
     noise = jnp.array(NOISE)
@@ -369,6 +381,7 @@ def test_another_number_of_samples_takes_a_solve(x64):
     np.testing.assert_allclose(approximate.mean(Xs), exact().mean(Xs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_fit_by_hutchinson_conditions(x64):
     """Its probes are not samples: these are solved for, and the solution for the data is reused."""
     _, y, Xs = data()
@@ -384,6 +397,7 @@ def test_a_fit_by_hutchinson_conditions(x64):
     assert_within_standard_errors(draws, exact().mean(Xs), exact().covariance(Xs))
 
 
+@pytest.mark.slow
 def test_key_of_condition(x64):
     """Another key draws other samples; the mean is the same."""
     _, y, Xs = data()
@@ -409,6 +423,7 @@ def test_diagnostics(x64):
     assert diagnostics["converged"]
 
 
+@pytest.mark.slow
 def test_solves_that_end_above_the_tolerance_warn():
     y = data()[1]
     gp = process(pathwise(ConjugateGradients(1e-3, 2, PivotedCholesky(5))), key=KEY)
@@ -432,6 +447,7 @@ def test_without_a_key():
         gp.condition(y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a linear solve ended above its tolerance:RuntimeWarning")
 def test_budget_of_condition():
     """The final residual takes an epoch beyond the budget; direct solvers have no budget."""

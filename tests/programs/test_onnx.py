@@ -60,6 +60,7 @@ def check_simplified(factory: Any) -> None:
             np.testing.assert_allclose(values, expected, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.slow
 @each("factory", QUICK)
 def test_simplified_programs_have_the_same_results(factory, x64):
     check_simplified(factory)

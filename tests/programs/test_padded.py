@@ -48,6 +48,7 @@ def check_padding(factory):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_other_numbers_of_rows_compile_nothing(name):
     check_padding(dict(POSTERIORS)[name])

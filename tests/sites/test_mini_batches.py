@@ -138,6 +138,7 @@ def test_all_rows_are_legal(model):
         assert jnp.isfinite(svi.update(svi.init(KEY, X, Y, size), X, Y, size)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", (sgp.infer.QuadratureELBO(2), TraceMeanField_ELBO()))
 def test_guides_of_the_package_take_mini_batches(loss):
     guide = sgp.guides.AutoSparseGP(latent, num_inducing=4)
@@ -182,6 +183,7 @@ def test_concrete_rows_are_not_rows_of_traced_indices():
         density(KEY)
 
 
+@pytest.mark.slow
 def test_features_in_mini_batches_train_under_numpyros_guides():
     phi = sgp.features.RandomFourier(KERNEL, 6, seed=0)
 

@@ -54,6 +54,7 @@ def test_a_state_with_the_name_of_another_site(gp: Callable[..., None], kind: st
         svi.run(jax.random.key(0), 2, progress_bar=False)
 
 
+@pytest.mark.slow
 @GPS
 def test_two_states_of_one_name(gp: Callable[..., None]) -> None:
     def model(names: tuple[str, str]) -> None:

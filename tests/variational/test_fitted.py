@@ -81,6 +81,7 @@ def fitted(guide: Any, model: Any = model, loss: Any = None, steps: int = 40) ->
     return svi.run(KEY, steps, X, Y, progress_bar=False).params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in GUIDES],
@@ -118,6 +119,7 @@ def test_export_has_the_spread_of_a_laplace_approximation():
     assert np.std(exported) == pytest.approx(np.std(np.log(drawn)), rel=0.3)
 
 
+@pytest.mark.slow
 def test_a_laplace_approximation_without_a_spread_warns():
     """At a point that is not a mode, where NumPyro sets the factor to zero."""
     guide = AutoLaplaceApproximation(

@@ -79,6 +79,7 @@ def test_nuts_over_groups_with_gaps():
     assert predictive(jax.random.key(2), new)["y"].shape == (20, G, len(NEW))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("natural", [False, True])
 def test_sparse_guides_over_groups_with_gaps(natural):
     guide = sgp.guides.AutoSparseGP(latent, num_inducing=6, natural=natural)
@@ -90,6 +91,7 @@ def test_sparse_guides_over_groups_with_gaps(natural):
     assert_close(sgp.posterior(latent, guide, result, X, Y))
 
 
+@pytest.mark.slow
 def test_gaps_without_a_mask_raise_with_the_lines_to_write():
     guide = sgp.guides.AutoSparseGP(latent, num_inducing=6)
     svi = SVI(latent, guide, optax.adam(0.03), sgp.infer.QuadratureELBO(num_nodes=2))

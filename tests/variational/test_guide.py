@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+import pytest
 from jaxtyping import Array
 from numpyro.infer import SVI
 
@@ -25,6 +26,7 @@ def model(X: Array, y: Array | None = None, lengthscale: float | None = None) ->
         numpyro.sample("y", dist.Normal(f, 0.1), obs=y)
 
 
+@pytest.mark.slow
 def test_a_custom_guide_trains_and_predicts():
     guide = CLASSES["AutoPseudoDataGP"](model, X[::2])
     svi = SVI(model, guide, optax.adam(0.05), sgp.infer.QuadratureELBO(2))
@@ -35,6 +37,7 @@ def test_a_custom_guide_trains_and_predicts():
     assert jnp.all(posterior.variance(X) < 0.1)
 
 
+@pytest.mark.slow
 def test_pseudo_observations_that_are_the_data_give_the_log_marginal_likelihood(x64):
     X, Y = jnp.linspace(-2.0, 2.0, N)[:, None], jnp.cos(jnp.arange(N))
     guide = CLASSES["AutoPseudoDataGP"](model, X)

@@ -207,6 +207,7 @@ def test_sparse_log_prob_warns_that_it_is_no_bound(dtype):
     np.testing.assert_allclose(value, expected, rtol=1e-8 if dtype == jnp.float64 else 1e-3)
 
 
+@pytest.mark.slow
 def test_sparse_goes_through_transformations(x64):
     q = sparse()
     again = jax.jit(lambda q: q)(q)
@@ -270,6 +271,7 @@ def test_the_divergence_is_between_inducing_values(dtype):
     assert kl_divergence(white, prior()) == 0
 
 
+@pytest.mark.slow
 def test_stock_objective_uses_the_registered_rule(monkeypatch):
     """Without the rule, NumPyro would silently use sampled log-densities."""
     X, y, _ = data()

@@ -39,6 +39,7 @@ def fitted(guide: Any) -> dict[str, Any]:
     return {name: value + 0.1 * (jnp.ndim(value) < 2) for name, value in params.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [AutoNormal, AutoDelta, AutoMultivariateNormal])
 def test_a_new_guide_uses_loaded_parameters(inner):
     old = new(inner)
@@ -61,6 +62,7 @@ def test_under_jit_a_guide_stores_nothing_traced():
     assert fresh.median(params).keys() == {"lengthscale", "noise"}
 
 
+@pytest.mark.slow
 def test_draws_and_predictions():
     old, fresh = new(), new()
     params = fitted(old)
@@ -79,6 +81,7 @@ def test_draws_and_predictions():
     jax.tree.map(np.testing.assert_array_equal, *(predict(KEY, X) for predict in predictive))
 
 
+@pytest.mark.slow
 def test_arguments_of_other_shapes_are_refused():
     def local(X: Array, y: Array | None = None) -> None:
         model(X, y)
@@ -93,6 +96,7 @@ def test_arguments_of_other_shapes_are_refused():
     assert fresh.posterior(params, X, Y).mean(X).shape == (6,)
 
 
+@pytest.mark.slow
 def test_nested_guides_and_missing_parameters():
     def two(X: Array, y: Array | None = None) -> None:
         numpyro.sample("g", sgp.LatentGP(sgp.kernels.RBF(1.0), X))

@@ -188,6 +188,7 @@ def test_draws_have_the_moments(x64):
     assert standard_errors_off(prior, 0.0, expected) < 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["matern12", "matern32", "matern52", "harmonic"])
 def test_float32_at_close_times_with_little_noise(name, x64):
     """A million lengthscales fit between two times, and the noise is a hundredth of the signal."""
@@ -242,6 +243,7 @@ def test_far_from_the_data_the_posterior_is_the_prior(name):
     np.testing.assert_allclose(posterior.variance(far), kernel.diag(far))
 
 
+@pytest.mark.slow
 def test_a_short_series_warns(recwarn):
     kernel = sgp.kernels.Periodic(0.2, period=2.0) + sgp.kernels.Constant(1.0)
     estimators = (sgp.estimators.StateSpace(), sgp.estimators.StateSpace(num_harmonics=30))

@@ -116,6 +116,7 @@ def test_stops_at_rounding_errors(x64):
     np.testing.assert_allclose(square, np.square(solution.value), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_stop_after_the_end_of_the_run_adds_no_error(monkeypatch):
     # The weights of the last terms are above 1e10, and the terms are zero.
     X = jnp.linspace(0.0, 3.0, 60)[:, None]
@@ -136,6 +137,7 @@ def test_a_stop_after_the_end_of_the_run_adds_no_error(monkeypatch):
     assert spread(late) < 3.0 * max(spread(at_the_end), 1.0)
 
 
+@pytest.mark.slow
 def test_an_initial_guess_adds_no_bias(x64):
     H, B = system(1)
     exact = np.linalg.solve(dense(H), B)

@@ -96,6 +96,7 @@ def test_the_same_check_detects_the_bias_of_a_truncated_solve(name, x64):
     assert np.max(np.abs(np.concatenate(hyperparameters))) > 10
 
 
+@pytest.mark.slow
 def test_posterior_is_solved_to_tolerance(x64):
     p = parameters()
     solver = RussianRouletteCG(0.5, 2, None, PivotedCholesky(20))

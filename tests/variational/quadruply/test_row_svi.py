@@ -506,6 +506,7 @@ def test_a_step_runs_the_model_a_few_times(loss, most):
     assert 1 <= len(runs) <= most
 
 
+@pytest.mark.slow
 def test_the_likelihood_is_analyzed_in_init_and_again_where_it_changes(monkeypatch):
     calls: list[int] = []
     original = likelihood.analyzed
@@ -532,6 +533,7 @@ def test_the_likelihood_is_analyzed_in_init_and_again_where_it_changes(monkeypat
         jax.eval_shape(combining, state, X, y)
 
 
+@pytest.mark.slow
 def test_few_programs_are_compiled():
     """A start, and solves by a guide that is not set up yet, as in a new process."""
     svi = make(QuadruplyStochasticELBO(num_features=M // 2, control_variate_rank=4))
@@ -548,6 +550,7 @@ def test_few_programs_are_compiled():
         assert 0 < programs.number - number <= 30
 
 
+@pytest.mark.slow
 def test_the_start_is_the_one_of_separate_operations():
     """With handlers around the call, which may replace values, `init` runs one at a time."""
     loss = QuadruplyStochasticELBO(num_features=M // 2, control_variate_rank=4)
@@ -562,6 +565,7 @@ def test_the_start_is_the_one_of_separate_operations():
             assert jnp.array_equal(array, exact)
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_values_of_its_arguments():
     def on_the_host(X: Array, y: Array) -> None:
         assert np.asarray(X).ndim == 2

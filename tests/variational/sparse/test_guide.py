@@ -191,6 +191,7 @@ RESTS: dict[str, tuple[Any, set[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESTS)
 def test_rest(name):
     X, y = data()
@@ -261,6 +262,7 @@ def nested() -> AutoSparseGP:
     return AutoSparseGP(two_sites, "f", rest=inner, num_inducing=M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [sgp.infer.QuadratureELBO(3), TraceMeanField_ELBO()])
 def test_two_sites(loss, monkeypatch):
     X, y = data()
@@ -318,6 +320,7 @@ def test_a_function_of_a_function(x64):
     np.testing.assert_allclose(kernel.lengthscale, 1.0 + inner_mean[0] ** 2)
 
 
+@pytest.mark.slow
 def test_network_in_the_model_is_trained():
     X, y = data()
 
@@ -363,6 +366,7 @@ def refuse_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sgp.LatentGP, method, refuse)
 
 
+@pytest.mark.slow
 def test_setting_up_never_factorizes_the_prior(monkeypatch):
     X, y = data()
     refuse_the_prior(monkeypatch)
@@ -398,6 +402,7 @@ def test_guide_and_model_see_the_same_rows():
     assert not np.array_equal(drawn[0][0], drawn[1][0])
 
 
+@pytest.mark.slow
 def test_parameters_start_as_the_whitened_prior(x64):
     X, y = data()
     points = X[::8]
@@ -477,6 +482,7 @@ def test_posterior_by_medians_and_by_draws():
     assert abs(logs.std() - scale) < 4 * scale / np.sqrt(1000)
 
 
+@pytest.mark.slow
 def test_draws_have_the_moments_of_the_family():
     guide, params = by_mini_batches()
     # Hyperparameters that hardly vary, so that draws and the posterior at the medians agree.
@@ -497,6 +503,7 @@ def test_draws_have_the_moments_of_the_family():
     )
 
 
+@pytest.mark.slow
 def test_later_updates_do_not_retrace_and_may_donate_the_state():
     X, y = data()
     runs = []
@@ -523,6 +530,7 @@ def test_later_updates_do_not_retrace_and_may_donate_the_state():
         np.testing.assert_array_equal(again[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_stable_update_keeps_the_state_on_nan():
     X, y = data()
     guide = AutoSparseGP(model, num_inducing=M)
@@ -631,6 +639,7 @@ def init_params(model: Callable, guide: Callable, *args: Any) -> dict[str, Array
     return svi.get_params(jax.jit(lambda key: svi.init(key, *args))(KEY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
 def test_lengthscales_start_from_the_distances_between_rows(scale):
     rng = np.random.default_rng(0)
@@ -718,6 +727,7 @@ def test_rows_from_all_over_the_data_are_distinct():
     np.testing.assert_array_equal(all_rows.rows(), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guide", [AutoSparseGP, functools.partial(sgp.guides.AutoHybridGP, num_residual=N)]
 )
@@ -732,6 +742,7 @@ def test_optimizers_see_whitened_values_in_units_that_suit_them(guide):
     assert np.abs(np.log(diagonal)) == pytest.approx(0.02, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("natural", [False, True])
 def test_rows_in_float32_with_hyperparameters_in_float64(natural: bool, x64: None) -> None:
     X, y = data()

@@ -48,6 +48,7 @@ def counts(y: Array) -> Array:
     return jnp.round(jnp.exp(1.0 + y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tight", (True, False))
 def test_one_step_of_size_one_is_the_optimum(tight, x64):
     X, y = data()
@@ -128,6 +129,7 @@ def learned(X: Array, y: Array, batch: int | None = None) -> None:
         numpyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+@pytest.mark.slow
 def test_learns_hyperparameters():
     X, y = data()
     loss = sgp.infer.QuadratureELBO(2)
@@ -204,6 +206,7 @@ def test_hyperparameters_have_their_spread(x64):
     assert held[0] < 0.6 * exact[0]
 
 
+@pytest.mark.slow
 def test_inducing_points_can_be_held():
     X, y = data()
     for options in ({}, {"natural": True}):
@@ -217,6 +220,7 @@ def test_inducing_points_can_be_held():
         np.testing.assert_array_equal(params["f_auto_inducing_points"], X[:M])
 
 
+@pytest.mark.slow
 def test_functions_of_a_plate(x64):
     X, y = data()
     Y = jnp.stack([y, -0.5 * y])
@@ -323,6 +327,7 @@ def test_bad_arguments(unchecked):
         NaturalSparseGP(sgp.kernels.RBF(1.0), X, X[:M], jnp.zeros(M), jnp.zeros((M, M + 1)))
 
 
+@pytest.mark.slow
 def test_delay_holds_other_parameters_and_their_optimizer():
     X, y = data()
     guide = natural(learned, rest=AutoDelta, num_inducing=5)
