@@ -278,7 +278,10 @@ class HilbertSpaceTerm(_AbstractTerm):
         return int(np.prod(self.sizes))
 
     def _basis(self, kernel: AbstractKernel, X: Float[Array, "n d"]) -> Float[Array, "n m"]:
-        return HilbertSpace(kernel, self.sizes, self.box)(X)
+        return self._features(kernel)(X)
+
+    def _features(self, kernel: AbstractKernel) -> HilbertSpace:
+        return HilbertSpace(kernel, self.sizes, self.box)
 
     @property
     def _is_monotone(self) -> bool:
@@ -297,7 +300,7 @@ class HilbertSpaceTerm(_AbstractTerm):
         if not self._is_monotone:
             return super()._values(kernel, weights, X, group)
         rise = numpyro.sample(f"{self.name}_rise", dist.HalfNormal(1.0))
-        features = HilbertSpace(kernel, self.sizes, self.box)
+        features = self._features(kernel)
         x = features.inside_box(X)[:, 0]
         # Concrete nodes, so that their basis is computed once.
         num_nodes = _NODES_EACH * self.num_basis + 1
