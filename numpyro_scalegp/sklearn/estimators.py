@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +122,7 @@ class _ScalableGP(BaseEstimator):
         super().__setstate__(state)
         if state.get("dtype_") == np.float64:
             with _precision(self.dtype_):
-                self.posterior_ = jax.tree.map(
-                    _as_loaded, self.posterior_, is_leaf=lambda leaf: isinstance(leaf, _Key)
-                )
+                self.posterior_ = jax.tree.map(_as_loaded, self.posterior_)
 
     def _in_chunks(self, function: Callable[[np.ndarray], Any], X: np.ndarray) -> Any:
         """Results of a function of rows, each an array whose last axis is the rows."""
@@ -140,24 +138,14 @@ def _precision(dtype: Any) -> Any:
     return jax.enable_x64(True) if dtype == np.float64 else contextlib.nullcontext()
 
 
-class _Key(NamedTuple):
-    """The data of a random key."""
-
-    data: np.ndarray
-
-
 def _as_saved(leaf: Any) -> Any:
-    """An array with its digits, or the data of a random key."""
+    """An array with its digits; a random key, of integers, stays one."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return _Key(np.asarray(jax.random.key_data(leaf))) if is_key else np.asarray(leaf)
+    return leaf if is_key else np.asarray(leaf)
 
 
 def _as_loaded(leaf: Any) -> Any:
-    return (
-        jax.random.wrap_key_data(jnp.asarray(leaf.data))
-        if isinstance(leaf, _Key)
-        else jnp.asarray(leaf)
-    )
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 class ScalableGPRegressor(RegressorMixin, _ScalableGP):
